@@ -1,4 +1,4 @@
-"""Mistakes in data, a named kind each, and the checks of a packed batch, each naming the field at fault.
+"""Mistakes in data, and the checks of a packed batch, each naming the field at fault.
 
 All kinds are `ValueError`s whose message is one clear sentence.
 """
@@ -36,30 +36,6 @@ class BatchError(ValueError):
         return type(self), (self.field, self.problem)
 
 
-class IdError(BatchError):
-    """Ids are missing, repeated, of the wrong type, or differ between batches that must agree."""
-
-
-class KeyMismatch(BatchError):
-    """Two parts of a batch, or two batches, do not have the same keys."""
-
-
-class LengthError(BatchError):
-    """A length is no Python int, or too small, or the number of lengths is not the number of items."""
-
-
-class ShapeMismatch(BatchError):
-    """A tensor's shape is not the one its lengths and trailing shape promise."""
-
-
-class DtypeMismatch(BatchError):
-    """A tensor's dtype is not the declared one."""
-
-
-class MetadataError(BatchError):
-    """Metadata is not one list with one value per item."""
-
-
 class PartitionError(ValueError):
     """Parts of a batch overlap, leave items out, or are empty; or indices are no permutation."""
 
@@ -87,17 +63,17 @@ class LoaderStateError(ValueError):
 def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
     """The ids as a tuple: at least one, each an int or a string, none twice."""
     if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise IdError("ids", f"{ids!r} is {type_in_words(ids)}; give a list with an int or a string per item")
+        raise BatchError("ids", f"{ids!r} is {type_in_words(ids)}; give a list with an int or a string per item")
     result = tuple(ids)
     if not result:
-        raise IdError("ids", "a batch needs at least one item")
+        raise BatchError("ids", "a batch needs at least one item")
     for item_id in result:
         if type(item_id) is not int and type(item_id) is not str:
-            raise IdError("ids", f"{item_id!r} is {type_in_words(item_id)}; ids are ints or strings")
+            raise BatchError("ids", f"{item_id!r} is {type_in_words(item_id)}; ids are ints or strings")
     if len(set(result)) != len(result):
         seen: set[ItemId] = set()
         repeated = next(i for i in result if i in seen or seen.add(i))
-        raise IdError("ids", f"{repeated!r} occurs more than once; ids must be unique")
+        raise BatchError("ids", f"{repeated!r} occurs more than once; ids must be unique")
     return result
 
 
@@ -110,15 +86,15 @@ def checked_lengths(key: str, lengths: Iterable[int | Iterable[int]], num_items:
     field = f"lengths[{key!r}]"
     result = tuple((item,) if isinstance(item, int) else tuple(item) for item in lengths)
     if len(result) != num_items:
-        raise LengthError(field, f"{len(result)} items, but there are {num_items} ids")
+        raise BatchError(field, f"{len(result)} items, but there are {num_items} ids")
     for index, item in enumerate(result):
         if not item:
-            raise LengthError(field, f"item {index} has no sequence; every item needs at least one")
+            raise BatchError(field, f"item {index} has no sequence; every item needs at least one")
         for length in item:
             if type(length) is not int:
-                raise LengthError(field, f"item {index} has length {length!r}, {type_in_words(length)}, not an int")
+                raise BatchError(field, f"item {index} has length {length!r}, {type_in_words(length)}, not an int")
             if length < least:
-                raise LengthError(field, f"item {index} has length {length}; lengths are at least {least}")
+                raise BatchError(field, f"item {index} has length {length}; lengths are at least {least}")
     return result
 
 
@@ -126,11 +102,9 @@ def checked_metadata(metadata: Mapping[str, Sequence[Any]], num_items: int) -> d
     """Metadata as tuples, one value per item under each name."""
     for name, values in metadata.items():
         if not isinstance(values, (list, tuple)):
-            raise MetadataError(
-                f"metadata[{name!r}]", f"{type_in_words(values)}; expected a list with a value per item"
-            )
+            raise BatchError(f"metadata[{name!r}]", f"{type_in_words(values)}; expected a list with a value per item")
         if len(values) != num_items:
-            raise MetadataError(f"metadata[{name!r}]", f"{len(values)} values, but there are {num_items} items")
+            raise BatchError(f"metadata[{name!r}]", f"{len(values)} values, but there are {num_items} items")
     return {name: tuple(values) for name, values in metadata.items()}
 
 
@@ -138,14 +112,14 @@ def checked_trailing_shape(key: str, shape: Iterable[int]) -> tuple[int, ...]:
     """A key's shape after the packed dimension, as a tuple."""
     result = tuple(shape)
     if any(type(size) is not int or size < 0 for size in result):
-        raise ShapeMismatch(f"trailing_shapes[{key!r}]", f"{result} is not a shape")
+        raise BatchError(f"trailing_shapes[{key!r}]", f"{result} is not a shape")
     return result
 
 
 def checked_dtype(key: str, dtype: Any) -> torch.dtype:
     """A key's dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise DtypeMismatch(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
+        raise BatchError(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
     return dtype
 
 
@@ -174,7 +148,7 @@ def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> Non
     if wanted != present:
         missing, surplus = sorted(wanted - present), sorted(present - wanted)
         parts = [f"lacks {missing}"] * bool(missing) + [f"has {surplus} besides"] * bool(surplus)
-        raise KeyMismatch(field, f"{' and '.join(parts)}; its keys must be {sorted(wanted)}")
+        raise BatchError(field, f"{' and '.join(parts)}; its keys must be {sorted(wanted)}")
 
 
 def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -183,9 +157,9 @@ def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dty
     if not isinstance(tensor, Tensor):
         raise BatchError(field, f"{type_in_words(tensor)}; expected a tensor")
     if tuple(tensor.shape) != shape:
-        raise ShapeMismatch(field, f"shape {tuple(tensor.shape)}; lengths and trailing shape promise {shape}")
+        raise BatchError(field, f"shape {tuple(tensor.shape)}; lengths and trailing shape promise {shape}")
     if tensor.dtype != dtype:
-        raise DtypeMismatch(field, f"dtype {tensor.dtype}; declared is {dtype}")
+        raise BatchError(field, f"dtype {tensor.dtype}; declared is {dtype}")
 
 
 def check_permutation(indices: Sequence[int], num_items: int) -> None:
@@ -204,7 +178,7 @@ def as_sequences(key: str, item: Any) -> list[Tensor]:
         raise BatchError(f"sequences[{key!r}]", problem) from None
     for index, sequence in enumerate(sequences):
         if sequence.dim() == 0:
-            raise ShapeMismatch(f"sequences[{key!r}]", f"{item!r} is a number; an item is a list of numbers")
+            raise BatchError(f"sequences[{key!r}]", f"{item!r} is a number; an item is a list of numbers")
         if sequence.shape[0] == 0 and key == "tokens":
             raise BatchError(f"sequences[{key!r}]", f"sequence {index} of an item is empty; lengths are at least 1")
     return sequences

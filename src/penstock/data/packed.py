@@ -19,13 +19,9 @@ from torch import Tensor
 
 from penstock.data.checks import (
     BatchError,
-    DtypeMismatch,
-    IdError,
     ItemId,
-    KeyMismatch,
     Lengths,
     PartitionError,
-    ShapeMismatch,
     as_sequences,
     check_keys,
     check_list,
@@ -95,7 +91,7 @@ class PackedBatch:
     def __post_init__(self) -> None:
         ids = checked_ids(self.ids)
         if not self.lengths:
-            raise KeyMismatch("lengths", "a batch needs at least one key")
+            raise BatchError("lengths", "a batch needs at least one key")
         lengths = {key: checked_lengths(key, value, len(ids)) for key, value in self.lengths.items()}
         check_keys(lengths, self.dtypes, "dtypes")
         check_keys(lengths, self.trailing_shapes, "trailing_shapes")
@@ -133,7 +129,7 @@ class PackedBatch:
         check_keys(lengths, data, "data")
         for key, tensor in data.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-                raise ShapeMismatch(f"data[{key!r}]", "expected a tensor of at least one dimension")
+                raise BatchError(f"data[{key!r}]", "expected a tensor of at least one dimension")
         listed: dict[str, Any] = {key: list(value) for key, value in lengths.items()}
         num_items = len(next(iter(listed.values()), ()))
         return cls(
@@ -171,7 +167,7 @@ class PackedBatch:
             rows = next((s for s in flat if s.shape[0]), flat[0])
             flat = [rows[:0] if s.shape == (0,) else s for s in flat]
             if len({(s.dtype, s.shape[1:]) for s in flat}) > 1:
-                raise DtypeMismatch(f"sequences[{key!r}]", "the sequences differ in dtype or trailing shape")
+                raise BatchError(f"sequences[{key!r}]", "the sequences differ in dtype or trailing shape")
             lengths[key] = [[s.shape[0] for s in item] for item in per_item]
             data[key] = torch.cat(flat)
         return cls.from_data(data, lengths, ids, metadata)
@@ -260,7 +256,7 @@ class PackedBatch:
         try:
             return self.lengths[key]
         except (KeyError, TypeError):
-            raise KeyMismatch("keys", f"no {key!r}; this batch has {sorted(self.lengths)}") from None
+            raise BatchError("keys", f"no {key!r}; this batch has {sorted(self.lengths)}") from None
 
     # ---- items: joining, cutting, ordering
 
@@ -273,15 +269,15 @@ class PackedBatch:
         """
         check_list("batches", batches, PackedBatch, "batches")
         if not batches:
-            raise IdError("ids", "nothing to gather")
+            raise BatchError("ids", "nothing to gather")
         first = batches[0].select(keys if keys is not None else batches[0].keys)
         parts = [first, *(batch.select(first.keys) for batch in batches[1:])]
         for part in parts[1:]:
             check_keys(first.metadata, part.metadata, "metadata")
             if part.dtypes != first.dtypes:
-                raise DtypeMismatch("dtypes", f"{dict(part.dtypes)} in one batch, {dict(first.dtypes)} in the first")
+                raise BatchError("dtypes", f"{dict(part.dtypes)} in one batch, {dict(first.dtypes)} in the first")
             if part.trailing_shapes != first.trailing_shapes:
-                raise ShapeMismatch("trailing_shapes", "differ between the batches")
+                raise BatchError("trailing_shapes", "differ between the batches")
             if (part.data is None) != (first.data is None):
                 raise BatchError("data", "some of the batches hold metadata alone")
         return first._copy(
@@ -360,7 +356,7 @@ class PackedBatch:
             check_list("keys", keys, str, "names")
         kept = (keys,) if isinstance(keys, str) else tuple(keys)
         if not kept:
-            raise KeyMismatch("keys", "a batch needs at least one key")
+            raise BatchError("keys", "a batch needs at least one key")
         return self._copy(
             lengths={key: self._lengths_of(key) for key in kept},
             dtypes={key: self.dtypes[key] for key in kept},
@@ -374,7 +370,7 @@ class PackedBatch:
             self._lengths_of(old)
         new = [names.get(key, key) for key in self.keys]
         if len(set(new)) != len(new):
-            raise KeyMismatch("keys", f"renaming {dict(names)} would give two keys the same name")
+            raise BatchError("keys", f"renaming {dict(names)} would give two keys the same name")
         renamed = dict(zip(self.keys, new, strict=True))
         return self._copy(
             lengths={renamed[key]: value for key, value in self.lengths.items()},
@@ -389,7 +385,7 @@ class PackedBatch:
         Raises: `BatchError` unless both have the same ids in the same order, and both have data or neither.
         """
         if self.ids != other.ids:
-            raise IdError("ids", "the batches do not hold the same items in the same order")
+            raise BatchError("ids", "the batches do not hold the same items in the same order")
         if (self.data is None) != (other.data is None):
             raise BatchError("data", "one of the batches holds metadata alone")
         return self._copy(
@@ -408,7 +404,7 @@ class PackedBatch:
         """
         extent = Extent.of(extent)
         if key in self.lengths:
-            raise KeyMismatch("keys", f"{key!r} is there already")
+            raise BatchError("keys", f"{key!r} is there already")
         main = self.lengths[self.main_key]
         if extent is Extent.TOKEN:
             lengths = main

@@ -16,7 +16,7 @@ from penstock import (
     SamplingParams,
     token_cross_entropy,
 )
-from penstock.data.checks import LengthError
+from penstock.data.checks import BatchError
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig
 
@@ -153,7 +153,7 @@ def test_weights_that_are_loaded_while_they_are_fixed_are_cast_anew(tmp_path: Pa
 def test_lengths_places_and_numbers_at_the_edge_are_named() -> None:
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, device="cpu")
     unequal = PackedBatch.from_sequences({"tokens": [[[1, 2], [3]]], "labels": [[2, -100]]})
-    with pytest.raises(LengthError, match=r"lengths\['labels'\]: 1 sequences, but there are 2 of tokens"):
+    with pytest.raises(BatchError, match=r"lengths\['labels'\]: 1 sequences, but there are 2 of tokens"):
         engine.train_batch(unequal)
     pairs = BATCH.with_key("positions", torch.tensor([[0, 0], [1, 1], [2, 2], [0, 0], [1, -1]]))
     with pytest.raises(ValueError, match=r"data\['positions'\]: sequence 1 has -1 at its place 1"):

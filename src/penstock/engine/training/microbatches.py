@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, Split, agree, count, split
-from penstock.data.checks import BatchError, DtypeMismatch, KeyMismatch, LengthError, ShapeMismatch
+from penstock.data.checks import BatchError
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
@@ -48,13 +48,13 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
             "batch", f"{type_in_words(batch)}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
         )
     if "tokens" not in batch:
-        raise KeyMismatch(
+        raise BatchError(
             "keys",
             f"no 'tokens', which the first layer is given; this batch has {sorted(batch.keys)} (a layer of your own "
             "may take images or other rows under that name)",
         )
     if reads_labels and "labels" not in batch:
-        raise KeyMismatch("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
+        raise BatchError("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
     for key in _PER_TOKEN:
         if key in batch and (key != "labels" or reads_labels):
             _check_same_lengths(batch, key)
@@ -74,7 +74,7 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
     if "positions" in batch and limits is not None and limits.reads_positions:
         if batch.dtypes["positions"] not in _INTEGERS:
             wrong = f"{batch.dtypes['positions']}; positions are torch.int64 or torch.int32"
-            raise DtypeMismatch("data['positions']", wrong)
+            raise BatchError("data['positions']", wrong)
         _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
 
 
@@ -126,22 +126,22 @@ def _check_same_lengths(batch: PackedBatch, key: str) -> None:
     tokens, others = batch.sequence_lengths("tokens"), batch.sequence_lengths(key)
     for number, (length, other) in enumerate(zip(tokens, others, strict=False)):
         if length != other:
-            raise LengthError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
+            raise BatchError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
     if len(tokens) != len(others):
-        raise LengthError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
+        raise BatchError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
 
 
 def _check_longest(batch: PackedBatch, max_length: int) -> None:
     for number, length in enumerate(batch.sequence_lengths("tokens")):
         if length > max_length:
-            raise LengthError("lengths['tokens']", f"sequence {number} has {length}, past max_length={max_length}")
+            raise BatchError("lengths['tokens']", f"sequence {number} has {length}, past max_length={max_length}")
 
 
 def _check_ids(batch: PackedBatch, key: str) -> None:
     if batch.dtypes[key] not in _INTEGERS:
-        raise DtypeMismatch(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
+        raise BatchError(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
     if batch.trailing_shapes[key]:
-        raise ShapeMismatch(f"data[{key!r}]", f"shape {list(batch[key].shape)}; token ids have one dimension")
+        raise BatchError(f"data[{key!r}]", f"shape {list(batch[key].shape)}; token ids have one dimension")
 
 
 def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides: int | None = None) -> None:
