@@ -1,9 +1,8 @@
 """What the documentation site adds to the pages in docs/: tables and references from the code, links to the repository.
 
 mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
-`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- README: HEADING -->` a part of the README,
-`<!-- file: PATH -->` a file of the repository. A picture on a line of its own leads to itself, in its full size; a
-schedule's, in the gallery, also to the playground.
+`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- file: PATH -->` a file of the repository. A
+picture on a line of its own leads to itself, in its full size; a schedule's, in the gallery, also to the playground.
 """
 
 import importlib
@@ -21,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 #: columns of a line of code, for which a wide window has room
 LONGEST_LINE = 120
 _LINK = re.compile(r"(\]\()(\.\.?/[^)#\s]+)")
-_PART = re.compile(r"^<!-- README: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^<!-- file: (.+) -->$", re.MULTILINE)
 _SCHEDULE = re.compile(r"^!\[([\w-]+), (\d+) ranks, (\d+) microbatches\]\(gallery/.+\)$", re.MULTILINE)
 _PICTURE = re.compile(r"^!\[[^\]]*\]\(([^)]+)\)$", re.MULTILINE)
@@ -35,7 +33,6 @@ _NAMES = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Return a page's Markdown as it is built."""
     markdown = markdown.replace("<!-- settings -->", settings_table())
-    markdown = _PART.sub(lambda found: part_of_readme(found[1]), markdown)
     markdown = with_files(markdown)
     markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
     markdown = _SCHEDULE.sub(in_playground, markdown)
@@ -89,16 +86,6 @@ def with_files(markdown: str) -> str:
         return f'```python title="{path.name}"\n{path.read_text(encoding="utf-8")}```'
 
     return _FILE.sub(block, markdown)
-
-
-def part_of_readme(heading: str) -> str:
-    """The text below a heading of the README, for a page in docs/.
-
-    Raises: ValueError unless the README has this heading once.
-    """
-    _, text = (ROOT / "README.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")
-    text = re.split(r"\n## |\nLicence: ", text)[0].strip()
-    return text.replace("](docs/", "](").replace("](src/", "](../src/").replace("](examples/", "](../examples/")
 
 
 def settings_table() -> str:

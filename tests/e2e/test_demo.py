@@ -1,4 +1,4 @@
-"""The demo, with a small model and few steps, prints what the README shows; its tokens make indentation cheap."""
+"""The demo, with a small model and few steps, prints what docs/start.md shows; its tokens make indentation cheap."""
 
 import re
 import shutil
@@ -58,7 +58,7 @@ def test_the_demo_prints_what_the_readme_shows(
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     assert demo.main() == 0
     printed = capfd.readouterr().out
-    (shown,) = [block.text for block in blocks_of(ROOT / "README.md") if block.text.startswith("1. Train")]
+    (shown,) = [block.text for block in blocks_of(ROOT / "docs/start.md") if block.text.startswith("1. Train")]
     (before, written), (shown_before, shown_written) = (text.split(FIRST) for text in (printed.lstrip("\n"), shown))
     assert agrees(without_numbers(shown_before), without_numbers(before)), printed
     # What it writes is another model's, and so much of it is shown.
