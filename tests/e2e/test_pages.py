@@ -23,7 +23,7 @@ NUM_NOT_RUN = {
     "docs/guides/generation.md": 1,
     "docs/serving.md": 2,
     "docs/start.md": 2,
-    "docs/testing.md": 5,
+    "docs/testing.md": 6,
     "docs/tutorials/many_hosts.md": 2,
     "docs/weights_between_engines.md": 2,
 }
