@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError
-from penstock.runtime.message import Message
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage
 from penstock.runtime.tape import Tapes
@@ -272,41 +271,19 @@ class Executor:
         if wire.target is None:
             if wire.direction is Direction.FORWARD and result is not None:
                 self._results[action.microbatch] = result
-        elif wire.leaving is None:
-            self._arrivals[wire.direction, wire.target, action.microbatch] = self._checked(action, wire, result)
-        elif key in self._early:
-            self._transmit(wire.leaving, self._checked(action, wire, result))
-        else:
-            self._departures[key] = self._checked(action, wire, result)
-
-    def _checked(self, action: Action, wire: Wire, result: Tensor | None) -> Tensor:
-        """The result, if it has the shape with which the neighbour has posted its receive; no other may leave."""
-        message = self.stages[action.stage].leaving(wire.direction)
-        if message is not None:
-            return self._checked_message(action, message, result)
-        boundary = self.stages[action.stage].boundary
-        shape = boundary.shape(self._feeds[action.microbatch].num_tokens)
-        if result is None or result.shape != shape or result.dtype != boundary.dtype:
-            got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
-            units = self.stages[action.stage].units
-            layer = f"last layer is {units[-1][0]}" if action.op is Op.F else f"first layer is {units[0][0]}"
-            raise PipelineError(
-                f"{action} on rank {self.rank}: stage {action.stage}, whose {layer}, gives {got} for "
-                f"microbatch {action.microbatch}; its neighbour awaits {list(shape)} of {boundary.dtype}"
-            )
-        return result
-
-    def _checked_message(self, action: Action, message: Message, result: Any) -> Any:
-        """Several tensors, if each has the shape that the neighbour awaits."""
-        assert isinstance(result, tuple), f"{action} gives a message in parts"
+            return
+        checked, feed = self.stages[action.stage].checked_leaving, self._feeds[action.microbatch]
         try:
-            message.check(result, self._feeds[action.microbatch].given.num_rows)
+            leaving = checked(result, wire.direction, feed.num_tokens, feed.given.num_rows)
         except ValueError as error:
-            units = self.stages[action.stage].units
-            raise PipelineError(
-                f"{action} on rank {self.rank}: stage {action.stage}, whose last layer is {units[-1][0]}, gives {error}"
-            ) from None
-        return result
+            where = f"{action} on rank {self.rank}, microbatch {action.microbatch}"
+            raise PipelineError(f"{where}: {error}") from None
+        if wire.leaving is None:
+            self._arrivals[wire.direction, wire.target, action.microbatch] = leaving
+        elif key in self._early:
+            self._transmit(wire.leaving, leaving)
+        else:
+            self._departures[key] = leaving
 
     def _transmit(self, channel: Channel, result: Any) -> None:
         """Send a result, whose tensors follow each other on one channel."""

@@ -433,6 +433,29 @@ class Stage:
     def _gradients(message: Message | None) -> Message | None:
         return None if message is None else message.gradients()
 
+    def checked_leaving(self, result: Any, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]) -> Any:
+        """A microbatch's result in that direction, if it has the shapes with which the neighbour posted its receives.
+
+        Raises:
+            ValueError: saying what the stage gives, and what its neighbour awaits.
+        """
+        message = self.leaving(direction)
+        if message is None:
+            shape, dtype = self.boundary.shape(num_tokens), self.boundary.dtype
+            if result is not None and result.shape == shape and result.dtype == dtype:
+                return result
+            got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
+            problem = f"{got}; its neighbour awaits {list(shape)} of {dtype}"
+        else:
+            assert isinstance(result, tuple), f"stage {self.index} gives a message in parts"
+            try:
+                message.check(result, num_rows)
+                return result
+            except ValueError as error:
+                problem = str(error)
+        end, (name, _) = ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
+        raise ValueError(f"stage {self.index}, whose {end} layer is {name}, gives {problem}")
+
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
 
