@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.settings import SETTINGS
-from penstock.settings.declare import describe, plain
+from penstock.settings.declare import plain
 from penstock.settings.read import section_summaries
+from penstock.settings.types import describe
 
 ROOT = Path(__file__).parents[1]
 #: columns of a line of code, for which a wide window has room

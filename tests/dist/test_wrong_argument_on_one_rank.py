@@ -51,7 +51,7 @@ def test_a_wrong_argument_on_one_rank_is_named_on_all(layout: Layout, tmp_path: 
         "batches is one PackedBatch; give a list of them",
         "broadcast = 'yes' is a str; give True or False",
         "ranks take different steps: 2, 3",
-        "path = 5 is an int; give a text or a path",
+        "path = 5: expected str or path, got int",
         "keep = '1' is a str; give a whole number",
         "path = '' is empty; give a path",
     )

@@ -40,7 +40,7 @@ REFUSED = {
     "heads": (["--model.num_heads", "3"], "num_heads = 3 does not divide"),
     "microbatches": (["--train.num_microbatches", "9"], "9 is more than the 8 sequences"),
     "unknown setting": (["--train.step", "3"], "no setting train.step; the nearest one is train.steps"),
-    "wrong type": (["--train.steps", "many"], "train.steps takes an integer, not 'many'"),
+    "wrong type": (["--train.steps", "many"], "train.steps = 'many': expected int"),
     "no run to resume": (["--resume", "--output", "FOLDER/new"], "holds no run to continue"),
     "a run where none should be": (["--fresh"], "already holds a run"),
     "another run": (["--train.seed", "1"], r"holds another run: train.seed \(1 here, 0 there\)"),

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from penstock.settings import InferenceConfig, ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
-from penstock.settings.declare import is_table, parts_of, plain, possible
+from penstock.settings.declare import plain
 from penstock.settings.read import from_words
+from penstock.settings.types import is_table, parts_of, possible
 
 Options = Mapping[str, Setting]
 """Settings by the names of their options, with underscores."""

@@ -35,7 +35,7 @@ from penstock.data.checks import (
     checked_trailing_shape,
 )
 from penstock.io.documents import parse_json
-from penstock.settings.arguments import type_in_words
+from penstock.settings.types import type_in_words
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 

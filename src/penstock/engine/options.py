@@ -26,7 +26,8 @@ from penstock.settings import (
     differences,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, walk
+from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk
+from penstock.settings.types import nearest
 
 
 @dataclass(frozen=True)

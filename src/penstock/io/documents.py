@@ -3,23 +3,12 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.io.files import read_bytes
 
 # ---- JSON that a user may have written: parsed, and its kinds of values checked; a fault is one sentence
-
-
-_NAMES = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
 
 
 # Of lists and objects within each other: far beyond any file of ours, and far from where Python gives up.
@@ -78,20 +67,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content
-
-
-def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> None:
-    """Check that each value is null or missing, or of its key's type; a whole number is a number too.
-
-    Raises:
-        ValueError: one is not; names the key and its value.
-    """
-    for key, kind in kinds.items():
-        value = content.get(key)
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        if value is not None and (not fits or (isinstance(value, bool) and kind is not bool)):
-            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
-            raise ValueError(f"{where}: {key} is {shown}; {_NAMES[kind]} is expected")
 
 
 # ---- TOML that a user may have written: parsed within bounds; a fault is one sentence

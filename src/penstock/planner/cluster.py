@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.io.documents import parse_toml
 from penstock.io.files import read_text
-from penstock.settings.declare import suggestion
+from penstock.settings.types import suggestion
 
 _GIB = 2**30
 

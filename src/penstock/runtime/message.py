@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.settings.arguments import type_in_words
+from penstock.settings.types import type_in_words
 
 SEQUENCES = "sequences"
 """The name by which a microbatch's sequences are counted, beside the keys of the batch."""

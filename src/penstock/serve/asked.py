@@ -12,7 +12,7 @@ from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
 from penstock.settings import SamplingParams, ServeConfig
-from penstock.settings.declare import suggestion
+from penstock.settings.types import suggestion
 
 # ---- The fields of a request's JSON object: each taken once with its kind and bounds; what is left over is refused
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.settings.arguments import checked
     from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
     from penstock.settings.experts import ExpertConfig, GroupScore, Scores
     from penstock.settings.model import AdapterConfig, ModelConfig, Native, RopeKind, RopeScaling
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     )
     from penstock.settings.sampling import InferenceConfig, LogitBias, Quantize, RingConfig, SamplingParams, ServeConfig
     from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
+    from penstock.settings.types import checked
 
 __all__ = [
     "AXES",
@@ -110,7 +110,7 @@ __all__ = [
 
 # Each file after those that it imports.
 _FILES = (
-    *("declare", "arguments", "schedule", "experts", "model", "optimizer"),
+    *("types", "declare", "schedule", "experts", "model", "optimizer"),
     *("parallel", "sampling", "run", "read"),
 )
 

@@ -8,20 +8,19 @@ The file, the command line, its help, the checks and the engine all take these v
 """
 
 import dataclasses
-import difflib
 import enum
 import functools
-import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+from penstock.settings.types import TableValue, match, mismatch, nearest, parts_of
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Settings")
-N = TypeVar("N", bound=str)
 _KEY = "setting"
 
 
@@ -32,33 +31,6 @@ class ConfigError(ValueError):
     Traceback (most recent call last):
     penstock.settings.declare.ConfigError: parallel.pp = 0 is not possible; it must be at least 1
     """
-
-
-class NamedValue(enum.StrEnum):
-    """One of several names, spelt as in files; underscores are accepted for hyphens, and capitals."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Any:
-        return spelt(value, cls)
-
-
-def spelt(value: object, names: Iterable[N]) -> N | None:
-    """The name that a value spells, capitals and underscores for hyphens aside; None if it spells none."""
-    folded = str(value).replace("_", "-").lower()
-    return next((name for name in names if name.replace("_", "-").lower() == folded), None)
-
-
-class TableValue:
-    """A setting that is a table in files: plain values by name."""
-
-    @classmethod
-    def read(cls, table: Mapping[str, Any]) -> typing.Self:
-        """Make the object of a file's table. Raises: ConfigError for a value that cannot be used."""
-        raise NotImplementedError
-
-    def table(self) -> dict[str, Any]:
-        """The table from which `read` makes an equal object, as JSON values."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -181,16 +153,8 @@ class Setting:
         """
         matches, taken = match(self.type, value)
         if not matches:
-            raise self.mismatch(value)
+            raise ConfigError(mismatch(self.name, value, self.type))
         return taken
-
-    def mismatch(self, value: Any, given: str = "") -> ConfigError:
-        """The error for a value of another type, as it was given; it names the nearest of several names."""
-        names = [name for name in possible(self.type) if isinstance(name, str)]
-        likely = f"; the nearest one is {json.dumps(nearest(value, names))}" if names and isinstance(value, str) else ""
-        return ConfigError(
-            f"{self.name} takes {describe(self.type)}, not {given or json.dumps(value, default=str)}{likely}"
-        )
 
     def take(self, value: Any) -> Any:
         """Convert a value as `matched` does, and check its bounds.
@@ -304,15 +268,6 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def possible(kind: Any) -> tuple[Any, ...]:
-    """The values of an enum or of literals, as spelt in files; empty for another type."""
-    if is_union(kind):
-        return tuple(value for part in get_args(kind) for value in possible(part))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return tuple(member.value for member in kind)
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
 def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
     """Refuse a number that does not divide another one.
 
@@ -322,103 +277,3 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {divisors}")
-
-
-def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
-    """The known name most similar to `name`, capitals aside; the first one on a tie, none if all are below `least`."""
-    matcher = difflib.SequenceMatcher(None, "", name.lower())
-
-    def similarity(other: str) -> float:
-        matcher.set_seq1(other.lower())
-        # A name from elsewhere may be long: its length alone says that none is near.
-        return matcher.ratio() if matcher.real_quick_ratio() >= least else 0.0
-
-    best = max(known, key=similarity, default="")
-    return best if similarity(best) >= least else ""
-
-
-def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The question for the known name that is meant, if one is near; else `otherwise`, or all of them."""
-    known = list(known)
-    if near := nearest(name, known, 0.5):
-        return f"did you mean {near!r}?"
-    return f"there are {', '.join(known)}" if otherwise is None else otherwise
-
-
-def describe(kind: Any) -> str:
-    """The values of a type, in words."""
-    if is_union(kind):
-        return " or ".join(dict.fromkeys(describe(part) for part in get_args(kind) if part is not types.NoneType))
-    if possible(kind):
-        *first, last = [json.dumps(choice) for choice in possible(kind)]
-        return f"{', '.join(first)} or {last}" if first else last
-    if is_table(kind) or get_origin(kind) is Mapping:
-        return "a table"
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        if get_origin(item) is tuple:
-            return "a list of lists of integers"
-        return "a list of tables" if is_table(item) else "a list of integers" if item is int else "a list of texts"
-    if get_origin(kind) is Callable:
-        return "a function"
-    article = "an" if kind.__name__[0] in "AEIOU" else "a"
-    return _WORDS.get(kind, f"{article} {kind.__name__}")
-
-
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-
-
-def is_union(kind: Any) -> bool:
-    """Return whether a type is a union."""
-    return get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def parts_of(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; of another type, itself."""
-    return get_args(kind) if is_union(kind) else (kind,)
-
-
-def is_table(kind: Any) -> bool:
-    """Return whether a type is that of a table."""
-    return isinstance(kind, type) and issubclass(kind, TableValue)
-
-
-def match(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Match a value to a type; returns whether it is of that type, and the converted value."""
-    if is_union(kind):
-        matches = (match(part, value) for part in get_args(kind))
-        return next((match for match in matches if match[0]), (False, value))
-    if kind is types.NoneType:
-        return value is None, None
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        try:
-            return (True, kind(value)) if isinstance(value, str) else (False, value)
-        except ValueError:
-            return False, value
-    if get_origin(kind) is Literal:
-        name = spelt(value, get_args(kind)) if isinstance(value, str) else None
-        return name is not None, name
-    if is_table(kind):
-        if isinstance(value, Mapping):
-            return True, kind.read(value)
-        return isinstance(value, kind), value
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple | range):
-            return False, value
-        items = [match(get_args(kind)[0], item) for item in value]
-        matches = all(found for found, _ in items)
-        return matches, tuple(item for _, item in items) if matches else value
-    # bool is an int to Python, but not to a reader of a file.
-    if kind in (int, float) and isinstance(value, bool):
-        return False, value
-    if kind is float and isinstance(value, int):
-        return True, _as_float(value)
-    expected = get_origin(kind) or kind
-    return expected is Any or isinstance(value, expected), value
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf

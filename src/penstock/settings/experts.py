@@ -9,11 +9,11 @@ from penstock.settings.declare import (
     WIDTH,
     Bounds,
     ConfigError,
-    NamedValue,
     Settings,
     refuse_divisor,
     setting,
 )
+from penstock.settings.types import NamedValue
 
 
 class Scores(NamedValue):

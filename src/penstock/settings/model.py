@@ -13,13 +13,13 @@ from penstock.settings.declare import (
     WIDTH,
     Bounds,
     ConfigError,
-    NamedValue,
     Settings,
     declared,
     refuse_divisor,
     setting,
 )
 from penstock.settings.experts import ExpertConfig
+from penstock.settings.types import NamedValue
 
 
 class RopeKind(NamedValue):

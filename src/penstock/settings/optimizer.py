@@ -4,7 +4,6 @@ There is no state from step to step, so a skipped step does not shift later ones
 """
 
 import dataclasses
-import json
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -12,20 +11,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Self, cast
 
-from penstock.settings.arguments import type_in_words
-from penstock.settings.declare import (
-    ABOVE_0,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    Bounds,
-    ConfigError,
-    NamedValue,
-    Settings,
-    TableValue,
-    argument,
-    nearest,
-    setting,
-)
+from penstock.settings.declare import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Bounds, ConfigError, Settings, argument, setting
+from penstock.settings.types import NamedValue, TableValue, match, mismatch, type_in_words
 
 # ---- Groups of parameters by name patterns, each with its own hyperparameters; the optimizers that files can name
 
@@ -70,20 +57,11 @@ class Arguments(TableValue):
         return dict(self.values)
 
 
-_COURSE, _BETA, _SWITCH = "a number of 0 or more", "a number of at least 0 and less than 1", "true or false"
-
-
-def _takes(what: str, fits: Callable[[Any], bool], **default: Any) -> Any:
-    """Declare a field of a group, with the values it takes, in words and as a check."""
-    return field(**default, metadata={"takes": what, "fits": fits})
-
-
-def _is_number(value: Any, below: float = math.inf) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
+_FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
 
 
 @dataclass(frozen=True)
-class ParameterGroup(TableValue):
+class ParameterGroup(Settings, TableValue, section="optimizer.groups"):
     """Hyperparameters of the parameters whose full names match a pattern; what is left out is the optimizer's.
 
     A parameter belongs to the first group that matches it. In a pattern `*` stands for any text, dots included.
@@ -94,45 +72,26 @@ class ParameterGroup(TableValue):
     """
 
     #: matches full names, as `Engine.parameters` lists them
-    pattern: str = _takes('a text such as "*.norm.*"', lambda value: isinstance(value, str))
+    pattern: str
     #: the peak of the optimizer's own course of the learning rate, or a course of the group's own; 0 keeps its weights
-    learning_rate: float | Course | None = _takes(
-        _COURSE, lambda value: callable(value) or _is_number(value), default=None
-    )
-    weight_decay: float | Course | None = _takes(
-        _COURSE, lambda value: callable(value) or _is_number(value), default=None
-    )
-    beta1: float | None = _takes(_BETA, lambda value: _is_number(value, below=1.0), default=None)
-    beta2: float | None = _takes(_BETA, lambda value: _is_number(value, below=1.0), default=None)
+    learning_rate: float | Course | None = argument(None, AT_LEAST_0)
+    weight_decay: float | Course | None = argument(None, AT_LEAST_0)
+    beta1: float | None = argument(None, _FORGETS)
+    beta2: float | None = argument(None, _FORGETS)
     #: True if only parameters of two dimensions or more belong to it
-    matrices: bool = _takes(_SWITCH, lambda value: isinstance(value, bool), default=False)
+    matrices: bool = False
     #: True if its parameters are not trained
-    frozen: bool = _takes(_SWITCH, lambda value: isinstance(value, bool), default=False)
+    frozen: bool = False
     #: another optimizer for the group
-    name: OptimizerName | str | None = _takes(
-        "the name of an optimizer", lambda value: isinstance(value, str), default=None
-    )
+    name: OptimizerName | str | None = None
     #: further arguments of the optimizer
-    arguments: Mapping[str, Any] = _takes(
-        "a table of the optimizer's arguments", lambda value: isinstance(value, Mapping), default_factory=dict
-    )
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for own in dataclasses.fields(self):
-            value = getattr(self, own.name)
-            if not (value is None and own.default is None) and not own.metadata["fits"](value):
-                given = json.dumps(value, default=str)
-                raise ConfigError(
-                    f"optimizer.groups: {own.name} = {given} is not possible; it takes {own.metadata['takes']}"
-                )
-        if self.name is not None:
-            try:
-                object.__setattr__(self, "name", OptimizerName(self.name))
-            except ValueError:
-                known, likely = ", ".join(OptimizerName), nearest(str(self.name), OptimizerName)
-                raise ConfigError(
-                    f"optimizer.groups: name = {self.name!r} is none of {known}; the nearest one is {likely}"
-                ) from None
+    def _check(self) -> None:
+        found, name = match(OptimizerName | None, self.name)
+        if not found:
+            raise ConfigError(mismatch(f"{self.section}.name", self.name, OptimizerName | None))
+        object.__setattr__(self, "name", name)
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:
@@ -155,9 +114,6 @@ class ParameterGroup(TableValue):
 
 
 # ---- Settings of the optimizer, with learning rate and weight decay as closed forms of the step number, counted from 1
-
-
-_FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
 
 
 class Decay(NamedValue):

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.settings.declare import Bounds, ConfigError, NamedValue, Settings, argument, refuse_divisor, setting
+from penstock.settings.declare import Bounds, ConfigError, Settings, argument, refuse_divisor, setting
+from penstock.settings.types import NamedValue
 
 AXES = ("dp", "pp", "cp", "tp")
 _NUM_OFFERED = 5

@@ -7,18 +7,9 @@ from typing import Any, get_args, get_origin
 
 from penstock.io.documents import parse_toml
 from penstock.io.files import read_text
-from penstock.settings.arguments import checked
-from penstock.settings.declare import (
-    ConfigError,
-    Setting,
-    Settings,
-    is_table,
-    is_union,
-    match,
-    nearest,
-    with_values,
-)
+from penstock.settings.declare import ConfigError, Setting, Settings, with_values
 from penstock.settings.run import SETTINGS, RunConfig
+from penstock.settings.types import checked, is_table, match, mismatch, nearest, parts_of
 
 Values = dict[str, Any]
 """Values of settings by their dotted names."""
@@ -98,14 +89,12 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
     Raises:
         ConfigError: they are not of its type.
     """
-    kinds = get_args(own.type) if is_union(own.type) else (own.type,)
     # Any word is a string, so that None has to come first.
-    for kind in sorted(kinds, key=lambda kind: kind is not types.NoneType):
+    for kind in sorted(parts_of(own.type), key=lambda kind: kind is not types.NoneType):
         found, value = _read_words(kind, words)
         if found:
             return own.matched(value)
-    text = " ".join(words)
-    raise own.mismatch(text or None, repr(text) if words else "nothing")
+    raise ConfigError(mismatch(own.name, " ".join(words) if words else None, own.type))
 
 
 def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:

@@ -13,7 +13,6 @@ from penstock.settings.declare import (
     AT_LEAST_1,
     Bounds,
     ConfigError,
-    NamedValue,
     Setting,
     Settings,
     plain,
@@ -25,6 +24,7 @@ from penstock.settings.model import AdapterConfig, ModelConfig
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig
 from penstock.settings.parallel import Layout, ParallelConfig
 from penstock.settings.schedule import ScheduleConfig
+from penstock.settings.types import NamedValue
 
 # ---- Settings of the text that a run trains on
 

@@ -5,17 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from penstock.settings.declare import (
-    ABOVE_0,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    Bounds,
-    ConfigError,
-    NamedValue,
-    Settings,
-    TableValue,
-    setting,
-)
+from penstock.settings.declare import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Bounds, ConfigError, Settings, setting
+from penstock.settings.types import NamedValue, TableValue
 
 # As in OpenAI's API, from which the two penalties come.
 PENALTY = Bounds(least=-2, most=2)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from penstock.settings.declare import AT_LEAST_1, Bounds, ConfigError, NamedValue, Settings, setting
+from penstock.settings.declare import AT_LEAST_1, Bounds, ConfigError, Settings, setting
+from penstock.settings.types import NamedValue
 
 
 class SearchedPlacement(NamedValue):

@@ -10,7 +10,7 @@ from penstock.cli import doctor, generate, score, session
 from penstock.cli.main import main
 from penstock.cli.options import Options, add_options, values_of
 from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
-from penstock.settings.declare import possible
+from penstock.settings.types import possible
 
 COMMANDS: dict[str, tuple[tuple[Options, ...], list[str]]] = {
     "generate": ((generate._PARALLEL, session.RING_OPTIONS), ["MODEL", "a"]),
@@ -61,7 +61,7 @@ def test_a_value_of_another_type_is_refused_by_section_and_name(
     command: str, name: str, own: Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, *COMMANDS[command][1], f"--{name.replace('_', '-')}", "many"]) == 2
-    assert f"{own.name} takes " in capsys.readouterr().err
+    assert f"{own.name} = 'many': expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command, name, own", OPTIONS)

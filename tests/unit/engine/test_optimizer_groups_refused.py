@@ -45,9 +45,9 @@ def test_an_optimizer_is_known_in_any_capitals(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "likely"), [("AdamWW", "adamw"), ("SDG", "sgd"), ("RMS_prop", "rmsprop")])
 def test_an_unknown_optimizer_names_the_nearest(name: str, likely: str) -> None:
-    with pytest.raises(ConfigError, match=f'not "{name}"; the nearest one is "{likely}"'):
+    with pytest.raises(ConfigError, match=f"= '{name}': expected .*; the nearest one is \"{likely}\""):
         OptimizerConfig.of(name)
-    with pytest.raises(ConfigError, match=f"is none of .*; the nearest one is {likely}"):
+    with pytest.raises(ConfigError, match=f"groups.name = '{name}': expected .*; the nearest one is \"{likely}\""):
         ParameterGroup("*", name=name)
 
 

@@ -64,7 +64,7 @@ def test_weight_decay_equals_its_closed_form(ramp: str) -> None:
     [
         ({"peak": 0.0}, "optimizer.learning_rate = 0.0"),
         ({"peak": math.inf}, "optimizer.learning_rate = inf"),
-        ({"decay": "cosin"}, 'optimizer.decay takes "constant", "linear", "cosine" or "inverse-sqrt", not "cosin"'),
+        ({"decay": "cosin"}, 'optimizer.decay = .cosin.: expected "constant", "linear", "cosine" or "inverse-sqrt"'),
         ({"decay": "cosine"}, "step at which it ends"),
         ({"decay": "linear", "num_warmup_steps": 9, "num_decay_steps": 8}, "within its warm-up of 9"),
         ({"num_warmup_steps": -1}, "-1"),
@@ -85,7 +85,7 @@ def test_learning_rates_that_make_no_sense_are_refused(settings: dict[str, Any],
         ({"ramp": "linear", "last": 0.3}, "needs its last value"),
         ({"ramp": "cosine", "num_steps": 3}, "needs its last value"),
         ({"ramp": "linear", "last": 0.3, "num_steps": 0}, "at least 1"),
-        ({"ramp": "steep"}, '"steep"'),
+        ({"ramp": "steep"}, "optimizer.ramp = 'steep': expected"),
     ],
 )
 def test_weight_decays_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:

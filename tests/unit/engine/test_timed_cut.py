@@ -164,7 +164,7 @@ def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path
 
 def test_a_placement_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     for of_schedule, told in (
-        ({"placement": "bidirectional"}, 'schedule.placement takes "loop" or "v", not "bidirectional"'),
+        ({"placement": "bidirectional"}, 'schedule.placement = .bidirectional.: expected "loop" or "v"'),
         ({"placement": "v", "name": "1f1b"}, "schedule.placement = v is no option .*1f1b"),
         (
             {"placement": "v", "max_live_microbatches": 0.5},
@@ -176,5 +176,5 @@ def test_a_placement_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="20 stages"):
         check(from_dict({**settings(tmp_path, placement="v"), "parallel": {"pp": 10}}))
-    with pytest.raises(ConfigError, match=r'schedule\.placement takes "loop" or "v", not "w"'):
+    with pytest.raises(ConfigError, match=r'schedule\.placement = .w.: expected "loop" or "v"'):
         ScheduleConfig("auto", placement="w")  # pyright: ignore[reportArgumentType]
