@@ -25,7 +25,7 @@ from benchmarks.slow_network import INTERFACE, Host, SlowNetwork
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
-from penstock.model.linear import TORCH
+from penstock.model.linear import TORCH, Matmul
 from penstock.schedule.recording import CollectiveKind, Recording
 from penstock.settings import Layout, ModelConfig, OptimizerConfig, ScheduleConfig
 
@@ -101,7 +101,7 @@ def _summary_of_hidden(traffic: Traffic, rounds: Sequence[Sequence[HiddenTraffic
 
 
 @dataclass(frozen=True)
-class SleepingMatmul:
+class SleepingMatmul(Matmul):
     """Matrix products that sleep for their time and return zeros; a router's are computed, so that tokens find experts.
 
     flops: emulated speed. smallest: with fewer outputs a product is computed.
@@ -121,9 +121,6 @@ class SleepingMatmul:
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
         num_products = grad_TO.numel() * x_TI.shape[1]
         return self._after(num_products, grad_TO.new_zeros(grad_TO.shape[1], x_TI.shape[1]))
-
-    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        """Do nothing: no weight is read."""
 
     def _after(self, num_products: int, result: Tensor) -> Tensor:
         time.sleep(2 * num_products / self.flops)

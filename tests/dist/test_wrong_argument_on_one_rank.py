@@ -49,10 +49,10 @@ def test_a_wrong_argument_on_one_rank_is_named_on_all(layout: Layout, tmp_path: 
     words = (
         "batches=5 is an int; give a list of PackedBatch",
         "batches is one PackedBatch; give a list of them",
-        "broadcast = 'yes' is a str; give True or False",
+        "broadcast = 'yes': expected bool, got str",
         "ranks take different steps: 2, 3",
         "path = 5: expected str or path, got int",
-        "keep = '1' is a str; give a whole number",
+        "keep = '1': expected int, got str",
         "path = '' is empty; give a path",
     )
     first, second = run_ranks(2, refusals, layout, tmp_path)

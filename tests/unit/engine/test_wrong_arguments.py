@@ -122,21 +122,21 @@ def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
     yield lambda e: e.forward(BATCH, output_seqlens=[1.5, 1, 1]), "output_seqlens[0] = 1.5: expected int, got float"
     yield lambda e: e.forward(BATCH, lambda logits: logits), "post_hook is a function of (logits); give one of (logits,"
     yield lambda e: e.generate([[1]], few, on_token=lambda: 1), "on_token is a function of (); give one of (number, tok"
-    yield lambda e: e.save(None), "path = None; give a text or a path"
+    yield lambda e: e.save(None), "path = None: expected str or path"
     yield lambda e: e.save(""), "path = '' is empty; give a path"
-    yield lambda e: e.save(folder, keep="1"), "keep = '1' is a str; give a whole number"
+    yield lambda e: e.save(folder, keep="1"), "keep = '1': expected int, got str"
     yield lambda e: e.save(folder, keep=0), "at least 1 checkpoint must be kept, not 0"
     yield lambda e: e.save(folder, extra=object()), "extra is no JSON value"
     yield lambda e: e.load(5), "path = 5: expected str or path, got int"
-    yield lambda e: e.save_hf(5), "path = 5 is an int; give a path or a text"
-    yield lambda e: e.save_hf(folder, max_shard_bytes="5GB"), "max_shard_bytes = '5GB' is a str; give a whole number"
+    yield lambda e: e.save_hf(5), "path = 5: expected"
+    yield lambda e: e.save_hf(folder, max_shard_bytes="5GB"), "max_shard_bytes = '5GB': expected int"
     yield lambda e: e.save_hf(folder, shard=1), "ExportOptions has no 'shard'; the nearest one is 'max_shard_bytes'"
     yield lambda e: e.save_adapter(5), "path = 5: expected str or path, got int"
     yield (
         lambda e: e.gradient("head.norm.wieght"),
         "no gradient of 'head.norm.wieght'; the nearest name is 'head.norm.weight'",
     )
-    yield lambda e: e.simulated(2, 5), "costs = 5 is an int; give a Costs"
+    yield lambda e: e.simulated(2, 5), "costs = 5: expected Costs"
 
 
 @pytest.mark.shows(113)
