@@ -13,7 +13,7 @@ PAGES = {
     str(path.relative_to(ROOT)): blocks_of(path)
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 }
-# Of each page, the blocks that say `not run`: they need what no test has, such as a cluster, minutes or a server, or are a picture.
+# Of each page, the blocks that say `not run`: pictures, and what needs a cluster, minutes or a server, as no test has.
 NUM_NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "README.md": 2,
