@@ -4,6 +4,7 @@ Seen by weak references to the storage of whatever a stage's forward and backwar
 """
 
 import gc
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -135,6 +136,10 @@ class Kept:
         split = any(action.op is Op.I for action in parts(record.action))
         self.num_ended += sum(action.op is Op.W or (action.op is Op.B and not split) for action in parts(record.action))
         over = [one for one in self.microbatches if one.tape() is None]
+        # gloo's own thread lets go of what a collective was given a moment after it has ended.
+        patience = time.monotonic() + 1.0
+        while time.monotonic() < patience and any(one.held() for one in over):
+            time.sleep(0.001)
         self.left += [f"{record.action}: {by}" for one in over for by in one.held()]
         if len(over) != self.num_ended:
             self.left.append(f"{record.action}: {self.num_ended} backwards are over, {len(over)} tapes are gone")

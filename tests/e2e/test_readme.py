@@ -30,7 +30,7 @@ def test_the_way_to_read_is_true():
     _, _, rest = README.partition("## What to read first")
     files = re.findall(r"^\d+\. \[`[^`]+`\]\(([^)]+)\)", rest.partition("\n## ")[0], re.MULTILINE)
     assert {"src/penstock/schedule/lower.py", "src/penstock/runtime/stage.py"} <= set(files)
-    assert all(len((ROOT / file).read_text().splitlines()) <= 600 for file in files)
+    assert all(len((ROOT / file).read_text().splitlines()) <= 650 for file in files)
 
 
 def test_a_newcomer_reads_the_readme_in_four_minutes():

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 from penstock.settings.declare import (
@@ -72,7 +71,7 @@ class RopeScaling(Settings, section="rope"):
         """`high`, or its default for this kind."""
         return self.high or (32.0 if self.kind is RopeKind.YARN else 4.0)
 
-    @cached_property
+    @property
     def table_factor(self) -> float:
         """Factor on cosines and sines. Source: Peng et al. 2023 (YaRN), section 3.4."""
         if self.kind is not RopeKind.YARN:

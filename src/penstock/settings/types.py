@@ -275,7 +275,9 @@ def check_argument(name: str, value: Any, kind: Any) -> None:
     """Refuse a value of another type, names in place of an enum's members included. Raises: ValueError."""
     if Path in parts_of(kind) and isinstance(value, str) and not value:
         raise ValueError(f"{name} = '' is empty; give a path")
-    matches, taken = match(kind, value)
-    respelt = isinstance(taken, str) and taken is not value and not (type(taken) is type(value) and taken == value)
-    if not matches or respelt:
-        raise ValueError(mismatch(name, value, kind))
+    for part in parts_of(kind):
+        matches, taken = match(part, value)
+        respelt = isinstance(taken, str) and taken is not value and not (type(taken) is type(value) and taken == value)
+        if matches and not respelt:
+            return
+    raise ValueError(mismatch(name, value, kind))

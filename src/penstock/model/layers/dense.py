@@ -162,8 +162,9 @@ class Rotary:
         if self.scaling.kind is not RopeKind.NONE:
             frequencies = self._scaled(frequencies)
         angles_TK = positions_T.to(torch.float32)[:, None] * frequencies
-        factor = self.scaling.table_factor
-        cos, sin = angles_TK.cos() * factor, angles_TK.sin() * factor
+        cos, sin = angles_TK.cos(), angles_TK.sin()
+        if self.scaling.kind is RopeKind.YARN:
+            cos, sin = cos * self.scaling.table_factor, sin * self.scaling.table_factor
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def _scaled(self, frequencies: Tensor) -> Tensor:
