@@ -21,5 +21,5 @@ def test_schedule_imports_the_standard_library_alone_and_no_other_rooms_settings
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
     rooms, settings = done.stdout.splitlines()
     assert rooms.split() == ["penstock"]
-    files = ("arguments", "declare", "objects", "schedule")
+    files = ("declare", "types", "objects", "schedule")
     assert set(settings.split()) <= {f"penstock.settings.{file}" for file in files}
