@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Self, cast
 
 from penstock.settings.declare import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Bounds, ConfigError, Settings, argument, setting
-from penstock.settings.types import NamedValue, TableValue, match, mismatch, type_in_words
+from penstock.settings.types import NamedValue, TableValue, match, mismatch
 
 # ---- Groups of parameters by name patterns, each with its own hyperparameters; the optimizers that files can name
 
@@ -317,7 +317,7 @@ class OptimizerConfig(Settings, section="optimizer"):
         kind = type(given).__name__
         if hasattr(given, "param_groups"):
             raise ConfigError(
-                f"optimizer is {type_in_words(given)} that is made already, but each rank makes one for the parameters "
+                f"optimizer is an instance of {kind}, but each rank makes one for the parameters "
                 f"that it steps; give the class {kind}, or functools.partial of it with its arguments"
             )
         raise ConfigError(

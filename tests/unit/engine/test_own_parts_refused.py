@@ -129,7 +129,7 @@ def another(groups: Any) -> Any:
             "the optimizer raising cannot step a model in parts: with two small matrices it raises KeyError",
         ),
         (another, "the optimizer factory another gave an optimizer of other parameters than those"),
-        (another(()), "^optimizer is an SGD that is made already, .* give the class SGD, or functools.partial of it"),
+        (another(()), "^optimizer is an instance of SGD, .* give the class SGD, or functools.partial of it"),
     ],
     ids=["nothing", "raises", "others", "instance"],
 )

@@ -280,7 +280,7 @@ T = TypeVar("T")
 # The store's counters of processes that have met a user's mistake, and of those that ask it nothing more.
 _REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "penstock/done_with_store"
 # How long a process that fails waits for the store's answer.
-_ANSWER_LIMIT_S = 5.0
+_ANSWER_LIMIT_S = 3.0
 
 
 def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
