@@ -73,8 +73,8 @@ class Checkpointer(CheckpointReader):
     _standalone: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
-    #: the save under way
-    _written: Future[None] | None
+    #: the save under way: its thread, and what becomes of it
+    _writing: tuple[threading.Thread, Future[None]] | None
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Checkpointer(CheckpointReader):
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
         self._keep, self._standalone = keep, standalone
-        self._host_copies, self._written = {}, None
+        self._host_copies, self._writing = {}, None
         _import_writer()
         on_all_ranks(
             lambda: self._claim() if grid.rank == 0 else None,
@@ -133,7 +133,7 @@ class Checkpointer(CheckpointReader):
 
         # Host memory may be short on one rank, and the writers wait for each other without a limit.
         self._begin(step, copy)
-        self._written = _begun(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
+        self._writing = _begun(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
         if wait:
             self.finish()
 
@@ -142,8 +142,12 @@ class Checkpointer(CheckpointReader):
 
         Raises: CheckpointError when it failed, on this rank or another.
         """
-        written, self._written = self._written, None
-        if written is not None and (error := written.exception()) is not None:
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        thread, written = writing
+        thread.join()
+        if (error := written.exception()) is not None:
             raise CheckpointError(str(error)) from error
 
     def _begin(self, step: int, act: Callable[[], None]) -> None:
@@ -255,7 +259,7 @@ class Checkpointer(CheckpointReader):
             remove(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
-def _begun(work: Callable[[], None]) -> Future[None]:
+def _begun(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:
     """Begin the work in a thread of its own, which never keeps the process from ending."""
     written = Future[None]()
 
@@ -265,8 +269,9 @@ def _begun(work: Callable[[], None]) -> Future[None]:
         except Exception as error:
             written.set_exception(error)
 
-    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
-    return written
+    thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)
+    thread.start()
+    return thread, written
 
 
 @dataclass(frozen=True)
