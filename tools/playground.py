@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -18,21 +19,27 @@ ROOT = Path(__file__).parents[1]
 PYODIDE = "0.29.5"
 SHA256 = "6749b10ee515a1458ecea36d860c8ce2a48366e85b3f92d749ad1840e4aff181"
 FILES = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-ROOMS = ("__init__.py", "schedule/**/*.py", "settings/**/*.py", "draw/**/*.py", "draw/assets/*")
+ROOMS = ("__init__.py", "io/**/*.py", "schedule/**/*.py", "settings/**/*.py", "draw/**/*.py", "draw/assets/*")
 
 
 def put_into(site: Path) -> None:
     """Put Python, the package and its start into the folder of a built site.
 
-    Raises: OSError if npm has no Pyodide, or other bytes than were expected, and none is kept; or without Node.
+    Raises: OSError if npm has no Pyodide, or other bytes than were expected, and none is kept; or without Node;
+        RuntimeError if what was put there does not start.
     """
     folder = site / "playground" / "python"
     folder.mkdir(parents=True, exist_ok=True)
     unpack_pyodide(pyodide(ROOT / "build"), folder)
     pack_package(folder / "penstock.zip")
-    done = node([str(ROOT / "tools" / "playground_start.mjs"), str(folder)], True, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"Pyodide did not start under Node: {done.stderr.strip()}")
+    # Node leaves without what a pipe has not taken yet, and the reason comes last.
+    with tempfile.TemporaryFile("w+") as said:
+        done = node([str(ROOT / "tools" / "playground_start.mjs"), str(folder)], True, stderr=said)
+        said.seek(0)
+        if done.returncode:
+            # Before the reason stands a line of Pyodide's source, of a million characters.
+            reason = "\n".join(line for line in said.read().splitlines() if len(line) < 1000)
+            raise RuntimeError(f"Pyodide did not start under Node:\n{reason}")
 
 
 def pyodide(kept: Path) -> Path:
@@ -77,5 +84,5 @@ def pack_package(archive: Path) -> None:
 if __name__ == "__main__":
     try:
         put_into(Path(sys.argv[1]))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         sys.exit(f"the playground was not built: {error}")
