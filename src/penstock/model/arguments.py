@@ -110,7 +110,11 @@ class Parameters:
             return cls.of(compiled)
         own = list(inspect.signature(module.forward).parameters.values())
         named = [p for p in own[1:] if p.kind in _NAMED]
-        sequences = frozenset(p.name for p in named if p.name == "sequences" or _is_sequences(p.annotation))
+        # An annotation may be a text, a class or a union.
+        annotated = {p.name: getattr(p.annotation, "__name__", str(p.annotation)) for p in named}
+        sequences = frozenset(
+            name for name, text in annotated.items() if name == "sequences" or re.search(r"\bSequences\b", text)
+        )
         required = frozenset(p.name for p in named if p.default is p.empty) - sequences
         found = cls(tuple(p.name for p in named), required, sequences)._with_inner(module, own)
         bound = module.forward.keywords if isinstance(module.forward, functools.partial) else ()
@@ -225,8 +229,3 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
             yield from _inside(child)
         else:
             yield child
-
-
-def _is_sequences(annotation: Any) -> bool:
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    return re.search(r"\bSequences\b", text) is not None

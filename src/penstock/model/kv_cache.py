@@ -75,7 +75,13 @@ class KVCache:
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
-        self.keys_RGLK, self.values_RGLK = (_zeros(shape, size) for _ in "kv")
+        num_bytes = math.prod(shape) * size.dtype.itemsize
+        if size.device.type != "cpu" or not num_bytes:
+            self.keys_RGLK, self.values_RGLK = (torch.zeros(shape, dtype=size.dtype, device=size.device) for _ in "kv")
+            return
+        # The system gives these zeros memory page by page, so that rows take what they are long.
+        memories = (mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY) for _ in "kv")
+        self.keys_RGLK, self.values_RGLK = (torch.frombuffer(own, dtype=size.dtype).view(shape) for own in memories)
 
     @property
     def num_bytes(self) -> int:
@@ -101,14 +107,6 @@ class KVCache:
                     # The last one too, to which a row that is not live writes.
                     for part_GLK in (store_GLK[:, item.start : item.cleaned], store_GLK[:, -1:]):
                         part_GLK[~part_GLK.isfinite()] = 0
-
-
-def _zeros(shape: tuple[int, ...], size: CacheSize) -> Tensor:
-    """Zeros; on a CPU the system gives them memory page by page, so that rows take what they are long."""
-    num_bytes = math.prod(shape) * size.dtype.itemsize
-    if size.device.type != "cpu" or not num_bytes:
-        return torch.zeros(shape, dtype=size.dtype, device=size.device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY), dtype=size.dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,25 +44,22 @@ def penalised(logits_SV: Tensor, params: SamplingParams, contexts: Sequence[Cont
     if params.biases:
         tokens, values = zip(*params.biases, strict=True)
         logits_SV[:, list(tokens)] += logits_SV.new_tensor(values)
-    if params.reads_answer:
-        for logits_V, context in zip(logits_SV, contexts, strict=True):
-            _penalise(logits_V, params, context)
+    if not params.reads_answer:
+        return logits_SV
+    penalty = params.repetition_penalty
+    for logits_V, context in zip(logits_SV, contexts, strict=True):
+        if penalty != 1.0 and (seen := {*context.prompt, *context.answer}):
+            tokens = torch.tensor(sorted(seen), device=logits_V.device)
+            values = logits_V[tokens]
+            logits_V[tokens] = torch.where(values < 0, values * penalty, values / penalty)
+        if (params.presence_penalty or params.frequency_penalty) and context.answer:
+            counts = Counter(context.answer)
+            lost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+            logits_V[list(counts)] -= logits_V.new_tensor(lost)
+        for *before, last in params.bad_words:
+            if context.ends_with(before):
+                logits_V[last] = -torch.inf
     return logits_SV
-
-
-def _penalise(logits_V: Tensor, params: SamplingParams, context: Context) -> None:
-    if params.repetition_penalty != 1.0 and (seen := {*context.prompt, *context.answer}):
-        tokens = torch.tensor(sorted(seen), device=logits_V.device)
-        values = logits_V[tokens]
-        penalty = params.repetition_penalty
-        logits_V[tokens] = torch.where(values < 0, values * penalty, values / penalty)
-    if (params.presence_penalty or params.frequency_penalty) and context.answer:
-        counts = Counter(context.answer)
-        lost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-        logits_V[list(counts)] -= logits_V.new_tensor(lost)
-    for *before, last in params.bad_words:
-        if context.ends_with(before):
-            logits_V[last] = -torch.inf
 
 
 # ---- Sampling: from logits to tokens and their log-probabilities

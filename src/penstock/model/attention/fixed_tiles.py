@@ -127,8 +127,12 @@ def tiled_cached_attention(q_THK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         own, q = slice(run[0].row, run[-1].row + 1), q_THK[begin : begin + num_tokens]
         positions_RL = rows.positions[begin : begin + num_tokens].view(len(run), -1)
         seen = rows.shared(("seen", number), partial(_seen, positions_RL, max(item.end for item in run)))
-        attend = _attention_of_rows if num_tokens == len(run) else _attention_of_text
-        parts.append(attend(q, cache, own, seen))
+        if num_tokens == len(run):
+            parts.append(_attention_of_rows(q, cache, own, seen))
+        else:
+            # One row of the cache, which reads several tokens.
+            padded = F.pad(q, (0, 0, 0, 0, 0, rounded_up(num_tokens) - num_tokens)).transpose(0, 1)[None]
+            parts.append(_attention_over(padded, cache, own, seen)[0, :, :num_tokens].transpose(0, 1))
         begin += num_tokens
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -174,13 +178,6 @@ def _attention_of_rows(q_RHK: Tensor, cache: KVCache, own: slice, seen: Seen) ->
     num_queries = q_RGQK.shape[2]
     padded = F.pad(q_RGQK, (0, 0, 0, max(0, FEW_ROWS - num_queries)))
     return _attention_over(padded, cache, own, seen)[:, :, :num_queries].flatten(1, 2)
-
-
-def _attention_of_text(q_LHK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
-    """The means [L, H, K] of one row of the cache that reads several tokens."""
-    length = len(q_LHK)
-    q_1HLK = F.pad(q_LHK, (0, 0, 0, 0, 0, rounded_up(length) - length)).transpose(0, 1)[None]
-    return _attention_over(q_1HLK, cache, own, seen)[0, :, :length].transpose(0, 1)
 
 
 def _attention_over(q_RHLK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:

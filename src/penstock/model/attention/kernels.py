@@ -17,7 +17,7 @@ Source: Dao 2023 (FlashAttention-2), sections 2.3 and 3.1, for parts and their g
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, lru_cache
 from itertools import groupby
@@ -157,10 +157,23 @@ def tiles(queries: Positions, keys: Positions, sight: Sight, apart: bool = False
 
 
 def _merged(found: Sequence[Tile]) -> list[Tile]:
+    """The tiles in order, with one for each two full ones that lie side by side or one below the other."""
     merged: list[Tile] = []
     for tile in found:
-        joined = _joined(merged[-1], tile) if merged else None
-        merged[-1:] = [joined] if joined else [*merged[-1:], tile]
+        last = merged[-1] if merged else None
+        if last is not None and last.relation is tile.relation is Relation.FULL:
+            if last.queries == tile.queries and last.keys.stop == tile.keys.start:
+                keys, positions = slice(last.keys.start, tile.keys.stop), last.key_positions + tile.key_positions
+                merged[-1] = replace(last, keys=keys, key_positions=positions)
+                continue
+            if last.keys == tile.keys and last.queries.stop == tile.queries.start:
+                rows, positions = (
+                    slice(last.queries.start, tile.queries.stop),
+                    last.query_positions + tile.query_positions,
+                )
+                merged[-1] = replace(last, queries=rows, query_positions=positions)
+                continue
+        merged.append(tile)
     return merged
 
 
@@ -185,21 +198,6 @@ def _narrows(sight: Sight, queries: range, keys: range) -> bool:
         return False
     after = 0 if sight.causal else keys.stop - 1 - queries.start
     return max(queries.stop - 1 - keys.start, after) >= sight.window
-
-
-def _joined(first: Tile, second: Tile) -> Tile | None:
-    """One tile for two full tiles that lie side by side or one below the other."""
-    if not first.relation is second.relation is Relation.FULL:
-        return None
-    if first.queries == second.queries and first.keys.stop == second.keys.start:
-        keys = slice(first.keys.start, second.keys.stop)
-        positions = first.key_positions + second.key_positions
-        return Tile(first.queries, keys, Relation.FULL, first.query_positions, positions, first.sight)
-    if first.keys == second.keys and first.queries.stop == second.queries.start:
-        queries = slice(first.queries.start, second.queries.stop)
-        positions = first.query_positions + second.query_positions
-        return Tile(queries, first.keys, Relation.FULL, positions, first.key_positions, first.sight)
-    return None
 
 
 def _span(positions: Positions) -> range:

@@ -85,13 +85,12 @@ class Family:
         else:
             windows = self.windows is not Windows.NEVER
         layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
-        # Layers that predict further tokens have no place in these families' files.
-        return windows and layers and not config.num_predictions and self._fits_experts(config)
-
-    def _fits_experts(self, config: ModelConfig) -> bool:
         experts = config.experts
-        if not experts.num_experts or self.experts is None:
-            return not experts.num_experts and self.experts is None
+        # Layers that predict further tokens have no place in these families' files.
+        if not windows or not layers or config.num_predictions or bool(experts.num_experts) != bool(self.experts):
+            return False
+        if self.experts is None:
+            return True
         plain = (experts.scores, experts.num_groups, experts.scaling_factor) == (Scores.SOFTMAX, 1, 1.0)
         shared = experts.shared_gate if self.shared_expert else experts.shared_size == 0
         everywhere = experts.normalise and all(map(experts.is_sparse, range(config.num_layers)))

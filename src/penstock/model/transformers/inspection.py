@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.model.transformers.skeleton import LayerArguments, Skeleton, StubbedForward
+from penstock.model.transformers.skeleton import Skeleton, StubbedForward
 
 _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
@@ -63,7 +63,10 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> dict[
     with torch.no_grad(), _DummyValues(skeleton) as dummies:
         try:
             skeleton.as_tuple = _gives_tuples(skeleton)
-            first, second = (_reach_last(skeleton, vocab_size, offset) for offset in (0, _LONG))
+            last, as_tuple = skeleton.num_layers - 1, skeleton.as_tuple
+            first, second = (StubbedForward(last=last, as_tuple=as_tuple) for _ in range(2))
+            for forward, offset in ((first, 0), (second, _LONG)):
+                skeleton.run(*_text(offset, vocab_size), forward)
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
         except Exception as error:  # any error of a model that expects its own layers
             reason = " ".join(str(error).split())
@@ -71,8 +74,12 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> dict[
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
         raise CannotCut(f"{name} changes the hidden states between its layers, so they cannot be cut")
     for layer, arguments in first.arguments.items():
-        if (culprit := _difference(arguments, second.arguments[layer])) is not None:
-            raise CannotCut(f"{name} hands its layers {culprit}, which depends on the text, so they cannot be cut")
+        other = second.arguments[layer]
+        pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(arguments.args, other.args, strict=True))]
+        pairs += [(key, value, other.kwargs.get(key)) for key, value in arguments.kwargs.items()]
+        for argument, value, theirs in pairs:
+            if not _same(value, theirs):
+                raise CannotCut(f"{name} hands its layers {argument}, which depends on the text, so they cannot be cut")
     if logits.shape != (_FEW * _LONG, num_outputs):
         raise CannotCut(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
     if between := dummies.uses[ForwardPart.BETWEEN]:
@@ -91,23 +98,10 @@ def _gives_tuples(skeleton: Skeleton) -> bool:
     return not any(isinstance(hidden, tuple) for hidden in forward.hidden)
 
 
-def _reach_last(skeleton: Skeleton, vocab_size: int, offset: int) -> StubbedForward:
-    forward = StubbedForward(last=skeleton.num_layers - 1, as_tuple=skeleton.as_tuple)
-    skeleton.run(*_text(offset, vocab_size), forward)
-    return forward
-
-
 def _text(offset: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Tokens and positions [B, L]."""
     tokens = (torch.arange(_FEW * _LONG) + offset) % vocab_size
     return tokens.view(_FEW, _LONG), torch.arange(_LONG).expand(_FEW, _LONG)
-
-
-def _difference(arguments: LayerArguments, other: LayerArguments) -> str | None:
-    """The name of an argument in which the two differ, or None."""
-    pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(arguments.args, other.args, strict=True))]
-    pairs += [(name, value, other.kwargs.get(name)) for name, value in arguments.kwargs.items()]
-    return next((name for name, value, theirs in pairs if not _same(value, theirs)), None)
 
 
 def _same(value: Any, other: Any) -> bool:

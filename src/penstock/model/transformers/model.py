@@ -91,7 +91,10 @@ class TransformersModel:
 
     def units(self) -> tuple[UnitSpec, ...]:
         """The model's units, without values."""
-        inputs = LayerInputs(copy.deepcopy(self.skeleton), _changes_with_length(self.config))
+        rope = [str(self.config.to_dict().get(key)) for key in ("rope_parameters", "rope_scaling")]
+        # Rotary tables that depend on the longest text in the batch.
+        by_length = any(kind in text for text in rope for kind in ("dynamic", "longrope"))
+        inputs = LayerInputs(copy.deepcopy(self.skeleton), by_length)
         last = self.uses[ForwardPart.AFTER]
         # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
         first = frozenset(self.slots) - (last - self.uses[ForwardPart.BEFORE])
@@ -124,7 +127,13 @@ class TransformersModel:
         length = getattr(text, "max_position_embeddings", None)
         if length is None:
             return None
-        return Limits(text.vocab_size, length, max_generated_length=_length_before_change(text))
+        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+        before_change = None
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            # From this length on it turns by other factors.
+            names = "original_max_position_embeddings"
+            before_change = rope.get(names) or getattr(text, names, None)
+        return Limits(text.vocab_size, length, max_generated_length=before_change)
 
     def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
         """The slot before the layers that holds the same parameter."""
@@ -231,23 +240,6 @@ def _owners(model: nn.Module) -> dict[str, str]:
         if owner != name:
             owners[name] = owner
     return owners
-
-
-def _changes_with_length(config: Any) -> bool:
-    """True if the model's rotary tables depend on the longest text in the batch."""
-    return any(
-        kind in str(config.to_dict().get(key))
-        for key in ("rope_parameters", "rope_scaling")
-        for kind in ("dynamic", "longrope")
-    )
-
-
-def _length_before_change(text: Any) -> int | None:
-    """The length from which on longrope turns by other factors; None for models without it."""
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if "longrope" not in (rope.get("rope_type"), rope.get("type")):
-        return None
-    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
 
 
 def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitSpec:

@@ -5,7 +5,7 @@ one parameter. Its own rules are applied; nothing here is specific to a family.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +55,28 @@ class TransformersNames(Names):
     @classmethod
     def of(cls, model: nn.Module, path: str, owners: Mapping[str, str], stored: Collection[str]) -> "TransformersNames":
         """The names of a whole model with its layers at the path, in files that have these tensors."""
-        known = frozenset(model.state_dict())
+        known, prefix = frozenset(model.state_dict()), getattr(model, "base_model_prefix", "")
+        renamings, converters = _rules(model)
         found: dict[str, list[_StoredTensor]] = {}
-        for own, source in _renamed(model, known, stored):
+        for name in stored:
+            own, pattern = name, None
+            if renamings or converters:
+                from transformers.core_model_loading import rename_source_key
+
+                own, pattern = rename_source_key(name, renamings, converters)
+            if own not in known:
+                # Files of a model without its head omit the prefix.
+                others = (f"{prefix}.{own}", own.removeprefix(f"{prefix}."))
+                own = next((other for other in others if other in known), own)
+            converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
+            source = _StoredTensor(None, 0, 1, name)
+            if converter is not None and [type(each).__name__ for each in converter.operations] in _STACKED:
+                parts = list(converter.source_patterns)
+                expert = int(re.findall(r"\.(\d+)\.", name)[-1])
+                source = _StoredTensor(expert, parts.index(pattern), len(parts), name)
+            elif converter is not None:
+                # Unknown, so it is refused as a tensor that belongs to no parameter.
+                own = name
             found.setdefault(own, []).append(source)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return cls(path, {own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
@@ -83,31 +102,6 @@ class TransformersNames(Names):
         copies = {source.stored for name in self.owners for source in self.sources.get(name, ())}
         computed = stored.endswith(("inv_freq", "masked_bias")) or any(re.search(p, stored) for p in self.ignored)
         return stored in copies or computed
-
-
-def _renamed(model: nn.Module, known: frozenset[str], stored: Iterable[str]) -> Iterable[tuple[str, _StoredTensor]]:
-    """Each stored tensor with the parameter that it belongs to."""
-    renamings, converters = _rules(model)
-    prefix = getattr(model, "base_model_prefix", "")
-    for name in stored:
-        own, pattern = name, None
-        if renamings or converters:
-            from transformers.core_model_loading import rename_source_key
-
-            own, pattern = rename_source_key(name, renamings, converters)
-        if own not in known:
-            # Files of a model without its head omit the prefix.
-            own = next((other for other in (f"{prefix}.{own}", own.removeprefix(f"{prefix}.")) if other in known), own)
-        converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
-        if converter is None:
-            yield own, _StoredTensor(None, 0, 1, name)
-        elif [type(operation).__name__ for operation in converter.operations] in _STACKED:
-            parts = list(converter.source_patterns)
-            expert = int(re.findall(r"\.(\d+)\.", name)[-1])
-            yield own, _StoredTensor(expert, parts.index(pattern), len(parts), name)
-        else:
-            # Unknown, so it is refused as a tensor that belongs to no parameter.
-            yield name, _StoredTensor(None, 0, 1, name)
 
 
 def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:

@@ -188,15 +188,16 @@ class LayerInputs:
 
     def with_pasts(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
         """Each item's rows of `x` [T, ...] with its past."""
-        pasts = rows.shared((self, "pasts"), lambda: [self._past(item, x.device) for item in rows.items])
-        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
 
-    def _past(self, item: BatchItem, device: torch.device) -> Past:
-        stub = _new_cache()
-        if item.start:
-            nothing = torch.zeros((), device=device).expand(1, 1, item.start, 1)
-            stub.update(nothing, nothing, 0)
-        return Past(self.skeleton, torch.arange(item.start, item.end, device=device)[None], stub)
+        def past(item: BatchItem) -> Past:
+            stub = _new_cache()
+            if item.start:
+                nothing = torch.zeros((), device=x.device).expand(1, 1, item.start, 1)
+                stub.update(nothing, nothing, 0)
+            return Past(self.skeleton, torch.arange(item.start, item.end, device=x.device)[None], stub)
+
+        pasts = rows.shared((self, "pasts"), lambda: list(map(past, rows.items)))
+        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
 
 
 class _TransformersUnit(nn.Module):
