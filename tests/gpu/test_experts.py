@@ -15,7 +15,6 @@ from penstock.model.layers.grouped_linear import (
     GroupedLinear,
     GroupedMatmul,
     GroupedMatmulKernel,
-    MatmulPerExpert,
     RowGroups,
 )
 from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
@@ -56,7 +55,7 @@ def leftovers_of_nan(num_bytes: int = 1 << 22) -> Iterator[None]:
 def test_one_kernel_for_all_experts_gives_what_a_loop_gives(sizes: tuple[int, ...]) -> None:
     x_NI, _, weight_EOI, _ = operands(sizes)
     assert GroupedMatmulKernel.takes(x_NI, weight_EOI)
-    exact = computed(MatmulPerExpert(), sizes, torch.float64)
+    exact = computed(GroupedMatmul(), sizes, torch.float64)
     with leftovers_of_nan():
         at_once = computed(GroupedMatmulKernel(), sizes, torch.bfloat16)
     for found, wanted in zip(at_once, exact, strict=True):
@@ -98,7 +97,7 @@ def test_rows_that_the_kernel_cannot_take_go_through_the_loop() -> None:
         assert not GroupedMatmulKernel.takes(rows, weight)
         rows, weight = rows.contiguous(), weight.contiguous()
         assert torch.equal(
-            GroupedMatmulKernel().output(rows, weight, groups), MatmulPerExpert().output(rows, weight, groups)
+            GroupedMatmulKernel().output(rows, weight, groups), GroupedMatmul().output(rows, weight, groups)
         )
     assert not GroupedMatmulKernel.takes(x_NI[:0], weight_EOI), "nobody came"
     assert GroupedMatmulKernel().output(x_NI[:0], weight_EOI, RowGroups((0, 0), x_NI.device)).shape == (0, NUM_OUTPUTS)

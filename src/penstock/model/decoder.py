@@ -23,7 +23,7 @@ from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
 from penstock.model.linear import Matmul, fastest_matmul
 from penstock.model.loss import ShardedLogits
-from penstock.model.units import Constant, Initial, Initialise, Limits, Normal, UnitSpec
+from penstock.model.units import Initial, Initialise, Limits, UnitSpec
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig
@@ -128,15 +128,13 @@ def _rule(full_name: str, shape: torch.Size, config: ModelConfig) -> Initial:
     """
     *_, owner, kind = full_name.split(".")
     if kind == "bias":
-        return Constant(0.0)
-    if kind == "load":
-        return Constant(1.0)
-    if owner.endswith("norm"):
-        return Constant(1.0)
+        return Initial(0.0)
+    if kind == "load" or owner.endswith("norm"):
+        return Initial(1.0)
     if owner == "embedding" and not config.tie_embeddings:
-        return Normal(_EMBEDDING_STD)
+        return Initial(std=_EMBEDDING_STD)
     std = shape[-1] ** -0.5
-    return Normal(std * (2 * config.num_layers) ** -0.5 if owner in ("output", "down") else std)
+    return Initial(std=std * (2 * config.num_layers) ** -0.5 if owner in ("output", "down") else std)
 
 
 _NORM = 200.0

@@ -1,19 +1,11 @@
 """The process groups over which a model's layers, sequences and experts are split."""
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from torch.distributed import ProcessGroup
 
 from penstock.settings import ContextForm
-
-
-class GroupShape(Protocol):
-    """The size of a process group and this rank's place in it, which is all that building a model needs."""
-
-    def size(self) -> int: ...
-
-    def rank(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -63,32 +55,24 @@ class ModelGroups:
 
     @property
     def tp_size(self) -> int:
-        return _size(self.tp)
+        return 1 if self.tp is None else self.tp.size()
 
     @property
     def tp_rank(self) -> int:
-        return _rank(self.tp)
+        return 0 if self.tp is None else self.tp.rank()
 
     @property
     def cp_size(self) -> int:
-        return _size(self.cp)
+        return 1 if self.cp is None else self.cp.size()
 
     @property
     def cp_rank(self) -> int:
-        return _rank(self.cp)
+        return 0 if self.cp is None else self.cp.rank()
 
     @property
     def ep_size(self) -> int:
-        return _size(self.ep)
+        return 1 if self.ep is None else self.ep.size()
 
     @property
     def ep_rank(self) -> int:
-        return _rank(self.ep)
-
-
-def _size(group: GroupShape | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group: GroupShape | None) -> int:
-    return 0 if group is None else group.rank()
+        return 0 if self.ep is None else self.ep.rank()

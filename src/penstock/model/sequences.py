@@ -12,6 +12,7 @@ Shapes: T tokens of all sequences, B sequences.
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -143,7 +144,7 @@ class Spread:
     def num_ranks(self) -> int:
         return len(self.pieces)
 
-    @property
+    @cached_property
     def num_tokens(self) -> tuple[int, ...]:
         """The number of tokens on each rank."""
         return tuple(sum(len(run) for runs in sequences for run in runs) for sequences in self.pieces)

@@ -11,7 +11,7 @@ then cast.
 import hashlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,30 +70,16 @@ class UnitSpec:
         return f"{self.name}.{parameter}"
 
 
-class Initial(Protocol):
-    """A rule for a parameter's initial values."""
-
-    def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor: ...
-
-
 @dataclass(frozen=True)
-class Normal:
-    """Independent normal values around zero."""
+class Initial:
+    """A rule for a parameter's initial values: independent normal ones around `mean`, or all equal to it."""
 
-    std: float
+    mean: float = 0.0
+    std: float = 0.0
 
     def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, self.std, generator=generator)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One value everywhere."""
-
-    value: float
-
-    def draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        return torch.full(shape, self.value, dtype=torch.float32, device="cpu")
+        values = torch.full(shape, self.mean, dtype=torch.float32, device="cpu")
+        return values.normal_(self.mean, self.std, generator=generator) if self.std else values
 
 
 def initial_values(full_name: str, shape: torch.Size, rule: Initial, seed: int) -> Tensor:

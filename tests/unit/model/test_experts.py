@@ -25,8 +25,8 @@ from penstock.model import (
 from penstock.model.layers.experts import ExpertBlock, experts_of_ranks
 from penstock.model.layers.grouped_linear import (
     GroupedLinear,
+    GroupedMatmul,
     GroupedMatmulKernel,
-    MatmulPerExpert,
     RowGroups,
     grouped_matmul,
 )
@@ -282,7 +282,7 @@ class TestStack:
         x, weight, grad = (
             torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (4, 24, 16), (16, 24))
         )
-        together, one_by_one = Everywhere(), MatmulPerExpert()
+        together, one_by_one = Everywhere(), GroupedMatmul()
         limit = 32 * torch.finfo(dtype).eps
         for one, other in (
             (together.output(x, weight, groups), one_by_one.output(x, weight, groups)),
@@ -296,7 +296,7 @@ class TestStack:
         assert totals[0, 1].eq(1).all()
 
     def test_a_gradient_that_waited_has_the_same_bits(self) -> None:
-        stack, groups = GroupedLinear(3, 4, 6, MatmulPerExpert()), RowGroups((2, 0, 3), torch.device("cpu"))
+        stack, groups = GroupedLinear(3, 4, 6, GroupedMatmul()), RowGroups((2, 0, 3), torch.device("cpu"))
         nn.init.normal_(stack.weight)
         found = []
         for waits in (False, True):

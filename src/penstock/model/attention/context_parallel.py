@@ -89,31 +89,60 @@ class RingAttention:
     collectives: Collectives
     spread: Spread
     sight: Sight
+    name: str = "ring attention"
 
     @property
-    def name(self) -> str:
-        return "ring attention"
+    def num_ranks(self) -> int:
+        return self.spread.num_ranks
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         q_THK, k_TGK, v_TGK, *others = state
         own = kv = torch.stack((k_TGK, v_TGK), 1)
-        ring = _RingSteps(self)
         out_THK = torch.zeros_like(q_THK, dtype=dtype_of_sums(q_THK))
         lse_TH = torch.full(q_THK.shape[:2], -torch.inf, dtype=out_THK.dtype, device=q_THK.device)
-        for step in range(ring.num_ranks):
+        for step in range(self.num_ranks):
             handle = None
-            if step + 1 < ring.num_ranks:
-                handle = ring.send_on(kv, step)
+            if step + 1 < self.num_ranks:
+                handle = self.send_on(kv, step)
                 yield
-            for rows, keys, tile in ring.meetings(step):
+            for rows, keys, tile in self.meetings(step):
                 part, part_lse = attend(rows.of(q_THK), *keys.of_both(kv), tile)
                 merge(rows.of(out_THK), rows.of(lse_TH), part, part_lse)
             if handle is not None:
                 kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)
         if undo is not None:
-            undo.append(_Attended(ring, q_THK, own, mean_THK, lse_TH))
+            undo.append(_Attended(self, q_THK, own, mean_THK, lse_TH))
         return (mean_THK, *others)
+
+    def source(self, step: int) -> int:
+        """The rank whose keys are here at a step: that many places before this one."""
+        return (self.spread.rank - step) % self.num_ranks
+
+    def meetings(self, step: int) -> "list[_Meeting]":
+        """This rank's queries and the keys that are here at a step, tile by tile for each run of equal sequences."""
+        return list(self._tiles(self.source(step), apart=False))
+
+    def own_parts(self) -> "tuple[list[_Meeting], list[_Meeting]]":
+        """The rank's own queries and keys, in two parts of about equal work."""
+        every = list(self._tiles(self.spread.rank, apart=True))
+        first = [meeting for meeting in every if meeting[0].rows == meeting[1].rows]
+        return first, [meeting for meeting in every if meeting not in first]
+
+    def send_on(self, x: Tensor, step: int) -> Handle[Tensor]:
+        """Send this step's tensor to the next rank and receive the next step's from the rank before."""
+        num_rows = self.spread.num_tokens[self.source(step + 1)]
+        return self.collectives.send_receive(x, self.source(-1), self.source(1), num_rows)
+
+    def _tiles(self, source: int, apart: bool) -> "Iterator[_Meeting]":
+        own, theirs = self.spread.pieces[self.spread.rank], self.spread.pieces[source]
+        start = their_start = 0
+        for (mine, keys), same in groupby(zip(own, theirs, strict=True)):
+            count, length, their_length = len(list(same)), _length(mine), _length(keys)
+            for tile in tiles(mine, keys, self.sight, apart):
+                queries = _Rows(start, count, length, tile.queries)
+                yield queries, _Rows(their_start, count, their_length, tile.keys), tile
+            start, their_start = start + count * length, their_start + count * their_length
 
 
 @dataclass(eq=False)
@@ -121,7 +150,7 @@ class _Attended:
     """The state kept for backward: this rank's own tensors, none of those that went round."""
 
     #: the order in which keys and values go round
-    ring: "_RingSteps"
+    ring: RingAttention
     #: queries, and keys with values
     q_THK: Tensor
     kv: Tensor
@@ -197,61 +226,6 @@ class _Rows:
 
 _Meeting = tuple[_Rows, _Rows, Tile]
 """Rows of queries, rows of keys, and their tile."""
-
-
-class _RingSteps:
-    """The steps of the ring: at step s a rank has the keys of the rank s places before it."""
-
-    #: ranks in the ring
-    num_ranks: int
-    #: the ranks to which keys go next and from which they come
-    _next: int
-    _before: int
-    #: the ring's ranks as a group
-    _collectives: Collectives
-    #: what each query sees, and the ranks' parts of each sequence
-    _sight: Sight
-    _spread: Spread
-    #: rank -> its tokens
-    _num_tokens: Sequence[int]
-
-    def __init__(self, attention: RingAttention) -> None:
-        self._collectives, self._sight, self._spread = attention.collectives, attention.sight, attention.spread
-        self.num_ranks = self._spread.num_ranks
-        self._next, self._before = self.source(-1), self.source(1)
-        self._num_tokens = self._spread.num_tokens
-
-    def source(self, step: int) -> int:
-        """The rank whose keys are here at a step."""
-        return (self._spread.rank - step) % self.num_ranks
-
-    def meetings(self, step: int) -> list[_Meeting]:
-        """This rank's queries and the keys that are here at a step, tile by tile for each run of equal sequences."""
-        return list(self._tiles(self.source(step), apart=False))
-
-    def own_parts(self) -> tuple[list[_Meeting], list[_Meeting]]:
-        """The rank's own queries and keys, in two parts of about equal work."""
-        every = list(self._tiles(self._spread.rank, apart=True))
-        first = [meeting for meeting in every if meeting[0].rows == meeting[1].rows]
-        return first, [meeting for meeting in every if meeting not in first]
-
-    def send_on(self, x: Tensor, step: int) -> Handle[Tensor]:
-        """Send this step's tensor to the next rank and receive the next step's from the rank before."""
-        num_rows = self._num_tokens[self.source(step + 1)]
-        return self._collectives.send_receive(x, self._next, self._before, num_rows)
-
-    def _tiles(self, source: int, apart: bool) -> Iterator[_Meeting]:
-        own, theirs = self._spread.pieces[self._spread.rank], self._spread.pieces[source]
-        start = their_start = 0
-        for (mine, keys), same in groupby(zip(own, theirs, strict=True)):
-            count, length, their_length = len(list(same)), _length(mine), _length(keys)
-            for tile in tiles(mine, keys, self._sight, apart):
-                yield (
-                    _Rows(start, count, length, tile.queries),
-                    _Rows(their_start, count, their_length, tile.keys),
-                    tile,
-                )
-            start, their_start = start + count * length, their_start + count * their_length
 
 
 def _length(positions: Positions) -> int:

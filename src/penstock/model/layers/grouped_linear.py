@@ -9,10 +9,10 @@ Shapes: N rows of all experts, E experts of this rank, I inputs, O outputs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +49,12 @@ class RowGroups:
         return torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32).to(self.device, non_blocking=True)
 
 
-class GroupedMatmul(Protocol):
-    """One way to compute a grouped linear layer and its gradients."""
-
-    def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor: ...
-
-    def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor: ...
-
-    def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: RowGroups) -> None: ...
-
-
 @dataclass(frozen=True)
-class MatmulPerExpert:
-    """One product for each expert; experts without rows cost nothing."""
+class GroupedMatmul:
+    """The products of a grouped linear layer and its gradients, one for each expert that has rows.
+
+    A subclass computes them in another way.
+    """
 
     matmul: Matmul = TORCH
 
@@ -85,10 +78,8 @@ class MatmulPerExpert:
 
 
 @dataclass(frozen=True)
-class GroupedMatmulKernel:
+class GroupedMatmulKernel(GroupedMatmul):
     """PyTorch's grouped product, one kernel for all experts: bfloat16 on a GPU, with widths in whole 16 bytes."""
-
-    otherwise: GroupedMatmul = field(default_factory=MatmulPerExpert)
 
     @staticmethod
     def takes(x: Tensor, weight_EOI: Tensor) -> bool:
@@ -97,17 +88,17 @@ class GroupedMatmulKernel:
 
     def output(self, x_NI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         if not self.takes(x_NI, weight_EOI):
-            return self.otherwise.output(x_NI, weight_EOI, groups)
+            return super().output(x_NI, weight_EOI, groups)
         return F.grouped_mm(x_NI, weight_EOI.to(x_NI.dtype).transpose(1, 2), offs=groups.ends)
 
     def input_gradient(self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
         if not self.takes(grad_NO, weight_EOI):
-            return self.otherwise.input_gradient(grad_NO, weight_EOI, groups)
+            return super().input_gradient(grad_NO, weight_EOI, groups)
         return F.grouped_mm(grad_NO, weight_EOI.to(grad_NO.dtype), offs=groups.ends)
 
     def add_weight_gradient(self, total_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, groups: RowGroups) -> None:
         if not self.takes(grad_NO, total_EOI):
-            self.otherwise.add_weight_gradient(total_EOI, grad_NO, x_NI, groups)
+            super().add_weight_gradient(total_EOI, grad_NO, x_NI, groups)
             return
         grad_EOI = F.grouped_mm(grad_NO.t(), x_NI, offs=groups.ends)
         for expert, size in enumerate(groups.sizes):
@@ -119,8 +110,7 @@ class GroupedMatmulKernel:
 
 def grouped_matmul(matmul: Matmul) -> GroupedMatmul:
     """Choose one kernel for all experts if this PyTorch has it, else `matmul` for each of them."""
-    one_by_one = MatmulPerExpert(matmul)
-    return GroupedMatmulKernel(one_by_one) if hasattr(F, "grouped_mm") else one_by_one
+    return GroupedMatmulKernel(matmul) if hasattr(F, "grouped_mm") else GroupedMatmul(matmul)
 
 
 @dataclass(frozen=True, eq=False)
