@@ -15,7 +15,7 @@ from benchmarks.common import main, new_parser, progress, spread
 from penstock.cli.commands import Parser
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.run_parts import RunData, engine_arguments, micro_batches
 from penstock.settings import RunConfig, from_dict
 
@@ -54,7 +54,7 @@ def _config(given: argparse.Namespace, experts: bool, bias: bool) -> RunConfig:
             "intermediate_size": _EXPERT_SIZE,
             "bias_step": _BIAS_STEP if bias else 0.0,
         }
-    return check(from_dict(settings))
+    return check_run(from_dict(settings))
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

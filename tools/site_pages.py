@@ -15,7 +15,7 @@ from typing import Any
 from penstock.settings import SETTINGS
 from penstock.settings.declare import plain
 from penstock.settings.read import section_summaries
-from penstock.settings.types import describe
+from penstock.settings.types import in_words
 
 ROOT = Path(__file__).parents[1]
 #: columns of a line of code, for which a wide window has room
@@ -97,7 +97,7 @@ def settings_table() -> str:
         rows = ["| setting | values | default | meaning |", "|---|---|---|---|"]
         for setting in own:
             values = (
-                f"{describe(setting.type)}{f', {setting.bounds}' if setting.bounds and str(setting.bounds) else ''}"
+                f"{in_words(setting.type)}{f', {setting.bounds}' if setting.bounds and str(setting.bounds) else ''}"
             )
             cells = (f"`{setting.key}`", values, _shown(plain(setting.default)), setting.help)
             rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec
 from penstock.parallel.collectives import Collectives
-from penstock.parallel.renewable import RenewableGroup, cut, new_renewable_group
+from penstock.parallel.renewable import RenewableGroup, cut_off, new_renewable_group
 from penstock.runtime import DistributedTransport, Recovery, StepError
 from penstock.runtime import recovery as recovery_module
 from penstock.runtime.distributed import default_store
@@ -74,11 +74,11 @@ def cut_after_the_first(rank: int) -> float:
 
     if rank == 0:
         store.wait(["1 has begun", "2 has begun"])
-        cut([group])
+        cut_off([group])
         store.set("0 has cut", "")
     else:
         with mock.patch.object(dist.ProcessGroupGloo, "recv", begun):
-            cut([group])
+            cut_off([group])
     store.set(f"{rank} is through", "")
     store.wait([f"{rank} is through" for rank in range(3)])
     return seconds_until_error(work.wait) if work else 0.0
@@ -116,7 +116,7 @@ def cut_soon(communicator: Any, after: str | None = None) -> None:
             time.sleep(0.2)
         else:
             default_store().clone().wait([after])  # pyright: ignore[reportAttributeAccessIssue]
-        cut([communicator])
+        cut_off([communicator])
 
     threading.Thread(target=act, daemon=True).start()
 

@@ -12,7 +12,7 @@ import torch.distributed.elastic
 from torch.distributed.run import config_from_args, get_args_parser
 
 from penstock.cli.train import read_arguments
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.settings import RunConfig, check_world
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def what_torchrun_starts(words: list[str]) -> tuple[Any, RunConfig]:
     """How torchrun understands a command, and the run that Penstock understands."""
     launch, _, module = config_from_args(get_args_parser().parse_args(words))
     assert module[:4] == ["-u", "-m", "penstock", "train"]
-    return launch, check(read_arguments([RUN, *module[5:]]).config)
+    return launch, check_run(read_arguments([RUN, *module[5:]]).config)
 
 
 def assert_keeps_its_word(launch: Any, config: RunConfig, notice_s: int) -> None:
@@ -40,7 +40,7 @@ def assert_keeps_its_word(launch: Any, config: RunConfig, notice_s: int) -> None
     assert launch.min_nodes < launch.max_nodes
     for num_hosts in range(launch.min_nodes, launch.max_nodes + 1):
         world_size = num_hosts * launch.nproc_per_node
-        fitted = check(config.fit(world_size))
+        fitted = check_run(config.fit(world_size))
         check_world(fitted, world_size, "torchrun")
         assert fitted.parallel.pp == config.parallel.pp
     assert config.parallel.world_size == launch.max_nodes * launch.nproc_per_node

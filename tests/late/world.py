@@ -29,7 +29,7 @@ from penstock.parallel.renewable import RenewableGroup
 from penstock.runtime import Recovery
 from penstock.runtime import distributed as distributed_module
 from penstock.runtime.decode import relay as relay_module
-from penstock.runtime.transport import HostChannel, Line, describe
+from penstock.runtime.transport import HostChannel, Line, describe_message
 from tests.late.operations import Call, Combine, Lateness, LateWork, Operations
 from tests.late.turns import QueueInTurn, ThreadInTurn
 
@@ -252,7 +252,9 @@ class LateEnd:
     def _launch(self, inputs: Tensors, outputs: Tensors) -> LateWork:
         key, line = (self._group.ranks, self.line, self.number), self.line
         places = self._group.ranks[line.source], self._group.ranks[line.destination]
-        call = Call(key, key, "message", f"the {describe(line)}, number", places, self._place, _passed, inputs, outputs)
+        call = Call(
+            key, key, "message", f"the {describe_message(line)}, number", places, self._place, _passed, inputs, outputs
+        )
         return self._operations.launch(call)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> LateWork:

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.measure is not None and layout.world_size == 1:
         raise ValueError("--measure needs links: at least two processes, such as --pp 2")
     if not arguments.links or layout.world_size == 1:
-        show(arguments, layout, None)
+        show_layout(arguments, layout, None)
         return 0
     if group is None:
         return launch(_COMMAND, words, layout.world_size, 1)
@@ -128,7 +128,7 @@ def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int
     """Test the links as one process of `group`; returns the exit code."""
     import tomli_w
 
-    from penstock.cli.processes.measure import device_of, measure_cluster, measure_links
+    from penstock.cli.processes.measure import measure_cluster, measure_links, measured_device
     from penstock.cli.processes.session import work_together
 
     parallel = arguments.parallel
@@ -136,18 +136,18 @@ def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int
     def work(store: "Store") -> None:
         links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
         if arguments.measure is not None:
-            cluster = measure_cluster(group, store, links.hosts, device_of(links.device, group))
+            cluster = measure_cluster(group, store, links.hosts, measured_device(links.device, group))
             links = replace(links, cluster=cluster)
             if group.rank == 0:
                 # The launcher has seen whether the file may be replaced.
                 write_text(arguments.measure, tomli_w.dumps(cluster), force=True)
         if group.rank == 0:
-            show(arguments, layout, links)
+            show_layout(arguments, layout, links)
 
     return work_together(group, 1, parallel.timeout_s, work)
 
 
-def show(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:
+def show_layout(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:
     """Print the findings; `links` is None if none were tested."""
     if arguments.json:
         groups = {name: [list(ranks) for ranks in found] for name, found in group_table(layout).items()}

@@ -185,7 +185,7 @@ def _measured(run: RehearsedRun, config: RunConfig) -> Costs | None:
     return times_here(run.engine.units(ModelGroups()), run.engine.hidden_size, options.measure_lengths, options, device)
 
 
-def show(config: RunConfig, as_json: bool) -> None:
+def show_dry_run(config: RunConfig, as_json: bool) -> None:
     """Print the plan of a run; start and write nothing."""
     if config.model.native is False:
         raise ConfigError("--dry-run knows native layers alone, but transformers' own run this model; leave it out")

@@ -26,7 +26,7 @@ from penstock.cli.session import (
     ModelSession,
     shared_arguments,
 )
-from penstock.settings import SamplingParams, Setting, walk
+from penstock.settings import SamplingParams, Setting, walk_settings
 
 if TYPE_CHECKING:
     from penstock.cli.answers_file import AnswersFile, GenerateJob
@@ -165,7 +165,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
     parser.add_argument("--fresh", action="store_true", help="drop the answers that a stopped call has left")
     sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
-    for own in walk(SamplingParams()):
+    for own in walk_settings(SamplingParams()):
         if own.key in _SAMPLING:
             _add_sampling(sampling, own)
     sampling.add_argument(
@@ -238,7 +238,7 @@ def read_arguments(words: Sequence[str]) -> GenerateArguments:
     )
 
 
-def check(arguments: GenerateArguments) -> "GenerateJob":
+def check_requests(arguments: GenerateArguments) -> "GenerateJob":
     """Read the model's settings and the prompts.
 
     Raises: ValueError for prompts that the model cannot continue.
@@ -300,7 +300,7 @@ def _generate(session: ModelSession[GenerateArguments]) -> None:
     from penstock.cli.texts import show_lacking
 
     arguments, pipelines, is_first = session.arguments, session.pipelines, session.group.rank == 0
-    job = session.together("prompts", lambda: check(arguments))
+    job = session.together("prompts", lambda: check_requests(arguments))
     prompts = [prompt.tokens for prompt in job.prompts]
     if is_first:
         show_lacking(job.model, arguments.sampling)

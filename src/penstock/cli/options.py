@@ -5,7 +5,15 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from penstock.settings import InferenceConfig, ModelConfig, ParallelConfig, Setting, Settings, TrainConfig, walk
+from penstock.settings import (
+    InferenceConfig,
+    ModelConfig,
+    ParallelConfig,
+    Setting,
+    Settings,
+    TrainConfig,
+    walk_settings,
+)
 from penstock.settings.declare import plain
 from penstock.settings.read import from_words
 from penstock.settings.types import is_table, parts_of, possible
@@ -21,7 +29,7 @@ PROCESSES = ("device", "threads", "timeout")
 
 def options_of(settings: Settings, short: Mapping[str, str] | None = None, without: Container[str] = ()) -> Options:
     """The settings of an object, whose values are the defaults; `short` names options otherwise than the setting."""
-    return {(short or {}).get(own.key, own.key): own for own in walk(settings) if own.key not in without}
+    return {(short or {}).get(own.key, own.key): own for own in walk_settings(settings) if own.key not in without}
 
 
 def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
@@ -33,7 +41,7 @@ def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
 MODEL_OPTIONS: Options = {
     # What is left out is as in the model's files.
     own.key: replace(own, default=None) if own.key == "quantize" else own
-    for own in (*walk(ModelConfig()), *walk(TrainConfig()), *walk(InferenceConfig()))
+    for own in (*walk_settings(ModelConfig()), *walk_settings(TrainConfig()), *walk_settings(InferenceConfig()))
     if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
 }
 """The options of a saved model that decide how it is run."""

@@ -314,7 +314,7 @@ def show_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def show(arguments: list[str]) -> int:
+def show_command(arguments: list[str]) -> int:
     """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
     options = show_parser(arguments).parse_args(arguments)
     if options.output is not None:
@@ -354,7 +354,7 @@ def verify_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def verify(arguments: list[str]) -> int:
+def verify_command(arguments: list[str]) -> int:
     """Prove a schedule, by its name or from a file, or report its fault."""
     options = verify_parser(arguments).parse_args(arguments)
     from_file = files.is_file(options.name)
@@ -393,7 +393,7 @@ def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def simulate(arguments: list[str]) -> int:
+def simulate_command(arguments: list[str]) -> int:
     """Time a schedule under given costs and print its figures."""
     options = simulate_parser(arguments).parse_args(arguments)
     program, costs = proved(options), costs_of(options)
@@ -480,7 +480,7 @@ def compare_parser() -> Parser:
     return parser
 
 
-def compare(arguments: list[str]) -> int:
+def compare_command(arguments: list[str]) -> int:
     """Print a table of all schedules that train, side by side at equal work."""
     options = compare_parser().parse_args(arguments)
     rows = [row for name in options.schedules or schedule.names() if (row := _row_of(name, options)) is not None]

@@ -134,7 +134,7 @@ def _opened(arguments: ScoreArguments) -> "ModelFolder":
     return model
 
 
-def check(arguments: ScoreArguments) -> "ScoreJob":
+def check_documents(arguments: ScoreArguments) -> "ScoreJob":
     """Read the model's settings and the texts.
 
     Raises: ValueError for input that cannot be scored.
@@ -159,7 +159,7 @@ def _score(session: ModelSession[ScoreArguments]) -> None:
     from penstock.cli.scoring import ScoreFile, Scoring
 
     arguments = session.arguments
-    job = session.together("texts", lambda: check(arguments))
+    job = session.together("texts", lambda: check_documents(arguments))
     digest = _digest(job.texts)
     session.refuse_differing("scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
     with session.open(job.model) as (engine, version):

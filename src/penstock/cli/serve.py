@@ -200,7 +200,7 @@ def _parts(arguments: ServeArguments, model: "ModelFolder", shape: "RingShape") 
 
 def _serve(session: ModelSession[ServeArguments]) -> None:
     from penstock.cli.texts import show_lacking
-    from penstock.serve.server import listen
+    from penstock.serve.server import listening_socket
 
     arguments, config = session.arguments, session.arguments.serve
     is_first = session.group.rank == 0
@@ -211,7 +211,7 @@ def _serve(session: ModelSession[ServeArguments]) -> None:
     session.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
     def prepare() -> "tuple[ServerParts, socket] | None":
-        return (_parts(arguments, model, shape), listen(config.address, config.port)) if is_first else None
+        return (_parts(arguments, model, shape), listening_socket(config.address, config.port)) if is_first else None
 
     prepared = session.together("address", prepare)
     os.environ.setdefault(*_KEPT_PRODUCTS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 from penstock.cli.options import MODEL_OPTIONS, Options, options_of, values_of
 from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.layout_here import is_free, say_shared_cores
-from penstock.cli.processes.meeting import Group, agree, find_group_of
+from penstock.cli.processes.meeting import Group, exchange, find_group_of
 from penstock.settings import ParallelConfig, RingConfig
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ModelSession(Generic[A]):
 
     def agree(self, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Exchange values among all processes; returns them by rank."""
-        return agree(self.store, self.group, key, ours)
+        return exchange(self.store, self.group, key, ours)
 
     def refuse_differing(self, key: str, ours: Mapping[str, Any]) -> None:
         """Refuse values that differ between processes. Raises: ConfigError on all of them."""

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from penstock.data.examples import Chat, ExampleReader, messages_of, options_of
+from penstock.data.examples import Chat, ExampleReader, messages_of, template_options
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from penstock.io.documents import parse_json
 from penstock.io.files import lines_of
@@ -186,7 +186,7 @@ def _text(
         if model.tokenizer is None or model.tokenizer_folder is None:
             raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
         # As a reward model learns from them: without further special tokens.
-        chat = Chat(reader(), where, options_of(where, value))
+        chat = Chat(reader(), where, template_options(where, value))
         return Text(number, value.get("id"), chat.tokenise(chat.render(messages_of(where, "messages", value))))
     raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
 

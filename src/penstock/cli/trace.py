@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
 from penstock.draw import ENDINGS, check_ending, write_drawing
-from penstock.draw.boxes import number
+from penstock.draw.boxes import short_number
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step
 from penstock.schedule.recording import Recording
 
@@ -110,7 +110,7 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
 def _print_spent(recording: Recording) -> None:
     """Print where each rank's time went and whom it waited for, in lines of at most 80 characters."""
     makespan, by_rank = recording.makespan, recording.spent()
-    print(f"\nwhere the time went, of {number(makespan)} ms")
+    print(f"\nwhere the time went, of {short_number(makespan)} ms")
     print("rank" + "".join(f"{heading:>11}" for heading in _HEADINGS)[1:])
     for rank, spent in enumerate(by_rank):
         waited = sum(spent.waiting.values()) + spent.collectives
@@ -126,11 +126,11 @@ def _print_spent(recording: Recording) -> None:
         if spent.collectives:
             waits["collectives"] = spent.collectives
         longest_first = sorted(waits.items(), key=lambda item: item[1], reverse=True)
-        texts = (f"{whom} {number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
+        texts = (f"{whom} {short_number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
         print(f"{rank:3}  {', '.join(texts) or 'nobody'}")
     if awaited:
         peer, time = awaited.most_common(1)[0]
-        print(f"most for rank {peer}: {number(time)} ms, all ranks together")
+        print(f"most for rank {peer}: {short_number(time)} ms, all ranks together")
     if any(recording.collectives):
         _print_collectives(recording)
 

@@ -19,7 +19,7 @@ from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.meeting import Group, find_group
 from penstock.cli.processes.memory_limits import check_training
 from penstock.cli.progress import show_log
-from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
 from penstock.settings.read import from_values, from_words, read_values, section_summaries, unknown_setting
@@ -72,7 +72,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return bool({"-h", "--help", "--help-all"} & set(argv))
 
 
-def help_text(argv: Sequence[str]) -> str:
+def train_help(argv: Sequence[str]) -> str:
     """The help that the arguments ask for: the overview, or that of the sections and settings after ``--help``.
 
     Raises:
@@ -165,14 +165,14 @@ def main(argv: Sequence[str]) -> int:
     config = with_pretrained(given)
     if group is not None and not dry:
         config = config.fit(group.world_size)
-    config = check(config, proves=not dry, refuse_sizes=partial(_refuse_sizes, group))
+    config = check_run(config, proves=not dry, refuse_sizes=partial(_refuse_sizes, group))
     arguments = replace(arguments, config=config)
     if speaks:
         _show_layers(given, config)
     if dry:
-        from penstock.cli.dry_run import show
+        from penstock.cli.dry_run import show_dry_run
 
-        show(config, as_json=arguments.switches.json)
+        show_dry_run(config, as_json=arguments.switches.json)
         return 0
     if group is not None:
         return _work(arguments, group)
@@ -223,7 +223,7 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
             bounds.
     """
     if asks_for_help(argv):
-        print(help_text(argv))
+        print(train_help(argv))
         raise SystemExit(0)
     if not argv or (argv[0].startswith("-") and not argv[0].startswith("--")):
         raise ConfigError(

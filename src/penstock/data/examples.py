@@ -166,7 +166,7 @@ class ExampleReader:
         each answer is learned as it was given: at the end of a conversation of its own.
         """
         _refuse_unlearnable(where, messages[num_prompt:])
-        chat = Chat(self, where, options_of(where, example))
+        chat = Chat(self, where, template_options(where, example))
         if chat.is_marked:
             tokens, learned = chat.marked(messages)
             if num_prompt:
@@ -329,7 +329,7 @@ def _refuse_unlearnable(where: str, messages: Sequence[Message]) -> None:
         raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
 
 
-def options_of(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that an example gives to the template beside its messages. Raises: `CorpusError`."""
     options, tools = example.get("chat_template_kwargs") or {}, example.get("tools")
     if not isinstance(options, dict):
@@ -422,7 +422,7 @@ class PairReader:
         messages = [*(messages_of(where, "prompt", pair) if prompt else []), *messages_of(where, name, pair)]
         if not any(value for key, value in messages[-1].items() if key != "role"):
             raise CorpusError(f"{where}: the last message of its {name!r} is empty; give at least one character")
-        chat = Chat(self.examples, where, options_of(where, pair))
+        chat = Chat(self.examples, where, template_options(where, pair))
         return chat.tokenise(chat.render(messages))
 
 

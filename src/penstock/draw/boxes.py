@@ -129,7 +129,7 @@ def idle_spans(row: Row, makespan: float) -> Iterator[tuple[float, float]]:
         yield busy_until, makespan
 
 
-def number(value: float) -> str:
+def short_number(value: float) -> str:
     """Format a number with at most four significant figures, and without decimals if it is whole: 33, 0.2727, 1719."""
     return f"{value:.0f}" if abs(value - round(value)) < 1e-9 or abs(value) >= 1000 else f"{value:.4g}"
 
@@ -137,8 +137,8 @@ def number(value: float) -> str:
 def list_by_rank(values: tuple[float, ...], *, at_most: int = 16) -> str:
     """One number a rank, shortened in the middle when there are many ranks."""
     if len(values) > at_most:
-        return " ".join([*map(number, values[: at_most - 2]), "...", number(values[-1])])
-    return " ".join(map(number, values))
+        return " ".join([*map(short_number, values[: at_most - 2]), "...", short_number(values[-1])])
+    return " ".join(map(short_number, values))
 
 
 def _part(action: Action, local: dict[int, int]) -> Part:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, number
+from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, short_number
 from penstock.io.files import whole_file
 from penstock.schedule import Timeline
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
@@ -211,8 +211,8 @@ def _label(panel: _Panel, box: Box, part: Part, y: float, size: float) -> None:
 def _heading(panel: _Panel, timeline: Timeline, unit: str) -> None:
     """Title and figures above the rows, and each rank's own figures beside its row."""
     figures = [
-        f"makespan {number(timeline.makespan)} {unit}".rstrip(),
-        f"span {number(timeline.span_cost)} {unit}".rstrip(),
+        f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
+        f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
         f"bubble {timeline.bubble_rate:.2%}",
     ]
     inch = 1 / panel.height_in
@@ -228,7 +228,7 @@ def _heading(panel: _Panel, timeline: Timeline, unit: str) -> None:
     row = panel.height_in / len(timeline.events)
     for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         share = idle / timeline.makespan if timeline.makespan else 0.0
-        for x, text in ((idle_at, f"{share:.0%}"), (live_at, number(live))):
+        for x, text in ((idle_at, f"{share:.0%}"), (live_at, short_number(live))):
             write(x, -row * (rank + 0.5), text, ha="right", va="center", fontsize=8.5)
 
 

@@ -21,8 +21,8 @@ from penstock.draw.boxes import (
     idle_spans,
     kinds_in,
     list_by_rank,
-    number,
     one_at_a_time,
+    short_number,
 )
 from penstock.schedule import Timeline
 
@@ -243,7 +243,7 @@ def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
     step = next(base * finest for base in (1, 2, 5, 10) if base * finest >= span / room)
     marks = [" "] * (end - start)
     for tick in range(int(makespan / step * (1 + 1e-9)) + 1):
-        label, at = number(tick * step), canvas.column(tick * step) - start
+        label, at = short_number(tick * step), canvas.column(tick * step) - start
         if at >= 0 and at + len(label) <= len(marks):
             marks[at : at + len(label)] = label
     return Text("".join(marks).rstrip(), style="dim" if canvas.coloured else "")
@@ -281,7 +281,7 @@ def _marks(rows: tuple[Row, ...]) -> Iterator[str]:
 
 def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:
     live = list_by_rank(timeline.peak_live_microbatches)
-    figures = f"makespan {number(timeline.makespan)}   span {number(timeline.span_cost)}"
+    figures = f"makespan {short_number(timeline.makespan)}   span {short_number(timeline.span_cost)}"
     figures += f"   bubble {timeline.bubble_rate:.2%}"
     peaks = f"peak live microbatches by rank: {live}"
     if len(figures) + 3 + len(peaks) <= width:

@@ -15,7 +15,7 @@ from penstock.engine.checkpoint.rank_values import random_state, restore_random_
 from penstock.engine.folders.export import ExportOptions, export_model
 from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
-from penstock.engine.folders.run_parts import read_arguments
+from penstock.engine.folders.run_parts import arguments_of_run
 from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, OnToken
@@ -27,7 +27,7 @@ from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
-from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, slices_of
+from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, whole_slices
 from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.parallel import Grid
 from penstock.parallel.grid import own_world_rank, world_ranks
@@ -111,7 +111,7 @@ class Engine(ModelState, WeightEndpoint):
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
         """The engine of a run's settings or their TOML file. Raises: ConfigError for mistakes; as `Engine.from_hf`."""
-        return cls(*read_arguments(config))
+        return cls(*arguments_of_run(config))
 
     @classmethod
     def from_layers(
@@ -416,4 +416,4 @@ class Engine(ModelState, WeightEndpoint):
 
     def _slices(self) -> Slices:
         state = self.state(optimizer=False)
-        return slices_of({name: own for name, own in state.items() if name not in self.pipeline.loans}, self.ties)
+        return whole_slices({name: own for name, own in state.items() if name not in self.pipeline.loans}, self.ties)

@@ -26,7 +26,7 @@ from penstock.settings import (
     differences,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk
+from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk_settings
 from penstock.settings.types import nearest
 
 
@@ -98,7 +98,7 @@ class EngineOptions(Settings):
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""
         # Whatever is declared as a setting of the run is that setting's value; none is copied by hand.
-        ours = [own for own in walk(cls()) if len(own.path) == 1 and own.name in SETTINGS]
+        ours = [own for own in walk_settings(cls()) if len(own.path) == 1 and own.name in SETTINGS]
         same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in ours}
         sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
         lengths = _typical_lengths(config) if config.schedule.measure else None

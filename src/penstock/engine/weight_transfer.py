@@ -156,7 +156,7 @@ class RemoteEngine(WeightEndpoint):
             )
 
 
-def slices_of(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -> Slices:
+def whole_slices(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -> Slices:
     """A rank's tensors under the names that count: a tied copy under its owner's."""
     found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
     for name, local in state.items():

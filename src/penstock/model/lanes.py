@@ -273,7 +273,7 @@ class _RowBackward:
         return grads[0]
 
 
-def cut(x: Tensor) -> Tensor:
+def leaf_of(x: Tensor) -> Tensor:
     """A leaf with the data of `x`, at which autograd stops and leaves the gradient."""
     return x.detach().requires_grad_()
 

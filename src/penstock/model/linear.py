@@ -426,7 +426,7 @@ def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), torch.cat(biases) if biases else None
 
 
-def pack(module: nn.Module, dtype: torch.dtype) -> None:
+def pack_joint(module: nn.Module, dtype: torch.dtype) -> None:
     """Pack the weights that parts of the module read jointly before their first use, if weights are packed."""
     for layers in _joint_layers(module):
         if isinstance(layers[0], Linear) and layers[0].casts is not None:
@@ -443,7 +443,7 @@ class FixedWeights:
     end: int
 
 
-def fix_weights(module: nn.Module, pack: Pack | None = None) -> int:
+def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
     """Put packed weights in the place of the parameters that joint products read; returns the number of layers.
 
     pack: left out, that of each layer's `Matmul`, which keeps the bits. Where it packs nothing, and in layers that no
@@ -451,7 +451,7 @@ def fix_weights(module: nn.Module, pack: Pack | None = None) -> int:
     """
     num_layers = 0
     for layers in _joint_layers(module):
-        packed = (pack or layers[0].matmul.packed)(*joint_values(layers))
+        packed = (pack_joint or layers[0].matmul.packed)(*joint_values(layers))
         if packed is None:
             continue
         begin = 0

@@ -44,7 +44,7 @@ class Communicator(Protocol):
         ...
 
 
-def cut(communicators: Sequence[Communicator]) -> None:
+def cut_off(communicators: Sequence[Communicator]) -> None:
     """End all that is under way on this rank, with an error where it is waited for; may be called from any thread."""
     cut_backends([backend for communicator in communicators for backend in communicator.backends()])
 

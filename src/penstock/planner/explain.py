@@ -15,20 +15,20 @@ _ORDER = "pp-dp-cp-tp"
 _GIB = 2**30
 
 
-def compare(first: Estimate, second: Estimate) -> list[str]:
+def comparison(first: Estimate, second: Estimate) -> list[str]:
     """Say where the second one's step takes longer than the first one's, the largest difference first."""
     lines = [
         f"A {first.candidate}: {first.step_s:.4g} s a step, {first.peak_bytes / _GIB:.1f} GiB",
         f"B {second.candidate}: {second.step_s:.4g} s a step, {second.peak_bytes / _GIB:.1f} GiB",
         f"B takes {second.step_s / first.step_s:.3f} times A's step",
     ]
-    for part, difference in differences(first, second):
+    for part, difference in slower_parts(first, second):
         more = "more" if difference > 0 else "less"
         lines.append(f"  {part}: {abs(difference):.4g} s {more} ({abs(difference) / first.step_s:.1%} of A's step)")
     return lines
 
 
-def differences(first: Estimate, second: Estimate) -> list[tuple[str, float]]:
+def slower_parts(first: Estimate, second: Estimate) -> list[tuple[str, float]]:
     """The seconds that each part of the second's step takes more than the first's, the largest first."""
     parts = dict.fromkeys([*first.parts_s, *second.parts_s])
     found = [(part, second.parts_s.get(part, 0.0) - first.parts_s.get(part, 0.0)) for part in parts]
@@ -98,6 +98,6 @@ def _reason(
 def _slower(found: Estimate, best: Estimate) -> str:
     if replace(found.candidate, options=()) == replace(best.candidate, options=(), cut=found.candidate.cut):
         return "is the first of the plan"
-    parts = [f"{part} {more / best.step_s:+.0%}" for part, more in differences(best, found)[:3] if more > 0]
+    parts = [f"{part} {more / best.step_s:+.0%}" for part, more in slower_parts(best, found)[:3] if more > 0]
     slower = f"{found.step_s / best.step_s - 1:.1%} slower"
     return f"{slower} ({found.candidate}): {', '.join(parts) or 'no part alone'}"

@@ -33,7 +33,7 @@ from penstock.runtime.transport import (
     InProcessTransport,
     Line,
     Transport,
-    describe,
+    describe_message,
     described,
 )
 from penstock.schedule import Placement
@@ -148,7 +148,7 @@ class DistributedTransport:
         try:
             for channel, link in self._links.items():
                 word = torch.tensor(
-                    [channel.source, channel.destination, crc32(describe(channel).encode())], device=self.device
+                    [channel.source, channel.destination, crc32(describe_message(channel).encode())], device=self.device
                 )
                 if channel.source == self.rank:
                     link.send(word)
@@ -157,7 +157,9 @@ class DistributedTransport:
             for channel, word, receipt in arrivals:
                 got = receipt.wait()
                 if not torch.equal(got, word):
-                    raise TransportError(f"the {describe(channel)} carried {got.tolist()} instead of {word.tolist()}")
+                    raise TransportError(
+                        f"the {describe_message(channel)} carried {got.tolist()} instead of {word.tolist()}"
+                    )
             self.settle()
         except TransportError as error:
             raise TransportError(f"the link test failed: {error}") from error
@@ -208,7 +210,7 @@ class _PostedReceive:
             came = self.envelope.content[:_ANNOUNCEMENT_BYTES]
             if came != _announcement(self.buffer):
                 raise MessageMismatch(
-                    f"{describe(self.channel)}: expected {described(self.buffer)}, got {came.decode().rstrip()}"
+                    f"{describe_message(self.channel)}: expected {described(self.buffer)}, got {came.decode().rstrip()}"
                 )
             for work in apart:
                 work.wait()
@@ -216,7 +218,7 @@ class _PostedReceive:
             raise
         except RuntimeError as error:
             raise TransportError(
-                f"no {describe(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
+                f"no {describe_message(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
             ) from error
         if not apart:
             message = self.envelope.tensor.data_ptr() + _ANNOUNCEMENT_BYTES
@@ -269,7 +271,7 @@ class _ChannelEnd:
         # Made from the backend's class: torch.distributed.new_group wants either the whole world to take part in every
         # group, or equally many groups on every rank, and a rank has as many as it has links.
         outgoing = rank == channel.source
-        store = PrefixStore(describe(channel), store)
+        store = PrefixStore(describe_message(channel), store)
         self.channel, self.peer = channel, int(outgoing)
         self.backends = [make(PrefixStore(str(n), store), 1 - self.peer) for n, make in enumerate(makers)]
         self._sends = None
@@ -293,8 +295,8 @@ class _ChannelEnd:
         return envelope, works
 
     def send(self, tensor: Tensor) -> None:
-        assert self._sends is not None, f"this rank is not the source of the {describe(self.channel)}"
-        assert tensor.is_contiguous(), f"{describe(self.channel)} are sent in one piece"
+        assert self._sends is not None, f"this rank is not the source of the {describe_message(self.channel)}"
+        assert tensor.is_contiguous(), f"{describe_message(self.channel)} are sent in one piece"
         inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
         if inside:
             content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -308,7 +310,7 @@ class _ChannelEnd:
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
-        return TransportError(f"{describe(self.channel)} can no longer be {done} ({first_line(error)})")
+        return TransportError(f"{describe_message(self.channel)} can no longer be {done} ({first_line(error)})")
 
     def waiting(self) -> Sequence["_ThreadedSends"]:
         return [self._sends] if isinstance(self._sends, _ThreadedSends) else []
@@ -450,7 +452,9 @@ class _ThreadedSends:
         self._kept_bytes = 0
         self._num_added = self._num_left = 0
         self._error, self._settled = None, threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"penstock sends {describe(channel)}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name=f"penstock sends {describe_message(channel)}", daemon=True
+        )
         self._thread.start()
         # At the interpreter's end too: a thread that comes back from torch then would abort the process.
         weakref.finalize(self, _end_thread, self._queue, self._thread)
@@ -490,13 +494,15 @@ class _ThreadedSends:
             self._queue.put(settled.set)
             # The works have the same limit; the margin lets their own, more specific error come first.
             if self._error is None and not settled.wait(self._timeout_s + 5.0):
-                raise TransportError(f"{describe(self._channel)} were not taken after {self._timeout_s:.1f} s")
+                raise TransportError(f"{describe_message(self._channel)} were not taken after {self._timeout_s:.1f} s")
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Let nobody wait for sends of a link that was cut: gloo may forget one that it has written in part."""
-        self._error = self._error or TransportError(f"{describe(self._channel)} were not taken before the link was cut")
+        self._error = self._error or TransportError(
+            f"{describe_message(self._channel)} were not taken before the link was cut"
+        )
         self._settled.set()
 
     def close(self) -> None:
@@ -518,7 +524,7 @@ def _wait_until_left(channel: Line, sent: _Sent) -> None:
     except RuntimeError as error:
         waited = time.monotonic() - start
         raise TransportError(
-            f"{describe(channel)} were not taken after {waited:.1f} s ({first_line(error)})"
+            f"{describe_message(channel)} were not taken after {waited:.1f} s ({first_line(error)})"
         ) from error
 
 

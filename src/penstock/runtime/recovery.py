@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import answer_of_store
-from penstock.parallel.renewable import Communicator, cut
+from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.distributed import default_store, unique_number
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
 from penstock.runtime.trace import Recorder
@@ -253,7 +253,7 @@ class Recovery:
         """Cut everything; called by the thread."""
         self.alarm.failure = failure
         try:
-            cut(self.communicators)
+            cut_off(self.communicators)
         finally:
             self._is_cut.set()
 

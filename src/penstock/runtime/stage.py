@@ -29,8 +29,8 @@ from penstock.model import (
     SlotRows,
     Turn,
     WeightGradients,
-    cut,
-    pack,
+    leaf_of,
+    pack_joint,
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
@@ -373,7 +373,7 @@ class Stage:
         """One segment: units that launch no collective, and on the last stage what follows them."""
         if not isinstance(x, Tensor) or (is_last and way.finish is None and self.gives is not None):
             return self._several(calls, x, way)
-        leaf = cut(x) if way.tape is not None and x.is_floating_point() else None
+        leaf = leaf_of(x) if way.tape is not None and x.is_floating_point() else None
         h = self._called(calls, x if leaf is None else leaf, way, is_last)
         if not isinstance(h, Tensor):
             raise calls[-1].unknown(h)
@@ -384,7 +384,7 @@ class Stage:
     def _several(self, calls: list[UnitCall], x: Any, way: "_Forward") -> Any:
         """A segment that takes or gives several tensors, or one that is not the plain stream."""
         inputs, takes_one = ((x,), True) if isinstance(x, Tensor) else (x, False)
-        leaves = tuple(cut(t) if way.tape is not None and t.is_floating_point() else None for t in inputs)
+        leaves = tuple(leaf_of(t) if way.tape is not None and t.is_floating_point() else None for t in inputs)
         cut_inputs = tuple(t if leaf is None else leaf for t, leaf in zip(inputs, leaves, strict=True))
         value = cut_inputs[0] if takes_one or self.takes is None else self.takes.formed(cut_inputs)
         h = self._called(calls, value, way, is_last=True)
@@ -479,7 +479,7 @@ class Stage:
         """Pack now the weights that `decode` reads, instead of at their first use, where an engine packs them."""
         self.weights_ready()
         for _, module in self.units:
-            pack(module, self.boundary.dtype)
+            pack_joint(module, self.boundary.dtype)
 
     def copy_prompts(self, caches: Sequence[Any], rows: CachedRows) -> None:
         """Clean rows, and give them the beginning of their prompt from others that have read it, before any write."""

@@ -34,7 +34,7 @@ class HostChannel(NamedTuple):
 Line = Channel | HostChannel
 
 
-def describe(channel: Line) -> str:
+def describe_message(channel: Line) -> str:
     """The channel in words, for messages."""
     if isinstance(channel, HostChannel):
         what = channel.cargo
@@ -184,11 +184,13 @@ class _QueueReceipt:
 
     def wait(self) -> Tensor:
         if not self.ready():
-            raise TransportError(f"the next of the {describe(self.channel)} is not there yet")
+            raise TransportError(f"the next of the {describe_message(self.channel)} is not there yet")
         self.transport._posted[self.channel].popleft()
         tensor = self.transport.hub.queues[self.channel].popleft()
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            raise MessageMismatch(f"{describe(self.channel)}: expected {described(self)}, got {described(tensor)}")
+            raise MessageMismatch(
+                f"{describe_message(self.channel)}: expected {described(self)}, got {described(tensor)}"
+            )
         return tensor
 
 

@@ -96,7 +96,7 @@ class HttpThread:
         await self._server.serve([self._listener])
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listening_socket(address: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:

@@ -1,7 +1,7 @@
 """Every setting, declared once: name, type, default, bounds and a sentence of help. Standard library only.
 
 The file, the command line, its help, the checks and the engine all take these very objects. `SETTINGS` lists those of
-a run; `walk` those of any object.
+a run; `walk_settings` those of any object.
 
 A file of this room is loaded when the first of its names is asked for, so that schedules, which need few, load quickly.
 """
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk
+    from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk_settings
     from penstock.settings.experts import ExpertConfig, GroupScore, Scores
     from penstock.settings.model import AdapterConfig, ModelConfig, Native, RopeKind, RopeScaling
     from penstock.settings.optimizer import (
@@ -105,7 +105,7 @@ __all__ = [
     "read_config",
     "same_as",
     "setting",
-    "walk",
+    "walk_settings",
 ]
 
 # Each file after those that it imports.

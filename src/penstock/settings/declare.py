@@ -230,7 +230,7 @@ def _limited(bounds: Bounds | None, kind: Any) -> Bounds | None:
     return None if bounds == Bounds() else bounds
 
 
-def walk(settings: Settings) -> Iterator[Setting]:
+def walk_settings(settings: Settings) -> Iterator[Setting]:
     """All settings of an object and of its fields, in order; the object's values are the defaults."""
     own_settings = {own.path[0]: own for own in _fields(type(settings)) if own.help}
     for field in dataclasses.fields(typing.cast(Any, settings)):
@@ -238,7 +238,7 @@ def walk(settings: Settings) -> Iterator[Setting]:
         if field.name in own_settings:
             yield replace(own_settings[field.name], default=value)
         elif isinstance(value, Settings):
-            yield from (replace(inner, path=(field.name, *inner.path)) for inner in walk(value))
+            yield from (replace(inner, path=(field.name, *inner.path)) for inner in walk_settings(value))
 
 
 def value_of(settings: Settings, path: tuple[str, ...]) -> Any:

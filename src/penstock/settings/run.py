@@ -18,7 +18,7 @@ from penstock.settings.declare import (
     plain,
     setting,
     value_of,
-    walk,
+    walk_settings,
 )
 from penstock.settings.model import AdapterConfig, ModelConfig
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig
@@ -293,7 +293,7 @@ class RunConfig(Settings):
         )
 
 
-SETTINGS: Mapping[str, Setting] = {own.name: own for own in walk(RunConfig())}
+SETTINGS: Mapping[str, Setting] = {own.name: own for own in walk_settings(RunConfig())}
 """Every setting of a run by its dotted name, in the order of the file."""
 
 # Settings, or whole sections, that a continued run may change.

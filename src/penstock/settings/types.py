@@ -139,14 +139,14 @@ def item_of(kind: Any) -> Any:
     return Any if any(get_origin(part) not in (None, functools.partial) for part in parts_of(item)) else item
 
 
-def describe(kind: Any) -> str:
+def in_words(kind: Any) -> str:
     """The values of a type, in the words of Python.
 
     >>> describe(int | None), describe(tuple[float, ...]), describe(Literal["a", "b"])
     ('int or None', 'list[float]', '"a" or "b"')
     """
     if len(parts := parts_of(kind)) > 1:
-        return " or ".join(dict.fromkeys(map(describe, parts)))
+        return " or ".join(dict.fromkeys(map(in_words, parts)))
     if choices := [json.dumps(choice) for choice in possible(kind)]:
         return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
     origin = get_origin(kind) or kind
@@ -154,7 +154,7 @@ def describe(kind: Any) -> str:
         return "dict"
     if origin is tuple or origin in _SEQUENCES:
         item = item_of(kind)
-        return "list" if item is Any else f"list[{describe(item)}]"
+        return "list" if item is Any else f"list[{in_words(item)}]"
     names = {types.NoneType: "None", Callable: "function", Path: "path"}
     return names.get(origin) or getattr(origin, "__name__", str(origin))
 
@@ -174,8 +174,8 @@ def mismatch(name: str, value: Any, kind: Any) -> str:
     shown = f"{name} = {' '.join(reprlib.repr(value).split())}" if isinstance(value, _QUOTED) else name
     known = [one for one in possible(kind) if isinstance(one, str)]
     if known and isinstance(value, str):
-        return f"{shown}: expected {describe(kind)}; the nearest one is {json.dumps(nearest(value, known))}"
-    return f"{shown}: expected {describe(kind)}" + ("" if value is None else f", got {type(value).__name__}")
+        return f"{shown}: expected {in_words(kind)}; the nearest one is {json.dumps(nearest(value, known))}"
+    return f"{shown}: expected {in_words(kind)}" + ("" if value is None else f", got {type(value).__name__}")
 
 
 def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:

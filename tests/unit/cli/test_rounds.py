@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.cli.processes.session import Missing, agree_on_round
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
@@ -68,7 +68,7 @@ def test_an_elastic_run_keeps_its_pipelines_and_the_size_of_its_microbatches(
     config = settings(pp=2, dp=4, elastic=True).fit(world_size)
     assert (config.parallel.pp, config.parallel.dp, config.train.num_microbatches) == (2, dp, num_microbatches)
     assert config.parallel.world_size == world_size
-    assert check(config).identity() == settings(pp=2, dp=4).identity()
+    assert check_run(config).identity() == settings(pp=2, dp=4).identity()
 
 
 @pytest.mark.parametrize(("config", "world_size"), [(settings(pp=2, dp=4), 4), (settings(pp=2, dp=4, elastic=True), 3)])
@@ -79,4 +79,4 @@ def test_other_groups_are_left_to_be_refused(config: RunConfig, world_size: int)
 def test_an_elastic_run_divides_its_loss_by_all_tokens():
     config = settings(pp=2, dp=4, elastic=True)
     with pytest.raises(ValueError, match=r"parallel.elastic with train.normalize = 'dp' .*\"global\" is possible"):
-        check(replace(config, train=replace(config.train, normalize="dp")))
+        check_run(replace(config, train=replace(config.train, normalize="dp")))

@@ -9,7 +9,7 @@ import torch
 from penstock.cli.dry_run import plan_run
 from penstock.cli.main import main
 from penstock.engine import Engine
-from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import RunData, engine_arguments
 from penstock.settings import (
     AdapterConfig,
@@ -26,7 +26,7 @@ from tests.hugging_face import make_model, stored_tensors
 def config_of(folder: Path) -> RunConfig:
     (folder / "text.txt").write_text("All work and no play makes a dull text. " * 100)
     make_model("llama", vocab_size=256, pad_token_id=0).save_pretrained(folder / "base")
-    return check(
+    return check_run(
         with_pretrained(
             RunConfig(
                 output=str(folder / "out"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.dry_run import plan_run
-from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import rehearse_run
 from penstock.schedule.rehearsal import STATE
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 def config_of(folder: Path, changed: dict[str, Any]) -> RunConfig:
     (folder / "text.txt").write_text("All work and no play makes a dull text. " * 200)
     given = {"output": str(folder / "out"), "data.corpus": str(folder / "text.txt"), **RUN, **changed}
-    return check(with_pretrained(from_values(given)))
+    return check_run(with_pretrained(from_values(given)))
 
 
 @pytest.mark.shows(139)

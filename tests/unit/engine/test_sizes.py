@@ -10,7 +10,7 @@ from penstock import Engine, schedule
 from penstock.cli.main import main
 from penstock.engine import EngineOptions
 from penstock.engine.build import cut_units
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.model import decoder_units
 from penstock.schedule import builders, choice
 from penstock.schedule.choice import ScheduleChoice
@@ -44,7 +44,7 @@ def test_more_ranks_than_units_are_refused_before_anything_is_built(
     name: str, pp: int, few_ranks_alone: list[int]
 ) -> None:
     with pytest.raises(ConfigError, match=rf"parallel.pp = {pp} with schedule.name = '{name}' .* at most 10 are"):
-        check(from_dict({"parallel": {"pp": pp}, "schedule": {"name": name}}))
+        check_run(from_dict({"parallel": {"pp": pp}, "schedule": {"name": name}}))
     assert not few_ranks_alone
 
 
@@ -52,7 +52,7 @@ def test_more_ranks_than_units_are_refused_before_anything_is_built(
 def test_more_stages_than_units_are_refused_before_the_schedule_is_built(name: str, few_ranks_alone: list[int]) -> None:
     table = {"parallel": {"pp": 1000}, "schedule": {"name": name}, "model": {"num_layers": 600}}
     with pytest.raises(ConfigError, match=r"asks for at least 2000 stages, .* at most 1202 are possible"):
-        check(from_dict(table))
+        check_run(from_dict(table))
     assert few_ranks_alone
 
 
@@ -83,7 +83,7 @@ def test_a_schedule_of_more_actions_than_fit_is_refused(command: str, capsys: py
 
 def test_only_schedules_that_train_are_offered_for_training() -> None:
     with pytest.raises(ConfigError, match=r"is none of .*1f1b.*, combined, nor a file") as caught:
-        check(from_dict({"schedule": {"name": "1b1f"}}))
+        check_run(from_dict({"schedule": {"name": "1b1f"}}))
     assert "inference" in builders.names() and "inference" not in str(caught.value)
     for name in builders.names():
         assert builders.build(name, ranks=2, microbatches=8).training == builders.trains(name)

@@ -12,7 +12,7 @@ import torch
 from penstock import schedule
 from penstock.cli import dry_run
 from penstock.engine import EngineOptions
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.timed_cut import timed_cut, times_here
 from penstock.model import decoder_units
@@ -105,7 +105,7 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     chance = random.Random(1)
     times = Costs(*zip(*([chance.uniform(1.0, 5.0) for _ in range(3)] for _ in range(10)), strict=True))  # type: ignore[arg-type]
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
-    config = check(from_dict(settings(tmp_path, measure=True, placement="v")))
+    config = check_run(from_dict(settings(tmp_path, measure=True, placement="v")))
     plan = dry_run.plan_run(config, RunData.load(config))
     sizes = [len(stage.units) for stage in plan.stages]
     assert plan.is_measured and len(sizes) == 4
@@ -117,7 +117,7 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     best = schedule.balanced_cut(times.totals, ScheduleChoice(config.schedule).placement(2))
     assert [len(stage) for stage in best] == sizes
     assert max(loads[0] + loads[3], loads[1] + loads[2]) < 0.6 * sum(loads)
-    equal = check(from_dict(settings(tmp_path)))
+    equal = check_run(from_dict(settings(tmp_path)))
     assert not dry_run.plan_run(equal, RunData.load(equal)).is_measured
 
 
@@ -132,7 +132,7 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     monkeypatch.setattr(order_search, "_NUM_ACTIONS", 800_000)
     monkeypatch.setattr(order_search, "_NUM_ACTIONS_OF_STEP", 1_200_000)
     of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
-    config = check(from_dict(settings(tmp_path, **of_schedule)))
+    config = check_run(from_dict(settings(tmp_path, **of_schedule)))
     data = RunData.load(config)
     caplog.set_level("INFO", "penstock")
     sizes = [len(stage.units) for stage in dry_run.plan_run(config, data).stages]
@@ -158,7 +158,7 @@ def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path
         ({"measure": True, "cut": [5, 5]}, "searches for what schedule.cut gives by hand; leave out one"),
     ):
         with pytest.raises(ConfigError, match=told) as caught:
-            check(from_dict(settings(tmp_path, **{"search_cut": True, **of_schedule})))
+            check_run(from_dict(settings(tmp_path, **{"search_cut": True, **of_schedule})))
         assert "\n" not in str(caught.value)
 
 
@@ -172,9 +172,9 @@ def test_a_placement_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -
         ),
     ):
         with pytest.raises(ValueError, match=told) as caught:
-            check(from_dict(settings(tmp_path, **of_schedule)))
+            check_run(from_dict(settings(tmp_path, **of_schedule)))
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="20 stages"):
-        check(from_dict({**settings(tmp_path, placement="v"), "parallel": {"pp": 10}}))
+        check_run(from_dict({**settings(tmp_path, placement="v"), "parallel": {"pp": 10}}))
     with pytest.raises(ConfigError, match=r'schedule\.placement = .w.: expected "loop" or "v"'):
         ScheduleConfig("auto", placement="w")  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from penstock.model.attention.kernels import (
     attend_backward,
     attend_backward_written_out,
     attend_written_out,
-    merge,
+    merge_part,
     tiles,
 )
 from penstock.model.sequences import ContextCut, cut_sequences
@@ -113,9 +113,9 @@ def test_parts_merge_into_the_softmax_over_all_keys() -> None:
     for start, stop in ((0, 2), (2, 3), (3, 9)):
         tile = Tile(slice(0, 3), slice(start, stop), Relation.FULL, (range(9, 12),), (range(start, stop),), Sight())
         part = attend(q.double(), k[:, :, start:stop].double(), v[:, :, start:stop].double(), tile)
-        merge(out, lse, *part)
+        merge_part(out, lse, *part)
         nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-        merge(out, lse, *nothing)
+        merge_part(out, lse, *nothing)
     scores = (q @ k.transpose(-1, -2)).double() * 4**-0.5
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out, scores.softmax(-1) @ v.double(), rtol=1e-6, atol=1e-6)

@@ -66,7 +66,7 @@ def test_slower_links_cost_layouts_that_use_them():
     shared = next(one.candidate for one in planner.plan(workload, fast).tried if one.candidate.layout.tp == 2)
     before, after = (planner.estimate(workload, shared, cluster, planner.Constants()) for cluster in (fast, slow))
     assert after.parts_s["tp"] > 50 * before.parts_s["tp"]
-    assert "tp" in planner.compare(before, after)[3]
+    assert "tp" in planner.comparison(before, after)[3]
 
 
 # By how many microbatches the published forms are above what a schedule keeps, at most: those in a V round up.

@@ -18,7 +18,7 @@ from penstock.serve.app import ServerParts
 from penstock.serve.asked import ServedModel
 from penstock.serve.mailboxes import Mailboxes
 from penstock.serve.metrics import ServerMetrics
-from penstock.serve.server import HttpThread, listen
+from penstock.serve.server import HttpThread, listening_socket
 from penstock.settings import ServeConfig
 
 LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"
@@ -37,7 +37,7 @@ def serve() -> Iterator[Serve]:
         model = ServedModel("m", 0, None, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, ServeConfig(**settings), boxes, ServerMetrics(lambda: boxes.queue.counts), None)
-        listener = listen("127.0.0.1", 0)
+        listener = listening_socket("127.0.0.1", 0)
         running.append(HttpThread(parts, listener))
         running[-1].start()
         return listener.getsockname()[1]

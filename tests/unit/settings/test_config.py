@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from penstock.cli.train import read_arguments
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.runs import to_toml
 from penstock.settings import (
     SETTINGS,
@@ -208,7 +208,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("table, told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_an_impossible_combination_is_refused_in_one_sentence(table: dict[str, Any], told: str):
     with pytest.raises(ConfigError, match=told) as caught:
-        check(from_dict(table))
+        check_run(from_dict(table))
     assert "\n" not in str(caught.value)
 
 
@@ -219,7 +219,7 @@ def test_possible_combinations_pass(name: str, pp: int, microbatches: int):
     config = from_dict(
         {"schedule": {"name": name}, "parallel": {"pp": pp}, "train": {"num_microbatches": microbatches}}
     )
-    assert check(config) is config
+    assert check_run(config) is config
 
 
 def test_the_world_must_fit_the_layout():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.run_parts import check_parts
 from penstock.settings import ConfigError, ContextForm, DataConfig, ModelConfig, ParallelConfig, RunConfig
 
@@ -12,8 +12,8 @@ from penstock.settings import ConfigError, ContextForm, DataConfig, ModelConfig,
 def test_sequences_shorter_than_ranks_are_refused_with_what_is_possible() -> None:
     config = RunConfig(data=DataConfig(sequence_length=4), parallel=ParallelConfig(cp=8))
     with pytest.raises(ConfigError, match=r"sequence_length = 4 .* parallel\.cp = 8 .* at most parallel\.cp = 4"):
-        check(config)
-    check(replace(config, parallel=ParallelConfig(cp=4)))
+        check_run(config)
+    check_run(replace(config, parallel=ParallelConfig(cp=4)))
 
 
 def test_heads_that_cannot_be_exchanged_are_refused_before_anything_starts() -> None:
@@ -23,7 +23,7 @@ def test_heads_that_cannot_be_exchanged_are_refused_before_anything_starts() -> 
         parallel=ParallelConfig(cp=4, attention=ContextForm.ALL_TO_ALL),
     )
     with pytest.raises(ValueError, match=r"cp=4; possible are cp = 1, 2, or attention = 'ring'"):
-        check_parts(check(config))
+        check_parts(check_run(config))
 
 
 def test_the_form_of_attention_is_no_part_of_a_runs_identity() -> None:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from penstock.cli.train import read_arguments
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.runs import to_toml
 from penstock.engine.options import EngineOptions
 from penstock.runtime import Pairs
@@ -33,14 +33,14 @@ from penstock.settings import (
     Setting,
     WeightDecay,
     from_dict,
-    walk,
+    walk_settings,
 )
 from penstock.settings.declare import Bounds, plain, value_of
 from penstock.settings.read import from_words, section_summaries
 from penstock.settings.types import parts_of, possible
 from tests.unit.settings.test_config import another_value, with_setting
 
-SAMPLING = {own.name: own for own in walk(SamplingParams())}
+SAMPLING = {own.name: own for own in walk_settings(SamplingParams())}
 CHOICES = [(name, value) for name, own in SETTINGS.items() for value in possible(own.type)]
 # Settings without which a run cannot have that value.
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
@@ -86,13 +86,18 @@ def test_every_value_of_every_enum_reaches_the_engine_from_file_and_command_line
     name: str, value: str, run_file: Path
 ) -> None:
     values = {name: value, **NEEDS.get((name, value), {})}
-    config = check(from_dict(as_table(values)))
+    config = check_run(from_dict(as_table(values)))
     assert config.flat()[name] == value
     assert read_arguments([str(run_file), *as_words(values)]).config == config
     run_file.write_text(to_toml(config))
     assert read_arguments([str(run_file)]).config == config
     options = EngineOptions.of(config)
-    held = (*walk(config.model.whole(64)), *walk(config.parallel), *walk(config.schedule), *walk(options))
+    held = (
+        *walk_settings(config.model.whole(64)),
+        *walk_settings(config.parallel),
+        *walk_settings(config.schedule),
+        *walk_settings(options),
+    )
     taken = {own.name: plain(own.default) for own in held}
     assert taken.get(name, config.flat()[name]) == value
     assert options.optimizer.learning_rate(3) > 0  # pyright: ignore[reportCallIssue, reportOptionalCall]
@@ -123,10 +128,10 @@ def test_every_setting_that_the_engine_takes_reaches_its_options(name: str, run_
     changed = with_setting(name, another_value(name))
     run_file.write_text(to_toml(changed))
     config = read_arguments([str(run_file)]).config
-    found = {own.name: plain(own.default) for own in walk(EngineOptions.of(config))}
+    found = {own.name: plain(own.default) for own in walk_settings(EngineOptions.of(config))}
     assert found[name] == another_value(name) != RunConfig().flat()[name]
     # Nothing else has changed with it but the end of the run's rates.
-    usual = {own.name: plain(own.default) for own in walk(EngineOptions.of(RunConfig()))}
+    usual = {own.name: plain(own.default) for own in walk_settings(EngineOptions.of(RunConfig()))}
     others = {key for key in TAKEN if found[key] != usual[key]} - {name, "optimizer.num_decay_steps"}
     assert TAKEN and not others
 
@@ -267,7 +272,7 @@ def test_ends_that_are_left_out_are_those_of_the_run() -> None:
 @pytest.mark.parametrize("name", [name for name in builders.names() if name not in ("auto", "inference")])
 def test_a_builder_is_given_exactly_the_options_it_has(name: str) -> None:
     every = {option for other in builders.names() for option in builders.options(other)}
-    settings = {own.key: own for own in walk(ScheduleConfig()) if own.key in every}
+    settings = {own.key: own for own in walk_settings(ScheduleConfig()) if own.key in every}
     assert {"group_size", "split_backward", "max_live_microbatches", "placement"} <= settings.keys()
     for option, own in settings.items():
         value: Any = True if own.type is bool else possible(own.type)[0] if possible(own.type) else 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.folders.run_check import check
+from penstock.engine.folders.run_check import check_run
 from penstock.settings import ConfigError, ExpertConfig, GroupScore, Scores, from_dict
 
 
@@ -32,7 +32,7 @@ def test_all_settings_reach_the_model() -> None:
         "dense_layers": [3],
     }
     assert set(settings) == {field.name for field in dataclasses.fields(ExpertConfig)}
-    config = check(from_dict({"experts": settings, "model": {"num_predictions": 2, "prediction_loss": 0.1}}))
+    config = check_run(from_dict({"experts": settings, "model": {"num_predictions": 2, "prediction_loss": 0.1}}))
     expected = settings | {"scores": Scores.SIGMOID, "group_score": GroupScore.BEST_TWO, "dense_layers": (3,)}
     shape = config.model.whole(64)
     assert shape.experts == ExpertConfig(**expected)  # pyright: ignore[reportArgumentType]
@@ -43,7 +43,7 @@ def test_all_settings_reach_the_model() -> None:
 
 
 def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
-    assert check(from_dict({})).model.whole(64).experts.num_experts == 0
+    assert check_run(from_dict({})).model.whole(64).experts.num_experts == 0
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(from_dict(settings))
+        check_run(from_dict(settings))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.processes.meeting import Group, agree
+from penstock.cli.processes.meeting import Group, exchange
 from penstock.cli.processes.memory_limits import memory_bytes
 from penstock.cli.processes.session import choose_device, initialise
 from penstock.engine.generation.decode_cut import DecodingRank
@@ -52,10 +52,10 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
 
     Raises: PipelineError naming a link that failed.
     """
-    hosts = [theirs["host"] for theirs in agree(store, group, "hosts", {"host": platform.node()})]
+    hosts = [theirs["host"] for theirs in exchange(store, group, "hosts", {"host": platform.node()})]
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
-    device = device_of(device_name, group)
+    device = measured_device(device_name, group)
     ring = ProcessRing(range(group.world_size), group.rank, device)
     times = [ring.step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
     block = torch.full((_LINK_BLOCK_BYTES // 8,), group.rank, device=device)
@@ -67,7 +67,7 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     return Links(device_name, tuple(hosts), word_s, _LINK_BLOCK_BYTES / block_s, connect_s)
 
 
-def device_of(name: str, group: Group) -> torch.device:
+def measured_device(name: str, group: Group) -> torch.device:
     """The device of this process."""
     return torch.device(name, group.local_rank) if name == "cuda" else torch.device("cpu")
 
@@ -151,7 +151,7 @@ def measure_cluster(group: Group, store: Store, hosts: Sequence[str], device: to
     across = [ranks[place] for ranks in members if place < len(ranks)]
     alone = _link(across if place == 0 else [group.rank], group.rank, device)
     together = _link(across, group.rank, device)
-    found = agree(store, group, "speeds", _as_table(speed, near, alone, together))
+    found = exchange(store, group, "speeds", _as_table(speed, near, alone, together))
     return _description(found, len(members), max(map(len, members)))
 
 
@@ -264,7 +264,7 @@ def measured_ranks(store: Store, group: Group, num_stages: int, device: Device) 
     """
     if group.is_on_one_host or num_stages != group.world_size:
         return ()
-    agree(store, group, "measuring", {})
+    exchange(store, group, "measuring", {})
     place = torch.device(device, group.local_rank) if device == "cuda" else torch.device("cpu")
     weight = torch.randn(_WIDTH, _WIDTH, device=place)
     rows = torch.randn(_NUM_ROWS, _WIDTH, device=place)
@@ -274,7 +274,7 @@ def measured_ranks(store: Store, group: Group, num_stages: int, device: Device) 
     else:
         room = (memory_bytes("cpu") or 0) / (group.num_local or 1)
     own = DecodingRank(weight.numel() * weight.element_size() / seconds, room)
-    ranks = [DecodingRank(**theirs) for theirs in agree(store, group, "measured", own._asdict())]
+    ranks = [DecodingRank(**theirs) for theirs in exchange(store, group, "measured", own._asdict())]
     if group.rank == 0:
         found = ", ".join(f"{rank.bytes_per_s / 1e9:.1f}" for rank in ranks)
         print(

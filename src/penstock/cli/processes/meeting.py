@@ -125,7 +125,7 @@ def leave_report_to_first(environ: Mapping[str, str]) -> None:
             time.sleep(_OTHERS_WAIT_S)
 
 
-def agree(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+def exchange(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
     place = f"penstock/{key}"
     store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))

@@ -28,7 +28,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from penstock.cli.main import in_plain_words, lacks_memory, sentence
 from penstock.cli.processes.launch import FAILED, REFUSED
-from penstock.cli.processes.meeting import Group, agree
+from penstock.cli.processes.meeting import Group, exchange
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks
 from penstock.runtime import CallbackError, PipelineError, StepError
@@ -127,7 +127,7 @@ def join(group: Group, timeout_s: float, secret: str = "") -> Store:
     store = agree_on_round(_store_of(group, timeout_s), group.rank, group.world_size, deadline - time.monotonic())
     # It says whether secrets are equal, and not where the keys lie.
     sign = hashlib.blake2b(os.fsencode(secret), person=b"sign").hexdigest()
-    signs = [theirs["sign"] for theirs in agree(store, group, "secret", {"sign": sign})]
+    signs = [theirs["sign"] for theirs in exchange(store, group, "secret", {"sign": sign})]
     if others := [rank for rank, theirs in enumerate(signs) if theirs != signs[0]]:
         raise ValueError(
             f"{SECRET} of rank {others[0]} is not that of rank 0; set it to the same text on all hosts, or on none"
@@ -325,7 +325,7 @@ def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, An
     Raises:
         ConfigError: on every process; the message names what differs, and on which rank.
     """
-    values = agree(store, group, key, ours)
+    values = exchange(store, group, key, ours)
     for rank, theirs in enumerate(values):
         changed = differences(theirs, values[0], here=f"on rank {rank}", there="on rank 0")
         if changed:
@@ -346,7 +346,7 @@ def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
             raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
 
     def gather(error: Any) -> list[Any]:
-        return [theirs["refused"] for theirs in agree(store, group, key, {"refused": error})]
+        return [theirs["refused"] for theirs in exchange(store, group, key, {"refused": error})]
 
     return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
 
@@ -358,7 +358,7 @@ def choose_device(store: Store, group: Group, wanted: str) -> Device:
         ConfigError: GPUs are demanded, and some rank finds none.
     """
     found = torch.cuda.is_available() and torch.cuda.device_count() > group.local_rank
-    answers = agree(store, group, "gpu", {"found": found})
+    answers = exchange(store, group, "gpu", {"found": found})
     lacking = [rank for rank, answer in enumerate(answers) if not answer["found"]]
     if wanted == "cuda" and lacking:
         raise ConfigError(

@@ -25,7 +25,7 @@ from penstock.engine.checkpoint.manifest import (
     CheckpointInfo,
     DamagedCheckpoint,
     check_files,
-    differences,
+    differing,
     published,
     read_manifest,
 )
@@ -50,7 +50,7 @@ def examine(path: Path, identity: Mapping[str, Any] | None = None, part: int = 0
     """
     try:
         info = read_manifest(path)
-        if identity is not None and (changed := differences(identity, info.identity)):
+        if identity is not None and (changed := differing(identity, info.identity)):
             raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
         check_files(info, part, num_parts)
         if part == 0:

@@ -268,7 +268,7 @@ def describe_file(path: Path) -> FileRecord:
         return FileRecord(file.tell(), sha256)
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
     """Say in which settings two identities differ."""
     return [
         f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"

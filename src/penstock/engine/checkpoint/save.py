@@ -28,7 +28,7 @@ from penstock.engine.checkpoint.manifest import (
     TensorRecord,
     check_cover,
     describe_file,
-    differences,
+    differing,
     folder_name,
     published,
     step_of,
@@ -181,7 +181,7 @@ class Checkpointer(CheckpointReader):
                     # A pipe would keep its reader waiting.
                     raise ValueError
                 theirs = read_json_object(run_file)["identity"]
-                changed = differences(self._identity, theirs)
+                changed = differing(self._identity, theirs)
             except (OSError, ValueError, KeyError, AttributeError):
                 raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
             if changed:

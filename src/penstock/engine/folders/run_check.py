@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from penstock.schedule.choice import ScheduleChoice
-from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk
+from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk_settings
 from penstock.settings.declare import plain, with_values
 
 _PRETRAINED, _TOKENIZER, _SEQUENCE_LENGTH = "model.pretrained", "data.tokenizer", "data.sequence_length"
@@ -12,7 +12,7 @@ _NATIVE, _PRECISION = "model.native", "train.precision"
 _FREE = (_PRETRAINED, _NATIVE, "model.max_length", "model.num_predictions", "experts.bias_step")
 
 
-def check(
+def check_run(
     config: RunConfig, proves: bool = True, refuse_sizes: Callable[[RunConfig], object] = lambda config: None
 ) -> RunConfig:
     """Return `config` if all its settings can go together, and its schedule is proved.
@@ -70,7 +70,9 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
     given, usual = config.flat(), RunConfig().flat()
     found = {
-        own.name: plain(own.default) for own in walk(shape) if own.name not in _FREE and not own.name.endswith("_loss")
+        own.name: plain(own.default)
+        for own in walk_settings(shape)
+        if own.name not in _FREE and not own.name.endswith("_loss")
     }
     for name, wanted in found.items():
         if given[name] not in (usual[name], wanted):

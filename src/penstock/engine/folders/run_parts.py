@@ -22,7 +22,7 @@ from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.model_folder import EngineArguments, ModelFolder, open_folder
-from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER
 from penstock.engine.options import EngineOptions
 from penstock.engine.training.losses import (
@@ -38,13 +38,13 @@ from penstock.settings import ConfigError, RunConfig, checked, read_config
 
 
 @checked
-def read_arguments(config: RunConfig | str | Path) -> EngineArguments:
+def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
     """The engine's arguments for a run's settings, read from a TOML file or given.
 
     Raises:
         ValueError: the settings cannot go together.
     """
-    settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
+    settings = check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
     tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
     return engine_arguments(settings, tokenizer.vocab_size)
 

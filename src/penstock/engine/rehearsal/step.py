@@ -23,14 +23,14 @@ from penstock.data import MicroBatchSpec, PackedBatch, Split, split
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.model_folder import EngineArguments
-from penstock.engine.folders.run_check import check, with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.optimizer.groups import Division, ParameterGroups
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport, MeteredTransport
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.units import RehearsedPlace, unit_costs, without_values
+from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
 from penstock.engine.sharding import UnitSource, units_for
 from penstock.engine.training.losses import LossFn, LossMetrics, token_cross_entropy
 from penstock.engine.training.microbatches import AgreedSplit
@@ -323,7 +323,7 @@ def rehearse_run(config: RunConfig | str | Path, rank: int = 0, device: str | No
         ValueError: the settings cannot go together, or the layout has no such rank.
         RehearsalError: the step would fail on devices; names the action.
     """
-    settings = check(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
+    settings = check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
     return RehearsedRun.of(settings, device).rehearse(rank)
 
 
@@ -365,7 +365,7 @@ def rehearse(
         meter.claim(MemoryKind.OTHER, known)
         feeds = _take_step(trainer, _agreed(pipeline, parts), batch.loss_fn)
         timeline = tuple(meter.timeline)
-        costs = unit_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
+        costs = rehearsed_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
     program, traffic = pipeline.program(len(feeds)), place.traffic
     return Rehearsal(
         rank=rank,

@@ -110,10 +110,10 @@ def units_alone(
         for _, parameter in stages[0].named_parameters():
             # As if there were a rank's buckets.
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        return unit_costs(units, whole, stages, options, feed, place)
+        return rehearsed_costs(units, whole, stages, options, feed, place)
 
 
-def unit_costs(
+def rehearsed_costs(
     units: Sequence[UnitSpec],
     cut: Sequence[range],
     stages: Mapping[int, Stage],

@@ -30,7 +30,7 @@ from penstock.model.attention.kernels import (
     Tile,
     attend,
     attend_backward,
-    merge,
+    merge_part,
     packed_attention,
     tiles,
 )
@@ -107,7 +107,7 @@ class RingAttention:
                 yield
             for rows, keys, tile in self.meetings(step):
                 part, part_lse = attend(rows.of(q_THK), *keys.of_both(kv), tile)
-                merge(rows.of(out_THK), rows.of(lse_TH), part, part_lse)
+                merge_part(rows.of(out_THK), rows.of(lse_TH), part, part_lse)
             if handle is not None:
                 kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)

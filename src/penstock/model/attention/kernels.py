@@ -274,7 +274,7 @@ def attend_backward_written_out(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor,
     return grad_q, (grad_scores.transpose(-1, -2) @ q).sum(2), (p.transpose(-1, -2) @ grad).sum(2)
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into the output [..., K] and log-sum-exp [...] of the others, in place and in at least fp32."""
     together = torch.logaddexp(lse, part_lse)
     floor = _finite(together)

@@ -22,7 +22,7 @@ from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import HostChannel, Receipt, Transport
 from penstock.schedule import Batch, BatchItem, Placement, Token
-from penstock.settings import SamplingParams, walk
+from penstock.settings import SamplingParams, walk_settings
 from penstock.settings.declare import plain
 
 # ---- The form in which batches travel from rank to rank: a header of numbers, and news of sequences if there are any
@@ -84,8 +84,8 @@ def _unpacked_news(news: Tensor) -> tuple[tuple[schedule.Sequence, ...], tuple[i
 
 
 def _described(sequence: schedule.Sequence) -> list[object]:
-    defaults = {own.key: own.default for own in walk(SamplingParams())}
-    given = {own.key: plain(own.default) for own in walk(sequence.params) if own.default != defaults[own.key]}
+    defaults = {own.key: own.default for own in walk_settings(SamplingParams())}
+    given = {own.key: plain(own.default) for own in walk_settings(sequence.params) if own.default != defaults[own.key]}
     place = [sequence.number, sequence.prompt, sequence.sample]
     return [*place, list(sequence.prompt_tokens), given, sequence.identity]
 

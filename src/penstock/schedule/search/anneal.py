@@ -13,7 +13,7 @@ from math import exp
 from random import Random
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
-from penstock.schedule.search.skeletons import one_at_a_time
+from penstock.schedule.search.skeletons import microbatch_by_microbatch
 from penstock.schedule.search.weave import weave
 
 # By how many places an action is moved in its rank's order.
@@ -165,7 +165,7 @@ def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_ste
     `max_live_microbatches` whole ones of the rank that keeps the most; in `orders` it may. The last orders of the
     result run one microbatch at a time, which always fits.
     """
-    alone = [_with_weights(steps) for steps in one_at_a_time(problem)]
+    alone = [_with_weights(steps) for steps in microbatch_by_microbatch(problem)]
     found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
     if not found:
         # Changes may never make an order fit that keeps too much; the slow order fits from the start.

@@ -21,9 +21,9 @@ from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, l
 from penstock.schedule.search.skeletons import (
     PRIORITIES,
     Priority,
-    dispatch,
-    one_at_a_time,
-    one_f_one_b,
+    alternating,
+    by_priority,
+    microbatch_by_microbatch,
     patterns,
     there_and_back,
     warm_ups,
@@ -225,7 +225,7 @@ class _Trials:
 
         Once many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
         """
-        alone = self.weave(one_at_a_time(self.problem), one_at_a_time, _WAYS)
+        alone = self.weave(microbatch_by_microbatch(self.problem), microbatch_by_microbatch, _WAYS)
         assert alone is not None, "one microbatch at a time fits in any memory"
         candidates, glimpsed = [alone], list[_FoundOrders]()
         num_left = _NUM_ACTIONS
@@ -278,7 +278,7 @@ class _Trials:
 
     def finalists(self, candidates: Sequence[_FoundOrders]) -> list[_FoundOrders]:
         """Extend candidates for fewer microbatches: make their skeletons again, or repeat their middle."""
-        found = [self.weave(one_at_a_time(self.problem), None, _WAYS[:1])]
+        found = [self.weave(microbatch_by_microbatch(self.problem), None, _WAYS[:1])]
         for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:
             if candidate.make is not None:
                 found.append(self.weave(candidate.make(self.problem), None, [candidate.way]))
@@ -293,7 +293,7 @@ class _Trials:
         if placement.stages_per_rank == 2 and placement.kind is PlacementKind.V:
             yield there_and_back
         for num_live in islice(self._warm_ups(), num_makers):
-            yield partial(one_f_one_b, num_live=num_live)
+            yield partial(alternating, num_live=num_live)
         for priority, allowance in product(PRIORITIES, (0.0, 0.5, 1.0, 2.0)):
             yield partial(_dispatched, priority=priority, allowance=allowance)
         for num_live in islice(self._warm_ups(), 8):
@@ -313,7 +313,7 @@ class _Trials:
 
 
 def _dispatched(problem: Problem, priority: Priority, allowance: float, num_live: Sequence[int] | None = None) -> Codes:
-    return dispatch(problem, priority, lower_bound(problem) + allowance * problem.mean_action, num_live)
+    return by_priority(problem, priority, lower_bound(problem) + allowance * problem.mean_action, num_live)
 
 
 def _stretched(skeleton: Codes, problem: Problem) -> Iterator[Codes]:

@@ -20,7 +20,7 @@ from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
 _BEAM = 128
 
 
-def one_f_one_b(problem: Problem, num_live: Sequence[int]) -> Codes:
+def alternating(problem: Problem, num_live: Sequence[int]) -> Codes:
     """One stage a rank: forwards until `num_live` microbatches are live, then backwards and forwards in turn."""
     skeleton = []
     for stage, most in enumerate(num_live):
@@ -225,7 +225,7 @@ def _mean_tapes(problem: Problem, period: float, starts: tuple[list[float], list
     )
 
 
-def one_at_a_time(problem: Problem) -> Codes:
+def microbatch_by_microbatch(problem: Problem) -> Codes:
     """Run each microbatch all the way before the next begins, which fits in any memory."""
     stages_of = problem.stages_of
     once = [[2 * stage for stage in own] + [2 * stage + 1 for stage in reversed(own)] for own in stages_of]
@@ -247,7 +247,9 @@ PRIORITIES = tuple(
 )
 
 
-def dispatch(problem: Problem, priority: Priority, allowed_span: float, num_live: Sequence[int] | None = None) -> Codes:
+def by_priority(
+    problem: Problem, priority: Priority, allowed_span: float, num_live: Sequence[int] | None = None
+) -> Codes:
     """Run all ranks by a priority, with W where a rank would wait (as in `weave`), and return the skeleton.
 
     `num_live` limits the live microbatches of each rank's first stage.
