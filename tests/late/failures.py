@@ -95,7 +95,7 @@ def _waiting(drawn: random.Random) -> Iterator[None]:
         for owner, name in (
             (Recovery, "_hear"),
             (Recovery, "_announce"),
-            (recovery, "cut"),
+            (recovery, "cut_off"),
             (renewable, "cut_backends"),
         ):
             stack.enter_context(around(owner, name))

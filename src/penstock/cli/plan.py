@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         _show(found)
     if given.explain is not None and not given.json:
         first, second = (_numbered(found, number, "--explain") for number in given.explain)
-        print("\n" + "\n".join(planner.compare(first, second)))
+        print("\n" + "\n".join(planner.comparison(first, second)))
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:

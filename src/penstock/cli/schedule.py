@@ -295,7 +295,7 @@ def list_schedules(arguments: list[str]) -> int:
     return 0
 
 
-def show_parser(arguments: Sequence[str] = ()) -> Parser:
+def show_command_parser(arguments: Sequence[str] = ()) -> Parser:
     """The parser of `penstock schedule show`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule show",
@@ -316,7 +316,7 @@ def show_parser(arguments: Sequence[str] = ()) -> Parser:
 
 def show_command(arguments: list[str]) -> int:
     """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
-    options = show_parser(arguments).parse_args(arguments)
+    options = show_command_parser(arguments).parse_args(arguments)
     if options.output is not None:
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
@@ -335,7 +335,7 @@ def show_command(arguments: list[str]) -> int:
     return 0
 
 
-def verify_parser(arguments: Sequence[str] = ()) -> Parser:
+def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
     """The parser of `penstock schedule verify`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule verify",
@@ -356,7 +356,7 @@ def verify_parser(arguments: Sequence[str] = ()) -> Parser:
 
 def verify_command(arguments: list[str]) -> int:
     """Prove a schedule, by its name or from a file, or report its fault."""
-    options = verify_parser(arguments).parse_args(arguments)
+    options = verify_command_parser(arguments).parse_args(arguments)
     from_file = files.is_file(options.name)
     try:
         program = proved(options)
@@ -374,7 +374,7 @@ def verify_command(arguments: list[str]) -> int:
     return 0
 
 
-def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
+def simulate_command_parser(arguments: Sequence[str] = ()) -> Parser:
     """The parser of `penstock schedule simulate`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule simulate",
@@ -395,7 +395,7 @@ def simulate_parser(arguments: Sequence[str] = ()) -> Parser:
 
 def simulate_command(arguments: list[str]) -> int:
     """Time a schedule under given costs and print its figures."""
-    options = simulate_parser(arguments).parse_args(arguments)
+    options = simulate_command_parser(arguments).parse_args(arguments)
     program, costs = proved(options), costs_of(options)
     timeline = schedule.simulate(program, costs)
     if options.json:
@@ -455,7 +455,7 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def compare_parser() -> Parser:
+def compare_command_parser() -> Parser:
     """The parser of `penstock schedule compare`."""
     parser = Parser(
         "penstock schedule compare",
@@ -482,7 +482,7 @@ def compare_parser() -> Parser:
 
 def compare_command(arguments: list[str]) -> int:
     """Print a table of all schedules that train, side by side at equal work."""
-    options = compare_parser().parse_args(arguments)
+    options = compare_command_parser().parse_args(arguments)
     rows = [row for name in options.schedules or schedule.names() if (row := _row_of(name, options)) is not None]
     rows.sort(key=lambda row: (row["bubble_rate"], row["peak_live_microbatches"]))
     if options.json:
@@ -494,10 +494,10 @@ def compare_command(arguments: list[str]) -> int:
 
 COMMANDS = {
     "list": Command("the schedules that can be built", __name__, "list_schedules"),
-    "show": Command("draw a schedule in the terminal or into a picture, page or trace", __name__, "show"),
-    "verify": Command("prove a schedule, also one written by hand or by torch", __name__, "verify"),
-    "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate"),
-    "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare"),
+    "show": Command("draw a schedule in the terminal or into a picture, page or trace", __name__, "show_command"),
+    "verify": Command("prove a schedule, also one written by hand or by torch", __name__, "verify_command"),
+    "simulate": Command("time a schedule: makespan, bubble, live microbatches", __name__, "simulate_command"),
+    "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare_command"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
 }
 
