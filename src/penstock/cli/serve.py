@@ -175,7 +175,7 @@ def _key(arguments: ServeArguments) -> str | None:
 
 def _parts(arguments: ServeArguments, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
     """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
-    from penstock.data.chat_template import ChatTemplate
+    from penstock.data.guard import ChatTemplate
     from penstock.engine.generation.requests import RequestQueue
     from penstock.model import Limits
     from penstock.serve.app import ServerParts

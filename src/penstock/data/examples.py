@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.chat_template import ChatTemplate, Rendered, RenderingError, TemplateRenderer, tokenizer_of
 from penstock.data.checks import CorpusError
+from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendered, tokenizer_of
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
 from penstock.io.documents import parse_json
@@ -72,7 +72,7 @@ class ExampleReader:
     max_tokens: int | None = None
     end: str | None = None
     special_tokens: bool = True
-    renderer: TemplateRenderer = field(default_factory=TemplateRenderer, compare=False)
+    guard: Guard = field(default_factory=Guard, compare=False)
     marks_learned, documents_per_item = True, 1
 
     @classmethod
@@ -251,10 +251,10 @@ class Chat:
         return tokens, learned
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendered:
-        template = ChatTemplate(self.template, self.reader.tokenizer, self.reader.renderer)
+        template = ChatTemplate(self.template, self.reader.tokenizer, self.reader.guard)
         try:
             return template.rendered(messages, self.options, **arguments)
-        except RenderingError as error:
+        except GuardError as error:
             raise CorpusError(
                 f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
                 "change them or the template"

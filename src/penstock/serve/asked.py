@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.data.chat_template import ChatTemplate, ChatTemplateError
+from penstock.data.guard import ChatTemplate, GuardError
 from penstock.data.tokenizer import Tokenizer, TokenTexts
 from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
@@ -340,7 +340,7 @@ def _conversation(value: Any, model: ServedModel) -> list[int]:
     messages = [_message(f"messages[{place}]", one) for place, one in enumerate(value)]
     try:
         text = model.template.render(messages)
-    except ChatTemplateError as error:
+    except GuardError as error:
         raise invalid("messages", str(error)) from None
     return _tokens("messages", text_in("messages", text), model, special_tokens=False)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.data.chat_template import ChatTemplate, TemplateRenderer
+from penstock.data.guard import ChatTemplate, Guard
 from penstock.engine.generation.requests import RequestQueue
 from penstock.model import Limits
 from penstock.serve import app, server
@@ -33,7 +33,7 @@ def serve() -> Iterator[Serve]:
     running: list[HttpThread] = []
 
     def start(**settings: Any) -> int:
-        template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), TemplateRenderer(most_s=1))
+        template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), Guard(most_s=1))
         model = ServedModel("m", 0, None, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, ServeConfig(**settings), boxes, ServerMetrics(lambda: boxes.queue.counts), None)

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.data.chat_template import ChatTemplate, ChatTemplateError, RenderingError, TemplateRenderer
+from penstock.data.guard import ChatTemplate, Guard, GuardError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"
 
 
 @pytest.fixture(scope="module")
-def renderer() -> TemplateRenderer:
-    return TemplateRenderer(most_s=1)
+def guard() -> Guard:
+    return Guard(most_s=1)
 
 
 def children() -> set[str]:
@@ -22,10 +22,10 @@ def children() -> set[str]:
         return set(file.read().split())
 
 
-def test_a_template_is_rendered_with_its_arguments_and_marks(renderer: TemplateRenderer) -> None:
+def test_a_template_is_rendered_with_its_arguments_and_marks(guard: Guard) -> None:
     template = "{{ mood }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    rendered = renderer.render(template, messages=MESSAGES, mood="so ", return_assistant_tokens_mask=True)
-    assert rendered == ("so hi", [(3, 5)])
+    arguments = {"messages": MESSAGES, "mood": "so ", "return_assistant_tokens_mask": True}
+    assert guard.do({"chat_template": template, **arguments}) == ["so hi", [[3, 5]]]
 
 
 @pytest.mark.parametrize(
@@ -42,30 +42,30 @@ def test_a_template_is_rendered_with_its_arguments_and_marks(renderer: TemplateR
     ],
 )
 def test_a_template_without_end_or_sense_is_a_reason_and_the_next_is_rendered(
-    template: str, told: str, renderer: TemplateRenderer
+    template: str, told: str, guard: Guard
 ) -> None:
-    with pytest.raises(RenderingError) as caught:
-        renderer.render(template, messages=MESSAGES)
+    with pytest.raises(GuardError) as caught:
+        guard.do({"chat_template": template, "messages": MESSAGES})
     assert str(caught.value) == told
-    assert renderer.render("{{ messages[0].content }}", messages=MESSAGES).text == "hi"
+    assert guard.do({"chat_template": "{{ messages[0].content }}", "messages": MESSAGES})[0] == "hi"
 
 
-def test_a_prompt_for_an_answer_is_written_as_examples_are(renderer: TemplateRenderer) -> None:
+def test_a_prompt_for_an_answer_is_written_as_examples_are(guard: Guard) -> None:
     source = "{% for m in messages %}{{ '!' if 'name' in m }}{{ m.content }}{{ eos_token }}{% endfor %}>"
-    template = ChatTemplate(source, SimpleNamespace(special_tokens_map={"eos_token": "."}), renderer)
+    template = ChatTemplate(source, SimpleNamespace(special_tokens_map={"eos_token": "."}), guard)
     null, parts = {**MESSAGES[0], "name": None}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     assert template.render([null]) == template.rendered([null]).text == "hi.>"
-    with pytest.raises(ChatTemplateError, match=r"refuses the messages \(it knows no content of parts"):
+    with pytest.raises(GuardError, match=r"refuses the messages \(it knows no content of parts"):
         template.render([parts])
-    with pytest.raises(RenderingError, match="'messages' is no argument of its own"):
+    with pytest.raises(GuardError, match="'messages' is no argument of its own"):
         template.rendered(MESSAGES, {"messages": []})
 
 
 def test_the_process_ends_with_its_renderer() -> None:
-    before, renderer = children(), TemplateRenderer()
-    renderer.start()
+    before, guard = children(), Guard()
+    guard.start()
     [own] = children() - before
-    del renderer
+    del guard
     for _ in range(600):
         if own not in children():
             return
