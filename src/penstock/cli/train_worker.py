@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -336,6 +336,7 @@ def _costs(measured: Timeline, num_microbatches: int) -> Costs:
     )
 
 
+@dataclass(eq=False)
 class StopRequest:
     """Catches SIGTERM, SIGINT and SIGHUP from `catch` on; a process that is `asked` to end finishes its step and saves.
 
@@ -343,12 +344,9 @@ class StopRequest:
     """
 
     #: True once such a signal has come
-    asked: bool
+    asked: bool = False
     #: signal -> the handler to restore
-    _before: dict[signal.Signals, Any]
-
-    def __init__(self) -> None:
-        self.asked, self._before = False, {}
+    _before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def catch(self) -> None:
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

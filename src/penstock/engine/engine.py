@@ -102,7 +102,9 @@ class Engine(ModelState, WeightEndpoint):
         **changes: Any,
     ) -> None:
         layout, options = layout or Layout(), changed(options, changes)
-        pipeline = Pipeline(with_adapter(units, options.adapter, form, layout), hidden_size, layout, options)
+        if options.adapter is not None:
+            units = with_adapter(units, options.adapter, form, layout)
+        pipeline = Pipeline(units, hidden_size, layout, options)
         ModelState.__init__(self, pipeline, Trainer(pipeline))
         WeightEndpoint.__init__(self, layout, options, pipeline.grid.number, pipeline)
         self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, form

@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from penstock.settings.types import checked
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
+@dataclass(eq=False)
 class Watchers:
     """The callbacks of an engine, in the order in which they were added; every rank calls its own.
 
@@ -40,13 +42,10 @@ class Watchers:
     `Engine.request_stop`. One that raises on some rank ends the call on all.
     """
 
-    #: the callbacks, in order
-    callbacks: list[Any]
     #: knows whether other ranks have any
-    _pipeline: Pipeline
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.callbacks, self._pipeline = [], pipeline
+    pipeline: Pipeline
+    #: the callbacks, in order
+    callbacks: list[Any] = field(default_factory=list)
 
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks. Raises: ValueError for one without any of the methods."""
@@ -56,7 +55,7 @@ class Watchers:
             if not any(callable(getattr(found, event, None)) for event in EVENTS):
                 raise ConfigError(f"{given!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
             self.callbacks.append(found)
-            self._pipeline.is_watched = True
+            self.pipeline.is_watched = True
 
     def saw_step(self, result: TrainResult) -> bool:
         """Show a step to the callbacks of all ranks; returns True if one of this rank asks to stop."""
@@ -64,7 +63,7 @@ class Watchers:
 
     def saw_evaluation(self, loss: EvaluationLoss) -> bool:
         """The same for an evaluation."""
-        return self._call_together("on_evaluation", self._pipeline.step, loss)
+        return self._call_together("on_evaluation", self.pipeline.step, loss)
 
     def saw_checkpoint(self, step: int, path: Path) -> None:
         """Show a checkpoint to the callbacks."""
@@ -72,14 +71,14 @@ class Watchers:
 
     def saw_end(self) -> None:
         """Show the end to the callbacks of this rank."""
-        self._call("on_end", self._pipeline.step)
+        self._call("on_end", self.pipeline.step)
 
     def _call_together(self, event: str, *values: Any) -> bool:
         """Call this rank's callbacks; all ranks do so at one point.
 
         Raises: CallbackError on all ranks, where one raised on some; the exception itself on a rank that is alone.
         """
-        grid, recorder = self._pipeline.grid, self._pipeline.recorder
+        grid, recorder = self.pipeline.grid, self.pipeline.recorder
         if grid.control is None:
             return self._call(event, *values)
 
@@ -88,14 +87,14 @@ class Watchers:
                 return self._call(event, *values)
             except Exception as error:
                 raise CallbackError(
-                    f"rank {grid.rank} failed in {event}, step {self._pipeline.step}: {type(error).__name__}: {error}"
+                    f"rank {grid.rank} failed in {event}, step {self.pipeline.step}: {type(error).__name__}: {error}"
                 ) from error
 
         def gather(value: Any) -> list[Any]:
             with recorder.collective(f"call {event}"):
                 return gather_json(value, grid.control)
 
-        with self._pipeline.recovery.joined():
+        with self.pipeline.recovery.joined():
             return on_all_ranks(act, gather, CallbackError, message="{error}")
 
     def _call(self, event: str, *values: Any) -> bool:
@@ -201,6 +200,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class PrometheusFile:
     """The latest value of each number as a gauge ``penstock_<name>``, in a file for Prometheus's textfile collector.
 
@@ -211,10 +211,7 @@ class PrometheusFile:
     #: the file, in a folder that exists
     _path: Path
     #: name -> latest value
-    _values: dict[str, float]
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._values = path, {}
+    _values: dict[str, float] = field(default_factory=dict)
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Write all latest values, these included."""

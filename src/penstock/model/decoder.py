@@ -46,7 +46,8 @@ def decoder_units(
         ValueError: the groups cannot share this decoder; names the sizes that could.
     """
     groups, matmul = groups or ModelGroups(), matmul or fastest_matmul()
-    check_expert_parallel(config, groups.ep_size)
+    if groups.ep is not None:
+        check_expert_parallel(config, groups.ep_size)
     if groups.tp is not None:
         check_tensor_parallel(config, groups.tp_size)
     first = _spec("embedding", config, groups, partial(embedding, config), of_embedding(config))

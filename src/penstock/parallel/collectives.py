@@ -61,6 +61,7 @@ class Pending(Handle[T_co]):
         return self.finish()
 
 
+@dataclass(eq=False)
 class Collectives:
     """Launches the collectives of one group; every rank of it makes the same calls in the same order.
 
@@ -70,10 +71,7 @@ class Collectives:
     #: the ranks; None for this rank alone
     group: dist.ProcessGroup | None
     #: learns of every launch; `report_to` sets one later
-    observer: Observer | None
-
-    def __init__(self, group: dist.ProcessGroup | None, observer: Observer | None = None) -> None:
-        self.group, self.observer = group, observer
+    observer: Observer | None = None
 
     def report_to(self, observer: Observer) -> None:
         """Report every launch from now on to this observer."""

@@ -96,17 +96,14 @@ class Tape:
         self.segments.append(SeveralSegment(leaves, roots, takes_one))
 
 
+@dataclass(eq=False)
 class Tapes:
     """A rank's tapes: F makes one, backward actions read it, the last of them takes it away."""
 
     #: (stage, microbatch) -> tape
-    _live: dict[tuple[int, int], Tape]
+    _live: dict[tuple[int, int], Tape] = field(default_factory=dict)
     #: the largest number of tapes that were live at once
-    peak: int
-
-    def __init__(self) -> None:
-        self._live = {}
-        self.peak = 0
+    peak: int = 0
 
     def __len__(self) -> int:
         return len(self._live)

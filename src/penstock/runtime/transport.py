@@ -10,7 +10,8 @@ torch.distributed (one communicator a channel) and `InProcessTransport`, in whic
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -110,19 +111,17 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
 
     #: messages sent and not received yet
-    queues: defaultdict[Line, deque[Tensor]]
+    queues: defaultdict[Line, deque[Tensor]] = field(default_factory=partial(defaultdict, deque))
     #: messages sent so far
-    num_messages: int
-
-    def __init__(self) -> None:
-        self.queues = defaultdict(deque)
-        self.num_messages = 0
+    num_messages: int = 0
 
 
+@dataclass(eq=False)
 class InProcessTransport:
     """All ranks in one thread: a send appends to the channel's queue, a receipt is ready once its message is there."""
 
@@ -131,11 +130,7 @@ class InProcessTransport:
     #: the caller's rank
     rank: int
     #: receives that are posted and not waited for, oldest first
-    _posted: defaultdict[Line, deque["_QueueReceipt"]]
-
-    def __init__(self, hub: InProcessHub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
-        self._posted = defaultdict(deque)
+    _posted: defaultdict[Line, deque["_QueueReceipt"]] = field(default_factory=partial(defaultdict, deque), init=False)
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
         receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
@@ -164,20 +159,14 @@ class InProcessTransport:
         """Nothing to do: there is no helper thread."""
 
 
+@dataclass(eq=False, slots=True)
 class _QueueReceipt:
-    __slots__ = ("channel", "dtype", "shape", "transport")
-
     #: the transport on which it is posted
     transport: InProcessTransport
     #: the channel, and what is expected from it
     channel: Line
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def __init__(
-        self, transport: InProcessTransport, channel: Line, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        self.transport, self.channel, self.shape, self.dtype = transport, channel, shape, dtype
 
     def ready(self) -> bool:
         return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queues[self.channel])

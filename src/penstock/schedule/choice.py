@@ -62,7 +62,7 @@ class ScheduleChoice:
     @property
     def is_file(self) -> bool:
         """True if the order comes from a file."""
-        return self.own is None and files.is_file(self.name)
+        return self.own is None and self.name.lower().endswith(files.ENDINGS)
 
     @property
     def is_fixed(self) -> bool:

@@ -190,6 +190,7 @@ def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> AskedAnswers:
     return read(content, parts.model, parts.config)
 
 
+@dataclass(eq=False)
 class _Answering:
     """The response of one request: generates until it is answered or its client has gone."""
 
@@ -202,9 +203,6 @@ class _Answering:
     _mailbox: Mailbox
     #: when the request came
     _start_s: float
-
-    def __init__(self, parts: ServerParts, reply: Reply, mailbox: Mailbox, start_s: float) -> None:
-        self._parts, self._reply, self._mailbox, self._start_s = parts, reply, mailbox, start_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply; the method's name is ASGI's."""

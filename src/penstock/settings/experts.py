@@ -100,10 +100,9 @@ class ExpertConfig(Settings, section="experts"):
             )
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer of that number has experts."""
+        """Return whether the layer of that number has experts, where a model has any."""
         beyond = layer - self.num_dense_first
-        chosen = beyond >= 0 and (beyond + 1) % self.every == 0 and layer not in self.dense_layers
-        return self.num_experts > 0 and chosen
+        return beyond >= 0 and (beyond + 1) % self.every == 0 and layer not in self.dense_layers
 
     @property
     def has_losses(self) -> bool:

@@ -214,7 +214,7 @@ class ModelConfig(Settings, section="model"):
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether the layer of that number has experts instead of one MLP."""
-        return self.experts.is_sparse(layer)
+        return self.experts.num_experts > 0 and self.experts.is_sparse(layer)
 
     def of_layer(self, number: int) -> "ModelConfig":
         """The configuration of the layer of that number, since layers may differ."""

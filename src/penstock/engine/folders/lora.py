@@ -281,13 +281,11 @@ def _config_in(folder: Path) -> Any:
 
 
 def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
-    """The units with the adapters that options describe; unchanged without any.
+    """The units with the adapters that options describe.
 
     Those with adapters are made, and a folder of adapters is read, when the engine asks for its units. That raises
     ValueError where they cannot have them; also where tensor-parallel ranks share the layers.
     """
-    if given is None:
-        return units
 
     def adapted(groups: ModelGroups) -> Sequence[UnitSpec]:
         plain = units_for(units, groups, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,17 +40,15 @@ _INPUT_SECOND = frozenset(name for name in _KINDS if "gather" in name or "scatte
 _INPUT_SECOND |= {"alltoall_base"}
 
 
+@dataclass(eq=False)
 class TrafficCount:
     """Counts what a rank sends, and notes the order of its collectives."""
 
     #: group's ranks and the call in words, in the order of the launches
-    launches: list[tuple[tuple[int, ...], str]]
+    launches: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     #: collectives and messages of one kind and size -> their number
-    _collectives: Counter[CollectiveTraffic]
-    _messages: Counter[MessageTraffic]
-
-    def __init__(self) -> None:
-        self.restart()
+    _collectives: Counter[CollectiveTraffic] = field(default_factory=Counter)
+    _messages: Counter[MessageTraffic] = field(default_factory=Counter)
 
     def restart(self) -> None:
         """Forget what was counted."""
@@ -99,6 +97,7 @@ class _Done:
         return True
 
 
+@dataclass(eq=False)
 class _Nowhere:
     """Takes every call that torch.distributed makes of a group, and does nothing but count it."""
 
@@ -106,9 +105,6 @@ class _Nowhere:
     _group: CountedGroup
     #: where calls are counted
     _traffic: TrafficCount
-
-    def __init__(self, group: CountedGroup, traffic: TrafficCount) -> None:
-        self._group, self._traffic = group, traffic
 
     def __getattr__(self, name: str) -> Any:
         if name not in _KINDS:
@@ -160,6 +156,7 @@ class _Arrival:
         return self.buffer
 
 
+@dataclass(eq=False)
 class CountedTransport:
     """A transport with nobody at the other ends: a receive allocates, a send is held until the link's next one."""
 
@@ -171,11 +168,7 @@ class CountedTransport:
     #: counts the messages
     _traffic: TrafficCount
     #: the last tensor of each link
-    _leaving: dict[Line, Tensor]
-
-    def __init__(self, rank: int, device: torch.device, meter: Meter, traffic: TrafficCount) -> None:
-        self.rank, self._device, self._meter, self._traffic = rank, device, meter, traffic
-        self._leaving = {}
+    _leaving: dict[Line, Tensor] = field(default_factory=dict, init=False)
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         buffer = torch.empty(shape, dtype=dtype, device=self._device)

@@ -263,7 +263,9 @@ class RehearsedRun:
         found = engine_arguments(config, vocab_size)
         device = device or found.options.device
         options = replace(found.options, device="cuda" if device == "auto" else device)
-        units = with_adapter(found.units, options.adapter, found.form, found.layout)
+        units = found.units
+        if options.adapter is not None:
+            units = with_adapter(units, options.adapter, found.form, found.layout)
         num_sequences = config.data.num_sequences // config.parallel.dp
         batch = RehearsedBatch([config.data.sequence_length] * num_sequences, micro_batches(config))
         experts = config.model.experts

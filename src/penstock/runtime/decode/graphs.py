@@ -9,7 +9,7 @@ Shapes: T tokens of the live rows, R rows of the slot, D hidden size, V vocabula
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -215,38 +215,24 @@ class FixedDecoder(StageDecoder):
         return fixed.run().index_select(0, places_T)
 
 
+@dataclass(eq=False)
 class Decoders:
-    """The local stages' decoders and KV caches, kept from one generation to the next.
+    """The local stages' decoders and KV caches, kept from one generation to the next."""
 
-    Args:
-        stages: the local stages that generate, in order.
-        dtype: of the caches.
-        device: of the stages and caches.
-        captures: False where no computation may become a CUDA graph.
-    """
-
+    #: the local stages that generate, in order; dtype and device of what they compute, and of the caches
+    stages: Sequence[Stage]
+    dtype: torch.dtype
+    device: torch.device
+    #: False where no computation may become a CUDA graph
+    captures: bool
     #: form -> the local stages' decoders, with what they have captured
-    by_form: dict[DecodeForm, list[StageDecoder]]
+    by_form: dict[DecodeForm, list[StageDecoder]] = field(default_factory=dict)
     #: stage -> the KV caches of its units
-    caches: dict[int, list[Any]]
+    caches: dict[int, list[Any]] = field(default_factory=dict)
     #: size of the KV caches; None before the first `reserve`
-    _size: CacheSize | None
-    #: the local stages; dtype and device of what they compute
-    _stages: Sequence[Stage]
-    _dtype: torch.dtype
-    _device: torch.device
-    #: True if computations are captured as CUDA graphs
-    _captures: bool
-    #: the stream on which that is done; kept, because libraries set up a workspace for each stream
-    _capture_stream: torch.cuda.Stream | None
-
-    def __init__(self, stages: Sequence[Stage], dtype: torch.dtype, device: torch.device, captures: bool) -> None:
-        self._stages, self._dtype, self._device = stages, dtype, device
-        self._captures = captures and device.type == "cuda"
-        self._capture_stream = None
-        self._size = None
-        self.caches = {}
-        self.by_form = {}
+    _size: CacheSize | None = None
+    #: the stream on which graphs are captured; kept, because libraries set up a workspace for each stream
+    _capture_stream: torch.cuda.Stream | None = None
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make sure that the KV caches are at least of this size."""
@@ -254,8 +240,8 @@ class Decoders:
         if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
             return
         self.release()
-        size = self._size_for(num_rows, num_tokens, self._device)
-        self.caches = {stage.index: stage.new_caches(size) for stage in self._stages}
+        size = self._size_for(num_rows, num_tokens, self.device)
+        self.caches = {stage.index: stage.new_caches(size) for stage in self.stages}
         self._size = size
 
     def cache_bytes(self, num_rows: int, num_tokens: int) -> int | None:
@@ -264,23 +250,23 @@ class Decoders:
         None for layers of other libraries, whose caches grow as they are used.
         """
         size = self._size_for(num_rows, num_tokens, torch.device("meta"))
-        caches = [cache for stage in self._stages for cache in stage.new_caches(size) if cache is not None]
+        caches = [cache for stage in self.stages for cache in stage.new_caches(size) if cache is not None]
         return sum(cache.num_bytes for cache in caches) if all(isinstance(cache, KVCache) for cache in caches) else None
 
     def _size_for(self, num_rows: int, num_tokens: int, device: torch.device) -> CacheSize:
-        return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self._dtype, device)
+        return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self.dtype, device)
 
     def pack_weights(self) -> None:
         """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
-        if self._device.type == "cpu":
-            prepare_large_pages(sum(stage.weight_bytes for stage in self._stages))
-        for stage in self._stages:
+        if self.device.type == "cpu":
+            prepare_large_pages(sum(stage.weight_bytes for stage in self.stages))
+        for stage in self.stages:
             stage.pack_weights()
 
     def of(self, form: DecodeForm) -> list[StageDecoder]:
         """The local stages' decoders, kept as long as the caches are."""
         if form not in self.by_form:
-            self.by_form[form] = [self._decoder(stage, form) for stage in self._stages]
+            self.by_form[form] = [self._decoder(stage, form) for stage in self.stages]
         return self.by_form[form]
 
     def release(self) -> None:
@@ -294,7 +280,7 @@ class Decoders:
         caches = self.caches[stage.index]
         if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
             return StageDecoder(stage, caches)
-        captures = form is DecodeForm.GRAPHS and self._captures
+        captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
         if captures and self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream()
         assert self._size is not None
