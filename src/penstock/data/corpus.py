@@ -1,35 +1,24 @@
 """A corpus: text tokenised once into compact stores, divided into training and validation by document."""
 
 import hashlib
-import io
 import json
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from penstock.data.checks import CorpusError
 from penstock.data.examples import ExampleReader, PairReader, ended, holds_examples
 from penstock.data.sources import BUILT_IN, ROW_ENDINGS, Source, find_source
-from penstock.data.store import (
-    LEARNED_FILE,
-    TOKEN_FILE,
-    EncodedDocument,
-    StoreWriter,
-    TokenStore,
-    load_store,
-    save_index,
-)
-from penstock.data.tokenizer import Tokenizer, WithoutSpecialTokens, load_tokenizer, own_end_token
+from penstock.data.store import EncodedDocument, StoreWriter, TokenStore, load_store
+from penstock.data.tokenizer import Tokenizer, load_tokenizer, own_end_token
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
@@ -135,8 +124,8 @@ class TextReader:
         """Yield the source's texts, tokenised."""
         documents = source.documents()
         while some := list(islice(documents, DOCUMENTS_AT_ONCE)):
-            encoded = self.tokenizer.encode([ended(document.text, self.end) for document in some])
-            yield [EncodedDocument(own.name, tokens) for own, tokens in zip(some, encoded, strict=True)]
+            encoded = self.tokenizer.encode([ended(text, self.end) for _, text in some])
+            yield [EncodedDocument(name, tokens) for (name, _), tokens in zip(some, encoded, strict=True)]
 
 
 def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Corpus:
@@ -170,7 +159,7 @@ def _reader(spec: CorpusSpec, source: Source) -> Reader:
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
     ends = spec.ends_rows and not spec.end_token and source.files[0].suffix in ROW_ENDINGS
     end = own_end_token(spec.tokenizer) if ends else None
-    return TextReader(tokenizer if spec.special_tokens else WithoutSpecialTokens(tokenizer), end)
+    return TextReader(tokenizer if spec.special_tokens else tokenizer.without_special_tokens(), end)
 
 
 def held_out(name: str, fraction: float) -> bool:
@@ -199,79 +188,52 @@ def _cut(store: TokenStore, fraction: float, documents_per_item: int) -> tuple[T
 def _stores(
     source: Source, reader: Reader, fraction: float, cache_folder: Path | str | None
 ) -> tuple[TokenStore, TokenStore]:
-    """The training and the validation side, one of which may be empty."""
+    """The training and the validation side, one of which may be empty; from the cache, which is filled if needed."""
     names = [f"the corpus {source.name!r} ({side})" for side in SIDES]
-    first, second = (
-        _in_memory(names, source, reader, fraction)
-        if cache_folder is None
-        else _cached(names, source, reader, fraction, Path(cache_folder))
-    )
-    if first.num_tokens + second.num_tokens == 0:
+    if cache_folder is None:
+        training, validation = _write(source, reader, fraction, names, None)
+    else:
+        import filelock
+
+        key = json.dumps([CACHE_FORMAT, source.identity(), reader.fingerprint, fraction])
+        folder = Path(cache_folder) / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # the first process tokenises; the system drops the lock of a process that dies
+        with filelock.FileLock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                for abandoned in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
+                try:
+                    _write(source, reader, fraction, names, partial)
+                    os.rename(partial, folder)
+                except BaseException:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
+        training, validation = (load_store(name, folder / side) for name, side in zip(names, SIDES, strict=True))
+    if training.num_tokens + validation.num_tokens == 0:
         raise CorpusError(f"the corpus {source.name!r} is empty: no text in any of its {len(source.files)} files")
-    return first, second
-
-
-def _in_memory(names: list[str], source: Source, reader: Reader, fraction: float) -> list[TokenStore]:
-    streams = [(io.BytesIO(), io.BytesIO() if reader.marks_learned else None) for _ in SIDES]
-    writers = _write(source, reader, fraction, streams)
-    return [
-        writer.finish(
-            name,
-            np.frombuffer(tokens.getvalue(), dtype=writer.dtype),
-            None if learned is None else np.frombuffer(learned.getvalue(), dtype=np.bool_),
-        )
-        for name, writer, (tokens, learned) in zip(names, writers, streams, strict=True)
-    ]
-
-
-def _cached(names: list[str], source: Source, reader: Reader, fraction: float, cache: Path) -> list[TokenStore]:
-    """Both sides from the cache, which is filled first if needed."""
-    import filelock
-
-    key = json.dumps([CACHE_FORMAT, source.identity(), reader.fingerprint, fraction])
-    folder = cache / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # the first process tokenises; the system drops the lock of a process that dies
-    with filelock.FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            _fill_cache(folder, source, reader, fraction)
-    return [load_store(name, folder / side) for name, side in zip(names, SIDES, strict=True)]
-
-
-def _fill_cache(folder: Path, source: Source, reader: Reader, fraction: float) -> None:
-    """Tokenise into a folder that appears complete or not at all; the caller holds the lock."""
-    for abandoned in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
-        shutil.rmtree(abandoned, ignore_errors=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        with ExitStack() as stack:
-            streams = []
-            for side in SIDES:
-                (partial / side).mkdir()
-                names = (TOKEN_FILE, LEARNED_FILE) if reader.marks_learned else (TOKEN_FILE,)
-                tokens, *learned = (stack.enter_context((partial / side / name).open("wb")) for name in names)
-                streams.append((tokens, learned[0] if learned else None))
-            writers = _write(source, reader, fraction, streams)
-        for side, writer in zip(SIDES, writers, strict=True):
-            save_index(writer.finish(side, np.empty(0, writer.dtype)), partial / side)
-        os.rename(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    return training, validation
 
 
 def _write(
-    source: Source, reader: Reader, fraction: float, streams: Iterable[tuple[BinaryIO, BinaryIO | None]]
-) -> list[StoreWriter]:
-    """Tokenise the source, each document to the streams of its side."""
-    training, validation = (StoreWriter(tokens, reader.vocab_size, learned) for tokens, learned in streams)
-    num_documents, logged_s = 0, time.monotonic()
-    for some in reader.read(source):
-        num_documents += len(some)
-        if time.monotonic() - logged_s >= SECONDS_BETWEEN_NOTES:
-            logged_s = time.monotonic()
-            _logger.info(f"tokenising {source.name}: {num_documents:,} documents, up to {some[-1].name}")
-        kept = [held_out(document.name, fraction) for document in some]
-        training.add(document for document, out in zip(some, kept, strict=True) if not out)
-        validation.add(document for document, out in zip(some, kept, strict=True) if out)
-    return [training, validation]
+    source: Source, reader: Reader, fraction: float, names: list[str], folder: Path | None
+) -> tuple[TokenStore, TokenStore]:
+    """Tokenise the source, each document into the store of its side: into a folder, or in memory."""
+    with ExitStack() as stack:
+        training, validation = (
+            stack.enter_context(
+                closing(StoreWriter(reader.vocab_size, reader.marks_learned, None if folder is None else folder / side))
+            )
+            for side in SIDES
+        )
+        num_documents, logged_s = 0, time.monotonic()
+        for some in reader.read(source):
+            num_documents += len(some)
+            if time.monotonic() - logged_s >= SECONDS_BETWEEN_NOTES:
+                logged_s = time.monotonic()
+                _logger.info(f"tokenising {source.name}: {num_documents:,} documents, up to {some[-1].name}")
+            kept = [held_out(document.name, fraction) for document in some]
+            training.add(document for document, out in zip(some, kept, strict=True) if not out)
+            validation.add(document for document, out in zip(some, kept, strict=True) if out)
+        return training.finish(names[0]), validation.finish(names[1])

@@ -116,7 +116,18 @@ class ExampleReader:
         if not isinstance(example, dict):
             raise CorpusError(f"{where}: is a JSON {type(example).__name__}; a line is {FORMS}")
         if example.get("prompt") is not None and example.get("completion") is not None:
-            parts = self._completion(where, example)
+            prompt, completion = example["prompt"], example["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                if not completion:
+                    raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
+                before = self.tokenise(where, prompt)
+                tokens = self.tokenise(where, prompt + ended(completion, self.end))
+                parts = [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
+            elif isinstance(prompt, list) and isinstance(completion, list):
+                first, second = (messages_of(where, name, example) for name in ("prompt", "completion"))
+                parts = self._conversation(where, example, [*first, *second], len(first))
+            else:
+                raise CorpusError(f"{where}: its prompt and its completion must be two texts or two lists of messages")
         elif example.get("messages") is not None:
             parts = self._conversation(where, example, messages_of(where, "messages", example))
         elif isinstance(example.get(text_field), str):
@@ -141,22 +152,6 @@ class ExampleReader:
                 "shorten the example or leave it out"
             )
 
-    # ---- the three forms
-
-    def _completion(self, where: str, example: Mapping[str, Any]) -> list[Part]:
-        """A prompt and its completion, both texts or both messages."""
-        prompt, completion = example["prompt"], example["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            if not completion:
-                raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
-            before = self.tokenise(where, prompt)
-            tokens = self.tokenise(where, prompt + ended(completion, self.end))
-            return [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            first, second = (messages_of(where, name, example) for name in ("prompt", "completion"))
-            return self._conversation(where, example, [*first, *second], len(first))
-        raise CorpusError(f"{where}: its prompt and its completion must be two texts or two lists of messages")
-
     def _conversation(
         self, where: str, example: Mapping[str, Any], messages: list[Message], num_prompt: int = 0
     ) -> list[Part]:
@@ -165,7 +160,13 @@ class ExampleReader:
         Some templates write an answer otherwise once others follow, such as without what was thought before it. There
         each answer is learned as it was given: at the end of a conversation of its own.
         """
-        _refuse_unlearnable(where, messages[num_prompt:])
+        said = [message for message in messages[num_prompt:] if message["role"] == "assistant"]
+        if not said:
+            raise CorpusError(
+                f'{where}: the assistant says nothing; give it a message of the role "assistant" to learn'
+            )
+        if not all(any(value for key, value in message.items() if key != "role") for message in said):
+            raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
         chat = Chat(self, where, template_options(where, example))
         if chat.is_marked:
             tokens, learned = chat.marked(messages)
@@ -179,11 +180,9 @@ class ExampleReader:
         alone = (chat.with_answers(messages[: number + 1], [number]) for number in answers)
         return [part for part in alone if part is not None]
 
-    # ---- tokens
-
     def tokenise(self, where: str, text: str) -> list[int]:
-        """The token ids of a text. Raises: as `encode`."""
-        return tokenise(where, self.tokenizer, text, self.special_tokens)
+        """The token ids of a text. Raises: as `encoding_of`."""
+        return encoding_of(where, self.tokenizer, text, self.special_tokens)["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class Chat:
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
         """The tokens of these messages, and whether each is within the template's marks."""
         rendered = self._rendered(messages, return_assistant_tokens_mask=True)
-        encoded = encode(self.where, self.reader.tokenizer, rendered.text, special_tokens=False)
+        encoded = encoding_of(self.where, self.reader.tokenizer, rendered.text, special_tokens=False)
         learned = np.zeros(len(encoded["input_ids"]), np.bool_)
         for start, end in rendered.spans:
             first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
@@ -226,7 +225,7 @@ class Chat:
         return encoded["input_ids"], learned
 
     def tokenise(self, text: str) -> list[int]:
-        return tokenise(self.where, self.reader.tokenizer, text, special_tokens=False)
+        return encoding_of(self.where, self.reader.tokenizer, text, special_tokens=False)["input_ids"]
 
     def with_answers(self, messages: Sequence[Message], answers: Sequence[int]) -> Part | None:
         """The tokens of these messages, with those of the answers of these numbers learned.
@@ -266,12 +265,7 @@ def ended(text: str, end: str | None) -> str:
     return text if not end or text.endswith(end) else text + end
 
 
-def tokenise(where: str, tokenizer: Any, text: str, special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises: as `encode`."""
-    return encode(where, tokenizer, text, special_tokens)["input_ids"]
-
-
-def encode(where: str, tokenizer: Any, text: str, special_tokens: bool) -> Any:
+def encoding_of(where: str, tokenizer: Any, text: str, special_tokens: bool) -> Any:
     """The tokenizer's encoding of a text. Raises: `CorpusError` if it cannot be written as UTF-8."""
     try:
         text.encode()
@@ -319,14 +313,6 @@ def messages_of(where: str, name: str, example: Mapping[str, Any]) -> list[Messa
                 f"{where}: the content of message {number} is {str(content)[:40]!r}; give a text or a list of parts"
             )
     return messages
-
-
-def _refuse_unlearnable(where: str, messages: Sequence[Message]) -> None:
-    said = [message for message in messages if message["role"] == "assistant"]
-    if not said:
-        raise CorpusError(f'{where}: the assistant says nothing; give it a message of the role "assistant" to learn')
-    if not all(any(value for key, value in message.items() if key != "role") for message in said):
-        raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
 
 
 def template_options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,17 +387,17 @@ class PairReader:
         if not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
             these = "its 'chosen' and its 'rejected'" if len(parts) == 2 else "its prompt and both answers"
             raise CorpusError(f"{where}: {these} must all be texts, or lists of messages")
-        # Both bear the row's name, so that validation holds back either both or none of them.
-        return [self._document(row, pair, name) for name in ("chosen", "rejected")]
-
-    def _document(self, row: Row, pair: Mapping[str, Any], name: str) -> EncodedDocument:
-        tokens = self._tokens(row.where, pair, name)
-        if not tokens:
-            raise CorpusError(f"{row.where}: its {name!r} has no token to rate; give at least one character")
-        self.examples.check_length(row.where, tokens)
-        learned = np.zeros(len(tokens), np.bool_)
-        learned[rated_place(tokens, self.pad_token)] = True
-        return EncodedDocument(row.name, np.array(tokens, np.uint32), learned)
+        documents = []
+        for name in ("chosen", "rejected"):
+            tokens = self._tokens(where, pair, name)
+            if not tokens:
+                raise CorpusError(f"{where}: its {name!r} has no token to rate; give at least one character")
+            self.examples.check_length(where, tokens)
+            learned = np.zeros(len(tokens), np.bool_)
+            learned[rated_place(tokens, self.pad_token)] = True
+            # Both bear the row's name, so that validation holds back either both or none of them.
+            documents.append(EncodedDocument(row.name, np.array(tokens, np.uint32), learned))
+        return documents
 
     def _tokens(self, where: str, pair: Mapping[str, Any], name: str) -> list[int]:
         prompt, answer = pair.get("prompt"), pair[name]

@@ -6,7 +6,7 @@ left out, every rank takes every step, and the items of a step do not depend on 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -57,77 +57,61 @@ class DataShard:
             raise CorpusError(f"data-parallel rank {self.rank} is not one of {self.num_ranks} ranks")
 
 
+@dataclass(eq=False)
 class Loader:
     """An endless iterator of this rank's batches, one per step, with keys "tokens" and "labels".
 
-    An item's id is epoch * num_items + item, so the ids of a batch are unique even if an epoch ends in it. with_data:
-    False gives the same batches as metadata alone, without reading a token.
+    packing: the items, made of documents. seed: decides each epoch's order. shard: the part of each batch that this
+    rank takes. An item's id is epoch * num_items + item, so the ids of a batch are unique even if an epoch ends in it.
+    with_data: False gives the same batches as metadata alone, without reading a token.
 
     Raises: `CorpusError` if an item does not fit the size of a batch.
     """
 
-    #: the items, made of documents
-    _packing: Packing
-    #: items or tokens of a batch
-    _size: BatchSize
-    #: the seed of each epoch's order
-    _seed: int
-    #: the part of each batch that this rank takes
-    _shard: DataShard
-    #: False for batches of metadata alone
-    _with_data: bool
+    packing: Packing
+    size: BatchSize
+    _: KW_ONLY
+    seed: int = 0
+    shard: DataShard | None = None
+    with_data: bool = True
     #: items taken so far, over all epochs and ranks
-    _position: int
+    _position: int = field(default=0, init=False)
     #: the epoch at hand, and the order of its items
-    _order: tuple[int, np.ndarray] | None
+    _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        packing: Packing,
-        size: BatchSize,
-        *,
-        seed: int = 0,
-        shard: DataShard | None = None,
-        with_data: bool = True,
-    ):
-        if type(seed) is not int or seed < 0:
-            raise CorpusError(f"the seed is {seed!r}; it must be a whole number of at least 0")
-        size.check(packing)
-        self._packing = packing
-        self._size = size
-        self._seed = seed
-        self._shard = shard or DataShard()
-        self._with_data = with_data
-        self._position = 0
-        self._order = None
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or self.seed < 0:
+            raise CorpusError(f"the seed is {self.seed!r}; it must be a whole number of at least 0")
+        self.size.check(self.packing)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next step's first item, from 0."""
-        return self._position // self._packing.num_items
+        return self._position // self.packing.num_items
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> PackedBatch:
-        first, last = self._position, self._position
-        for rank in range(self._shard.num_ranks):
-            start = last
-            last = self._end_of_batch(start)
-            if rank == self._shard.rank:
-                first, end = start, last
-        batch = _batch(self._packing, self._ids(first, end), self._with_data)
-        self._position = last
+        shard = self.shard or DataShard()
+        ends = [self._position]
+        for _ in range(shard.num_ranks):
+            ends.append(self._end_of_batch(ends[-1]))
+        first, end = ends[shard.rank], ends[shard.rank + 1]
+        num_items = self.packing.num_items
+        ids = self._items(first, end) + np.arange(first, end) // num_items * num_items
+        batch = _batch(self.packing, ids, self.with_data)
+        self._position = ends[-1]
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next step as plain JSON values; the same on every rank and for any number of ranks."""
-        num_items = self._packing.num_items
+        num_items = self.packing.num_items
         return {
             "epoch": self._position // num_items,
             "position": self._position % num_items,
-            "seed": self._seed,
-            "fingerprint": self._packing.fingerprint,
+            "seed": self.seed,
+            "fingerprint": self.packing.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,51 +127,42 @@ class Loader:
                 f"the saved position belongs to another corpus or packing ({state['fingerprint']}, "
                 f"here {expected['fingerprint']}); resume with the corpus, tokenizer and packing it was saved with"
             )
-        if state["seed"] != self._seed:
-            raise LoaderStateError(f"the saved position belongs to seed {state['seed']}, this loader has {self._seed}")
+        if state["seed"] != self.seed:
+            raise LoaderStateError(f"the saved position belongs to seed {state['seed']}, this loader has {self.seed}")
         epoch, position = state["epoch"], state["position"]
-        num_items = self._packing.num_items
+        num_items = self.packing.num_items
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < num_items:
             raise LoaderStateError(f"epoch {epoch!r}, position {position!r} is no place among {num_items} items")
         self._position = epoch * num_items + position
 
     def _end_of_batch(self, start: int) -> int:
         """The end, in the endless sequence, of the batch that begins at `start`."""
-        if self._size.items is not None:
-            return start + self._size.items
-        assert self._size.tokens is not None
-        room, end = self._size.tokens, start
+        if self.size.items is not None:
+            return start + self.size.items
+        assert self.size.tokens is not None
+        room, end = self.size.tokens, start
         # items have at least one token, and the longest fits: read as far ahead as the budget lasts for longest items
-        step = max(1, self._size.tokens // self._packing.longest_item)
+        step = max(1, self.size.tokens // self.packing.longest_item)
         while True:
-            for item in self._packing.lengths(self._items(end, end + step)):
+            for item in self.packing.lengths(self._items(end, end + step)):
                 room -= sum(item)
                 if room < 0:
                     return end
                 end += 1
 
     def _items(self, start: int, stop: int) -> np.ndarray:
-        """The items at these positions of the endless sequence."""
-        num_items = self._packing.num_items
+        """The items at these positions of the endless sequence; an epoch's order comes from seed and epoch alone."""
+        num_items = self.packing.num_items
         pieces = []
         while start < stop:
             epoch, at = divmod(start, num_items)
-            piece = self._order_of(epoch)[at : at + stop - start]
-            pieces.append(piece)
-            start += len(piece)
+            if self._order is None or self._order[0] != epoch:
+                # RandomState, unlike Generator, promises the same numbers in every release of numpy (NEP 19)
+                bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
+                self._order = (epoch, np.random.RandomState(bits).permutation(num_items))
+            pieces.append(self._order[1][at : at + stop - start])
+            start += len(pieces[-1])
         return np.concatenate(pieces)
-
-    def _ids(self, start: int, stop: int) -> np.ndarray:
-        num_items = self._packing.num_items
-        return self._items(start, stop) + np.arange(start, stop) // num_items * num_items
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """The epoch's order of items, from seed and epoch alone; the last one is kept."""
-        if self._order is None or self._order[0] != epoch:
-            # RandomState, unlike Generator, promises the same numbers in every release of numpy (NEP 19)
-            bits = np.random.MT19937(np.random.SeedSequence([self._seed, epoch]))
-            self._order = (epoch, np.random.RandomState(bits).permutation(self._packing.num_items))
-        return self._order[1]
 
 
 def validation_batches(

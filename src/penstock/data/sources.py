@@ -25,14 +25,6 @@ KNOWN_ENDINGS = ", ".join(sorted(TEXT_ENDINGS | ROW_ENDINGS.keys()))
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text; `name` is the file's path relative to the corpus, with the row's number if the file has rows."""
-
-    name: str
-    text: str
-
-
 class Row(NamedTuple):
     """A row of a file: its name as a document, its place for errors, and its value, an object unless by mistake."""
 
@@ -51,19 +43,19 @@ class Source:
     text_field: str
     undecodable: str = "refuse"
 
-    def documents(self) -> Iterator[Document]:
-        """Yield every document that is not empty, in order.
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """Yield the name and the text of every document that is not empty, in order.
+
+        A name is the file's path relative to the corpus, with the row's number if the file has rows.
 
         Raises: `CorpusError` for text that is not UTF-8, rows without the text field, or files that cannot be read.
         """
         for file in self.files:
-            name = file.relative_to(self.root).as_posix()
             if file.suffix in TEXT_ENDINGS:
-                text = self._text(file)
-                if text:
-                    yield Document(name, text)
+                texts = iter([(file.relative_to(self.root).as_posix(), self._text(file))])
             else:
-                yield from self._texts(file, name)
+                texts = ((row.name, self._text_of(row)) for row in self._rows(file))
+            yield from ((name, text) for name, text in texts if text)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of every file, in order; blank lines are none.
@@ -71,13 +63,11 @@ class Source:
         Raises: `CorpusError` for a file without rows, one that cannot be read, or a line that is not JSON.
         """
         for file in self.files:
-            name = file.relative_to(self.root).as_posix()
             if file.suffix in TEXT_ENDINGS:
                 raise CorpusError(
                     f"{str(file)!r} has no rows; examples are in files that end in {', '.join(ROW_ENDINGS)}"
                 )
-            for number, (where, value) in enumerate(self._rows(file)):
-                yield Row(f"{name}:{number}", where, value)
+            yield from self._rows(file)
 
     def identity(self) -> str:
         """A hash of the names, sizes and times of the files, which stands for the documents without reading them."""
@@ -86,82 +76,72 @@ class Source:
         text = json.dumps([str(self.root), listed, self.text_field])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _text(self, file: Path) -> str | None:
+    def _text(self, file: Path) -> str:
+        """The text of a file; empty where one that is not UTF-8 is left out."""
         try:
             with open_file(file) as text:
                 return text.read().decode()
         except UnicodeDecodeError as error:
             if self.undecodable == "skip":
-                return None
+                return ""
             raise CorpusError(f"{str(file)!r} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
         except OSError as error:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 
-    def _texts(self, file: Path, name: str) -> Iterator[Document]:
-        for number, (where, row) in enumerate(self._rows(file)):
-            if not isinstance(row, dict):
-                raise CorpusError(f"{where}: is a JSON {type(row).__name__}; a line is one JSON object")
-            text = row.get(self.text_field)
-            if not isinstance(text, str):
-                raise CorpusError(
-                    f"{where}: has no text in the field {self.text_field!r}; "
-                    f"its fields are {sorted(row)}, and examples have 'messages', or 'prompt' and 'completion'"
-                )
-            if text:
-                yield Document(f"{name}:{number}", text)
+    def _text_of(self, row: Row) -> str:
+        if not isinstance(row.value, dict):
+            raise CorpusError(f"{row.where}: is a JSON {type(row.value).__name__}; a line is one JSON object")
+        text = row.value.get(self.text_field)
+        if not isinstance(text, str):
+            raise CorpusError(
+                f"{row.where}: has no text in the field {self.text_field!r}; "
+                f"its fields are {sorted(row.value)}, and examples have 'messages', or 'prompt' and 'completion'"
+            )
+        return text
 
-    def _rows(self, file: Path) -> Iterator[tuple[str, Any]]:
-        """Each row of a file with its place; the library's reader of JSON dies of some lines."""
-        return self._lines(file) if ROW_ENDINGS[file.suffix] == "json" else self._read(file)
-
-    def _read(self, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each row of a file with its place."""
-        import datasets
-
-        try:
-            open_file(file).close()
-            # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
-            kind = ROW_ENDINGS[file.suffix]
-            # an empty text, and one such as "null", is a text
-            how: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
-            rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **how))
-        except Exception as error:
-            raise _unreadable(file, error) from error
-        number = 0
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise _unreadable(file, error) from error
-            if row is None:
-                return
-            yield f"{file}, row {number}", row
-            number += 1
-
-    def _lines(self, file: Path) -> Iterator[tuple[str, Any]]:
-        """Each line of JSON of a file with its place; blank lines are none."""
-        try:
-            for number, line in enumerate(lines_of(file), 1):
-                if line.strip():
-                    where = f"{file}, line {number}"
-                    yield where, _parsed(where, line)
-        except OSError as error:
-            raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    def _rows(self, file: Path) -> Iterator[Row]:
+        name = file.relative_to(self.root).as_posix()
+        # The library's reader of JSON dies of some lines, and gives every row the fields of all.
+        values = _lines(file) if ROW_ENDINGS[file.suffix] == "json" else _table(file)
+        for number, (place, value) in enumerate(values):
+            yield Row(f"{name}:{number}", f"{file}, {place}", value)
 
 
-def _parsed(where: str, line: bytes) -> Any:
+def _table(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a file that `datasets` reads, with its place."""
+    import datasets
+
+    kind = ROW_ENDINGS[file.suffix]
+    # an empty text, and one such as "null", is a text
+    how: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+    number = 0
     try:
-        return parse_json(line.decode())
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{where}: is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
-    except ValueError as error:
-        raise CorpusError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is one JSON object") from None
+        open_file(file).close()
+        # streaming reads the file in place: nothing is copied into a cache, and ranks do not wait for each other
+        rows = iter(datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **how))
+        while (row := next(rows, None)) is not None:
+            yield f"row {number}", row
+            number += 1
+    except Exception as error:  # the readers below the library raise many unrelated types
+        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise CorpusError(f"cannot read {str(file)!r} as {kind}: {reason[0]}") from error
 
 
-def _unreadable(file: Path, error: Exception) -> CorpusError:
-    """The error for a file that the library cannot read; the readers below `datasets` raise many unrelated types."""
-    reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-    return CorpusError(f"cannot read {str(file)!r} as {ROW_ENDINGS[file.suffix]}: {reason[0]}")
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Each line of JSON of a file with its place; blank lines are none."""
+    try:
+        for number, line in enumerate(lines_of(file), 1):
+            where = f"{file}, line {number}"
+            try:
+                if line.strip():
+                    yield f"line {number}", parse_json(line.decode())
+            except UnicodeDecodeError as error:
+                raise CorpusError(f"{where}: is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+            except ValueError as error:
+                reason = getattr(error, "msg", error)
+                raise CorpusError(f"{where}: is not JSON ({reason}); a line is one JSON object") from None
+    except OSError as error:
+        raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 
 
 def find_source(source: str, text_field: str = "text") -> Source:

@@ -5,11 +5,13 @@ Shape suffixes: T tokens of all documents end to end.
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -90,17 +92,17 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes documents one after another to binary streams, which the caller owns.
+    """Writes documents one after another into a folder's files, or in memory where it is None.
 
-    A second stream takes what is learned; left out, all of it is.
+    marks_learned: documents say what is learned of them.
     """
 
     #: the least type that has room for every token
-    dtype: np.dtype[Any]
-    #: where tokens are written
-    _stream: BinaryIO
-    #: where a byte for each token is written, 1 where it is learned
-    _learned: BinaryIO | None
+    _dtype: np.dtype[Any]
+    #: the folder, which is made
+    _folder: Path | None
+    #: where tokens are written, and where a byte for each token, 1 where it is learned
+    _streams: list[BinaryIO]
     #: tokens of each document so far
     _lengths: list[int]
     #: the largest token so far
@@ -108,12 +110,13 @@ class StoreWriter:
     #: hash of what was written so far
     _hash: Any
 
-    def __init__(self, stream: BinaryIO, vocab_size: int, learned: BinaryIO | None = None):
-        self.dtype = np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self._stream = stream
-        self._learned = learned
-        self._lengths = []
-        self._max_token = -1
+    def __init__(self, vocab_size: int, marks_learned: bool, folder: Path | None) -> None:
+        self._dtype = np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self._folder, self._lengths, self._max_token = folder, [], -1
+        if folder is not None:
+            folder.mkdir()
+        names = (TOKEN_FILE, LEARNED_FILE) if marks_learned else (TOKEN_FILE,)
+        self._streams = [BytesIO() if folder is None else (folder / name).open("wb") for name in names]
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, documents: Iterable[EncodedDocument]) -> None:
@@ -121,29 +124,35 @@ class StoreWriter:
         for _, tokens, learned in documents:
             if not len(tokens):
                 continue
-            content = tokens.astype(self.dtype, copy=False).tobytes()
-            self._stream.write(content)
-            self._hash.update(content)
-            if self._learned is not None:
+            columns = [tokens.astype(self._dtype, copy=False)]
+            if len(self._streams) > 1:
                 assert learned is not None and len(learned) == len(tokens)
-                content = learned.astype(np.bool_, copy=False).tobytes()
-                self._learned.write(content)
+                columns.append(learned.astype(np.bool_, copy=False))
+            for stream, column in zip(self._streams, columns, strict=True):
+                content = column.tobytes()
+                stream.write(content)
                 self._hash.update(content)
             self._lengths.append(len(tokens))
             self._max_token = max(self._max_token, int(tokens.max()))
 
-    def finish(self, name: str, tokens: np.ndarray, learned: np.ndarray | None = None) -> TokenStore:
-        """Make the store over `tokens` and `learned`, which the caller has mapped from the streams' content."""
+    def finish(self, name: str) -> TokenStore:
+        """The store of all documents; that of a folder has its tokens there alone, where `load_store` maps them."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]).astype(np.int64)
-        self._hash.update(self.dtype.str.encode() + offsets.tobytes())
+        self._hash.update(self._dtype.str.encode() + offsets.tobytes())
+        written = [stream.getvalue() if isinstance(stream, BytesIO) else b"" for stream in self._streams]
+        columns = map(np.frombuffer, written, (self._dtype, np.dtype(np.bool_)))
+        tokens, learned = next(columns), next(columns, None)
+        self.close()
+        if self._folder is not None:
+            np.save(self._folder / "offsets.npy", offsets)
+            facts = {"dtype": self._dtype.str, "max_token": self._max_token, "fingerprint": self._hash.hexdigest()}
+            (self._folder / "store.json").write_text(json.dumps(facts))
         return TokenStore(name, tokens, offsets, self._max_token, self._hash.hexdigest(), learned)
 
-
-def save_index(store: TokenStore, folder: Path) -> None:
-    """Write the boundaries and facts that `load_store` needs beside the token file."""
-    np.save(folder / "offsets.npy", store.offsets)
-    facts = {"dtype": store.tokens.dtype.str, "max_token": store.max_token, "fingerprint": store.fingerprint}
-    (folder / "store.json").write_text(json.dumps(facts))
+    def close(self) -> None:
+        """Close the files; again, does nothing."""
+        for stream in self._streams:
+            stream.close()
 
 
 def load_store(name: str, folder: Path) -> TokenStore:
@@ -151,53 +160,59 @@ def load_store(name: str, folder: Path) -> TokenStore:
 
     Raises: `CorpusError` if files are missing, or their sizes contradict each other.
     """
+
+    def mapped(file: str, dtype: np.dtype[Any]) -> np.ndarray:
+        # an empty file cannot be mapped
+        values = np.memmap(folder / file, dtype=dtype, mode="r") if offsets[-1] else np.empty(0, dtype)
+        if len(values) != offsets[-1]:
+            raise ValueError(f"{len(values)} tokens where {offsets[-1]} are expected")
+        return values
+
     try:
         facts = read_json_object(folder / "store.json")
         offsets = np.load(folder / "offsets.npy")
-        tokens = _mapped(folder / TOKEN_FILE, np.dtype(facts["dtype"]), offsets[-1])
-        has_learned = (folder / LEARNED_FILE).is_file()
-        learned = _mapped(folder / LEARNED_FILE, np.dtype(np.bool_), offsets[-1]) if has_learned else None
+        tokens = mapped(TOKEN_FILE, np.dtype(facts["dtype"]))
+        learned = mapped(LEARNED_FILE, np.dtype(np.bool_)) if (folder / LEARNED_FILE).is_file() else None
         return TokenStore(name, tokens, offsets, facts["max_token"], facts["fingerprint"], learned)
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise CorpusError(f"the token cache {str(folder)!r} is damaged ({error}); delete it to make it anew") from error
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], length: int) -> np.ndarray:
-    # an empty file cannot be mapped
-    values = np.memmap(path, dtype=dtype, mode="r") if length else np.empty(0, dtype)
-    if len(values) != length:
-        raise ValueError(f"{len(values)} tokens where {length} are expected")
-    return values
-
-
 # ---- Packing of documents into items of a length that a model can take, with labels for every token
 
 
-class Packing(Protocol):
+@dataclass(frozen=True, eq=False)
+class Packing(ABC):
     """A corpus as numbered items: their lengths without reading a token, and their tokens on request."""
 
-    @property
-    def num_items(self) -> int: ...
+    store: TokenStore
 
     @property
-    def longest_item(self) -> int: ...
+    @abstractmethod
+    def num_items(self) -> int:
+        """The number of items."""
+
+    @cached_property
+    @abstractmethod
+    def longest_item(self) -> int:
+        """The largest number of tokens of an item."""
 
     @property
     def fingerprint(self) -> str:
         """A hash that differs if any item would."""
-        ...
+        return hashlib.blake2b(f"{self.store.fingerprint} {self}".encode(), digest_size=16).hexdigest()
 
+    @abstractmethod
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
         """The lengths of each item's sequences."""
-        ...
 
+    @abstractmethod
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """The items' tokens [T] and labels [T], int64, end to end."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
-class WindowPacking:
+class WindowPacking(Packing):
     """All documents end to end, cut into windows of exactly `sequence_tokens`; the remainder is dropped.
 
     A window is read with one extra token, which is the label of its last token and the first token of the next window.
@@ -208,7 +223,6 @@ class WindowPacking:
     Raises: `CorpusError` if there are too few tokens for a window.
     """
 
-    store: TokenStore
     sequence_tokens: int
     cross_documents: bool = False
 
@@ -220,23 +234,18 @@ class WindowPacking:
                 f"a window of {self.sequence_tokens} needs at least {self.sequence_tokens + 1}"
             )
 
+    def __str__(self) -> str:
+        return f"window {self.sequence_tokens} {self.cross_documents}"
+
     @property
     def num_items(self) -> int:
-        """The number of whole windows."""
         return (self.store.num_tokens - 1) // self.sequence_tokens
 
-    @property
+    @cached_property
     def longest_item(self) -> int:
-        """The length of every window."""
         return self.sequence_tokens
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash that differs if any item would."""
-        return _fingerprint(self.store, f"window {self.sequence_tokens} {self.cross_documents}")
-
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """The lengths of each window's sequences."""
         S = self.sequence_tokens
         if self.cross_documents:
             return ((S,),) * len(items)
@@ -246,16 +255,14 @@ class WindowPacking:
         )
 
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """The windows' tokens [T] and labels [T]."""
-        S = self.sequence_tokens
-        starts_B = np.asarray(items, dtype=np.int64) * S
-        places_BS = starts_B[:, None] + np.arange(S)
-        tokens_BS = self.store.tokens[places_BS].astype(np.int64)
+        starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
+        places_BS = starts_B[:, None] + np.arange(self.sequence_tokens)
         labels_BS = self.store.labels(places_BS + 1)
         if not self.cross_documents:
             for row, ends in enumerate(self._ends(items)):
                 labels_BS[row, ends - 1] = NO_LABEL
-        return torch.from_numpy(tokens_BS.reshape(-1)), torch.from_numpy(labels_BS.reshape(-1))
+        tokens_T = self.store.tokens[places_BS.reshape(-1)].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(labels_BS.reshape(-1))
 
     def _ends(self, items: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """The ends of documents in each window, counted from its start: 1 ... sequence_tokens."""
@@ -270,7 +277,7 @@ class WindowPacking:
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentPacking:
+class DocumentPacking(Packing):
     """An item for every document, or for every piece of one longer than `sequence_tokens`; lengths are unequal.
 
     A document's last token is only a label, so every token of an item has a label, and a document of a single token
@@ -279,13 +286,15 @@ class DocumentPacking:
     Raises: `CorpusError` if no document has two tokens.
     """
 
-    store: TokenStore
     sequence_tokens: int
 
     def __post_init__(self) -> None:
         _check_sequence_tokens(self.sequence_tokens)
         if self.num_items < 1:
             raise CorpusError(f"{self.store.name} has no document of two or more tokens: there is nothing to predict")
+
+    def __str__(self) -> str:
+        return f"document {self.sequence_tokens}"
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
@@ -300,73 +309,48 @@ class DocumentPacking:
 
     @property
     def num_items(self) -> int:
-        """The number of documents and pieces."""
         return len(self._pieces[0])
 
-    @property
-    def longest_item(self) -> int:
-        """The largest number of tokens of an item."""
-        return self._longest
-
     @cached_property
-    def _longest(self) -> int:
+    def longest_item(self) -> int:
         return int(self._pieces[1].max())
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash that differs if any item would."""
-        return _fingerprint(self.store, f"document {self.sequence_tokens}")
-
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """The length of each item's only sequence."""
         return tuple((length,) for length in self._pieces[1][np.asarray(items, dtype=np.int64)].tolist())
 
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """The items' tokens [T] and labels [T]."""
-        chosen = np.asarray(items, dtype=np.int64)
-        starts, lengths = (column[chosen].tolist() for column in self._pieces)
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        pieces = [self.store.tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-        tokens_T = np.concatenate(pieces).astype(np.int64)
-        labels_T = np.concatenate([self.store.labels(slice(a + 1, b + 1)) for a, b in zip(starts, ends, strict=True)])
-        return torch.from_numpy(tokens_T), torch.from_numpy(labels_T)
+        starts, lengths = (column[np.asarray(items, dtype=np.int64)] for column in self._pieces)
+        places_T = _ranges(starts, starts + lengths)
+        tokens_T = self.store.tokens[places_T].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T + 1))
 
 
 @dataclass(frozen=True, eq=False)
-class PairPacking:
+class PairPacking(Packing):
     """An item for every pair of documents, which are its two sequences, the better one first.
 
     The labels are the tokens that are learned of each: those that a reward model rates.
     """
 
-    store: TokenStore
+    def __str__(self) -> str:
+        return "pairs"
 
     @property
     def num_items(self) -> int:
-        """The number of pairs."""
         return self.store.num_documents // 2
 
-    @property
+    @cached_property
     def longest_item(self) -> int:
-        """The largest number of tokens of a pair."""
         return int(np.diff(self.store.offsets[::2]).max())
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash that differs if any item would."""
-        return _fingerprint(self.store, "pairs")
-
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        """The lengths of each pair's sequences."""
         better_B = 2 * np.asarray(items, dtype=np.int64)
         lengths = np.diff(self.store.offsets)
         return tuple(zip(lengths[better_B].tolist(), lengths[better_B + 1].tolist(), strict=True))
 
     def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """The pairs' tokens [T] and labels [T]."""
         better_B = 2 * np.asarray(items, dtype=np.int64)
-        starts, ends = (self.store.offsets[better_B + n].tolist() for n in (0, 2))
-        places_T = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        places_T = _ranges(self.store.offsets[better_B], self.store.offsets[better_B + 2])
         tokens_T = self.store.tokens[places_T].astype(np.int64)
         return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T))
 
@@ -395,5 +379,6 @@ def _check_sequence_tokens(sequence_tokens: int) -> None:
         raise CorpusError(f"sequence_tokens is {sequence_tokens!r}; it must be a whole number of at least 1")
 
 
-def _fingerprint(store: TokenStore, packing: str) -> str:
-    return hashlib.blake2b(f"{store.fingerprint} {packing}".encode(), digest_size=16).hexdigest()
+def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The numbers of each range, one range after another."""
+    return np.concatenate([np.arange(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])

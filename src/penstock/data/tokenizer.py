@@ -4,9 +4,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,36 +18,6 @@ END_ENTRY = "<|end|>"
 """How the vocabulary of `ByteTokenizer` writes its end token."""
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer. `fingerprint` differs if any text would be tokenised differently."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The token put after every text, if there is one."""
-        ...
-
-    def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
-        """The token ids of each text, an array per text.
-
-        special_tokens: with those that the tokenizer itself puts around a text, such as one for its beginning.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; special tokens have none, and invalid bytes become U+FFFD."""
-        ...
-
-    def entry(self, token: int) -> str | None:
-        """The token as the vocabulary writes it; None for an id that it lacks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
     """A token per byte of UTF-8; optionally an end token (256) after every document."""
@@ -56,46 +26,63 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """One more than the largest id."""
         return 257 if self.end_token else 256
 
     @property
     def fingerprint(self) -> str:
+        """A text that differs if any text would be tokenised differently."""
         return f"bytes-{self.vocab_size}"
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
+        """The token put after every text, if there is one."""
         return (256,) if self.end_token else ()
 
     def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
+        """The token ids of each text, an array per text.
+
+        special_tokens: with those that the tokenizer itself puts around a text, such as one for its beginning.
+        """
         dtype, end = (np.uint16, [256]) if self.end_token else (np.uint8, [])
         arrays = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [np.append(array.astype(dtype), np.array(end, dtype)) if end else array for array in arrays]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens; special tokens have none, and invalid bytes become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def entry(self, token: int) -> str | None:
+        """The token as the vocabulary writes it; None for an id that it lacks."""
         if token < 256:
             return f"<0x{token:02X}>"
         return END_ENTRY if token in self.end_tokens else None
 
+    def without_special_tokens(self) -> "ByteTokenizer":
+        """The same tokenizer, which puts nothing around a text but its end token."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class FileTokenizer:
-    """A tokenizer read from a `tokenizer.json`; optionally with an end token after every document."""
+    """A tokenizer read from a `tokenizer.json`; optionally with an end token after every document.
+
+    Its members are those of `ByteTokenizer`. special_tokens: False where it puts nothing else around any text.
+    """
 
     tokenizer: Any
     fingerprint: str
     end_token_id: int | None
     vocab_size: int
+    special_tokens: bool = True
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         return () if self.end_token_id is None else (self.end_token_id,)
 
     def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
-        end = [] if self.end_token_id is None else [self.end_token_id]
-        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
+        end, around = list(self.end_tokens), special_tokens and self.special_tokens
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=around)
         return [np.array(encoding.ids + end, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -104,33 +91,11 @@ class FileTokenizer:
     def entry(self, token: int) -> str | None:
         return self.tokenizer.id_to_token(token)
 
+    def without_special_tokens(self) -> "FileTokenizer":
+        return replace(self, special_tokens=False, fingerprint=f"{self.fingerprint}-plain")
 
-@dataclass(frozen=True, slots=True)
-class WithoutSpecialTokens:
-    """A tokenizer that puts nothing around a text but its end token."""
 
-    tokenizer: Tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.tokenizer.fingerprint}-plain"
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        return self.tokenizer.end_tokens
-
-    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
-        return self.tokenizer.encode(texts, special_tokens=False)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens)
-
-    def entry(self, token: int) -> str | None:
-        return self.tokenizer.entry(token)
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer:
@@ -255,24 +220,18 @@ class TokenTexts:
         """
         names: dict[int, str] = {}
         for token in dict.fromkeys(tokens):
-            taken = set(names.values())
-            names[token] = next(name for name in self._possible_names(token, first) if name not in taken)
+            content, taken = self.bytes_of(token, first), set(names.values())
+            possible = [None if self.tokenizer is None else self.tokenizer.entry(token), f"<{token}>"]
+            if content is not None:
+                try:
+                    possible.insert(0, content.decode())
+                except UnicodeDecodeError:
+                    possible.insert(0, "bytes:" + "".join(f"\\x{byte:02x}" for byte in content))
+            name = next((name for name in possible if name is not None and name not in taken), f"<<{token}>>")
+            while name in taken:
+                name = f"<{name}>"
+            names[token] = name
         return names
-
-    def _possible_names(self, token: int, first: bool) -> Iterable[str]:
-        content = self.bytes_of(token, first)
-        if content is not None:
-            try:
-                yield content.decode()
-            except UnicodeDecodeError:
-                yield "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-        entry = None if self.tokenizer is None else self.tokenizer.entry(token)
-        if entry is not None:
-            yield entry
-        name = f"<{token}>"
-        while True:
-            yield name
-            name = f"<{name}>"
 
     def _found(self, token: int, first: bool) -> bytes | None:
         if self.tokenizer is None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from penstock.data import CorpusError
-from penstock.data.tokenizer import ByteTokenizer, Tokenizer, WithoutSpecialTokens, load_tokenizer
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from penstock.engine.build import bytes_of_weight
 from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
 from penstock.engine.checkpoint.load import newest_intact
@@ -305,7 +305,7 @@ class ModelFolder(ABC):
         """The same with a tokenizer that puts no special tokens around a text."""
         found = copy.copy(self)
         if self.tokenizer is not None:
-            found.tokenizer = WithoutSpecialTokens(self.tokenizer)
+            found.tokenizer = self.tokenizer.without_special_tokens()
         return found
 
     # ---- its weights
@@ -569,7 +569,7 @@ class RunFolder(ModelFolder):
             found, _ = load_tokenizer(self.tokenizer_name), self._in_training
         except CorpusError:
             return None
-        return found if self.run.data.special_tokens else WithoutSpecialTokens(found)
+        return found if self.run.data.special_tokens else found.without_special_tokens()
 
     @cached_property
     def _in_training(self) -> Tokenizer:
