@@ -108,21 +108,6 @@ def checked_metadata(metadata: Mapping[str, Sequence[Any]], num_items: int) -> d
     return {name: tuple(values) for name, values in metadata.items()}
 
 
-def checked_trailing_shape(key: str, shape: Iterable[int]) -> tuple[int, ...]:
-    """A key's shape after the packed dimension, as a tuple."""
-    result = tuple(shape)
-    if any(type(size) is not int or size < 0 for size in result):
-        raise BatchError(f"trailing_shapes[{key!r}]", f"{result} is not a shape")
-    return result
-
-
-def checked_dtype(key: str, dtype: Any) -> torch.dtype:
-    """A key's dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise BatchError(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
-    return dtype
-
-
 def check_tables(**tables: Any) -> None:
     """Raise unless each of these, by field, is a mapping whose keys are names."""
     for field, table in tables.items():
@@ -160,12 +145,6 @@ def check_tensor(key: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dty
         raise BatchError(field, f"shape {tuple(tensor.shape)}; lengths and trailing shape promise {shape}")
     if tensor.dtype != dtype:
         raise BatchError(field, f"dtype {tensor.dtype}; declared is {dtype}")
-
-
-def check_permutation(indices: Sequence[int], num_items: int) -> None:
-    """Raise unless `indices` holds each of 0 ... num_items - 1 once."""
-    if sorted(indices) != list(range(num_items)):
-        raise PartitionError(f"{list(indices)} is not a permutation of the {num_items} items")
 
 
 def as_sequences(key: str, item: Any) -> list[Tensor]:

@@ -25,14 +25,11 @@ from penstock.data.checks import (
     as_sequences,
     check_keys,
     check_list,
-    check_permutation,
     check_tables,
     check_tensor,
-    checked_dtype,
     checked_ids,
     checked_lengths,
     checked_metadata,
-    checked_trailing_shape,
 )
 from penstock.io.documents import parse_json
 from penstock.settings.types import type_in_words
@@ -93,18 +90,27 @@ class PackedBatch:
         if not self.lengths:
             raise BatchError("lengths", "a batch needs at least one key")
         lengths = {key: checked_lengths(key, value, len(ids)) for key, value in self.lengths.items()}
-        check_keys(lengths, self.dtypes, "dtypes")
-        check_keys(lengths, self.trailing_shapes, "trailing_shapes")
-        dtypes = {key: checked_dtype(key, self.dtypes[key]) for key in lengths}
-        shapes = {key: checked_trailing_shape(key, self.trailing_shapes[key]) for key in lengths}
         check_tables(lengths=self.lengths, metadata=self.metadata)
-        metadata = checked_metadata(self.metadata, len(ids))
-        self.__dict__.update(ids=ids, lengths=lengths, dtypes=dtypes, trailing_shapes=shapes, metadata=metadata)
+        for name in _TABLES[1:]:
+            if name != "data" or self.data is not None:
+                check_keys(lengths, getattr(self, name), name)
+        shapes = {key: tuple(self.trailing_shapes[key]) for key in lengths}
+        for key in lengths:
+            if not isinstance(dtype := self.dtypes[key], torch.dtype):
+                raise BatchError(f"dtypes[{key!r}]", f"{dtype!r} is not a torch dtype")
+            if any(type(size) is not int or size < 0 for size in shapes[key]):
+                raise BatchError(f"trailing_shapes[{key!r}]", f"{shapes[key]} is not a shape")
+        self.__dict__.update(
+            ids=ids,
+            lengths=lengths,
+            dtypes={key: self.dtypes[key] for key in lengths},
+            trailing_shapes=shapes,
+            metadata=checked_metadata(self.metadata, len(ids)),
+        )
         if self.data is not None:
-            check_keys(lengths, self.data, "data")
             data = {key: self.data[key] for key in lengths}
             for key, tensor in data.items():
-                check_tensor(key, tensor, (sum(self.item_lengths(key)), *shapes[key]), dtypes[key])
+                check_tensor(key, tensor, (sum(self.item_lengths(key)), *shapes[key]), self.dtypes[key])
             self.__dict__.update(data=data)
 
     # ---- making one
@@ -309,17 +315,11 @@ class PackedBatch:
         if start != self.num_items:
             raise PartitionError(f"the parts {list(parts)} cover {start} items, but the batch has {self.num_items}")
         pieces: dict[str, tuple[Tensor, ...]] = {}
-        for key in self.keys if self.data is not None else ():
+        for key in self.data or ():
             totals = self.item_lengths(key)
             pieces[key] = self[key].split([sum(totals[r.start : r.stop]) for r in ranges])
         return tuple(
-            self._copy(
-                ids=self.ids[r.start : r.stop],
-                lengths=_per_table(self.lengths, lambda table, r=r: table[r.start : r.stop]),
-                data=None if self.data is None else {key: pieces[key][index] for key in self.keys},
-                metadata={name: values[r.start : r.stop] for name, values in self.metadata.items()},
-            )
-            for index, r in enumerate(ranges)
+            self._of_items(r, {key: of_key[index] for key, of_key in pieces.items()}) for index, r in enumerate(ranges)
         )
 
     def reorder(self, indices: Sequence[int]) -> "PackedBatch":
@@ -328,19 +328,15 @@ class PackedBatch:
         Raises: ValueError if `indices` is not a permutation.
         """
         check_list("indices", indices, int, "whole numbers")
-        check_permutation(indices, self.num_items)
+        if sorted(indices) != list(range(self.num_items)):
+            raise PartitionError(f"{list(indices)} is not a permutation of the {self.num_items} items")
         if list(indices) == list(range(self.num_items)):
             return self
         data: dict[str, Tensor] = {}
-        for key in self.keys if self.data is not None else ():
+        for key in self.data or ():
             pieces = self[key].split(list(self.item_lengths(key)))
             data[key] = torch.cat([pieces[i] for i in indices])
-        return self._copy(
-            ids=tuple(self.ids[i] for i in indices),
-            lengths=_per_table(self.lengths, lambda table: tuple(table[i] for i in indices)),
-            data=None if self.data is None else data,
-            metadata={name: tuple(values[i] for i in indices) for name, values in self.metadata.items()},
-        )
+        return self._of_items(indices, data)
 
     def shuffled(self, seed: int) -> "PackedBatch":
         """The items in a random order that depends only on the seed and the number of items."""
@@ -357,12 +353,9 @@ class PackedBatch:
         kept = (keys,) if isinstance(keys, str) else tuple(keys)
         if not kept:
             raise BatchError("keys", "a batch needs at least one key")
-        return self._copy(
-            lengths={key: self._lengths_of(key) for key in kept},
-            dtypes={key: self.dtypes[key] for key in kept},
-            trailing_shapes={key: self.trailing_shapes[key] for key in kept},
-            data=None if self.data is None else {key: self.data[key] for key in kept},
-        )
+        for key in kept:
+            self._lengths_of(key)
+        return self._with_tables(lambda table: {key: table[key] for key in kept})
 
     def remap(self, names: Mapping[str, str]) -> "PackedBatch":
         """The same items with keys renamed, old name -> new name; other keys stay."""
@@ -372,12 +365,7 @@ class PackedBatch:
         if len(set(new)) != len(new):
             raise BatchError("keys", f"renaming {dict(names)} would give two keys the same name")
         renamed = dict(zip(self.keys, new, strict=True))
-        return self._copy(
-            lengths={renamed[key]: value for key, value in self.lengths.items()},
-            dtypes={renamed[key]: value for key, value in self.dtypes.items()},
-            trailing_shapes={renamed[key]: value for key, value in self.trailing_shapes.items()},
-            data=None if self.data is None else {renamed[key]: value for key, value in self.data.items()},
-        )
+        return self._with_tables(lambda table: {renamed[key]: value for key, value in table.items()})
 
     def update(self, other: "PackedBatch") -> "PackedBatch":
         """Add the other batch's keys and metadata, replacing those of the same name.
@@ -388,11 +376,9 @@ class PackedBatch:
             raise BatchError("ids", "the batches do not hold the same items in the same order")
         if (self.data is None) != (other.data is None):
             raise BatchError("data", "one of the batches holds metadata alone")
+        tables = [name for name in _TABLES if getattr(self, name) is not None]
         return self._copy(
-            lengths={**self.lengths, **other.lengths},
-            dtypes={**self.dtypes, **other.dtypes},
-            trailing_shapes={**self.trailing_shapes, **other.trailing_shapes},
-            data=None if self.data is None or other.data is None else {**self.data, **other.data},
+            **{name: {**getattr(self, name), **getattr(other, name)} for name in tables},
             metadata={**self.metadata, **other.metadata},
         )
 
@@ -459,11 +445,22 @@ class PackedBatch:
         kept = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedBatch.trusted(**{**kept, **changes})
 
+    def _with_tables(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> "PackedBatch":
+        """Change all that is kept by key alike."""
+        return self._copy(**{name: change(of) for name in _TABLES if (of := getattr(self, name)) is not None})
 
-def _per_table(lengths: Mapping[str, Lengths], make: Callable[[Lengths], Lengths]) -> dict[str, Lengths]:
-    """Apply `make` to each key's table, once for keys that share a table, as tokens and labels do."""
-    made: dict[int, Lengths] = {}
-    for table in lengths.values():
-        if id(table) not in made:
-            made[id(table)] = make(table)
-    return {key: made[id(table)] for key, table in lengths.items()}
+    def _of_items(self, items: Sequence[int], data: Mapping[str, Tensor]) -> "PackedBatch":
+        """Some items with their data, which is unused by metadata alone."""
+        # Once for keys that share a table, as tokens and labels do.
+        tables = {id(table): table for table in self.lengths.values()}
+        made = {number: tuple(table[i] for i in items) for number, table in tables.items()}
+        return self._copy(
+            ids=tuple(self.ids[i] for i in items),
+            lengths={key: made[id(table)] for key, table in self.lengths.items()},
+            data=None if self.data is None else data,
+            metadata={name: tuple(values[i] for i in items) for name, values in self.metadata.items()},
+        )
+
+
+# The fields that are kept by key.
+_TABLES = ("lengths", "dtypes", "trailing_shapes", "data")

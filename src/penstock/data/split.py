@@ -5,10 +5,10 @@ Microbatches have nearly equal load, and every data-parallel rank has the same n
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,16 @@ def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups
     groups = balanced(loads, at_least)
     if capacity is None or _largest(groups, loads) <= capacity:
         return groups
-    fallback = _first_fit(loads, capacity)
+    # First-fit decreasing: each item goes into the first group that still has room.
+    fallback: Groups = []
+    totals: list[int] = []
+    for item in _heaviest_first(loads):
+        index = next((g for g, total in enumerate(totals) if total + loads[item] <= capacity), len(fallback))
+        if index == len(fallback):
+            fallback.append([])
+            totals.append(0)
+        fallback[index].append(item)
+        totals[index] += loads[item]
     smallest_possible = -(-sum(loads) // capacity)
     for num_groups in range(max(at_least + 1, smallest_possible), len(fallback)):
         groups = balanced(loads, num_groups)
@@ -148,20 +157,6 @@ def _lower_bound(loads: Sequence[int], num_groups: int) -> int:
     return max(max(loads), -(-sum(loads) // num_groups))
 
 
-def _first_fit(loads: Sequence[int], capacity: int) -> Groups:
-    """First-fit decreasing: each item goes into the first group that still has room."""
-    groups: Groups = []
-    totals: list[int] = []
-    for item in _heaviest_first(loads):
-        index = next((g for g, total in enumerate(totals) if total + loads[item] <= capacity), len(groups))
-        if index == len(groups):
-            groups.append([])
-            totals.append(0)
-        groups[index].append(item)
-        totals[index] += loads[item]
-    return groups
-
-
 def _divided(groups: Groups, loads: Sequence[int], num_groups: int) -> Groups:
     """Halve groups, the heaviest with several items first, until there are `num_groups`; then even them out."""
     heap = [(-sum(loads[i] for i in group), index) for index, group in enumerate(groups) if len(group) > 1]
@@ -239,8 +234,7 @@ class Split:
     item_lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitCounts:
+class SplitCounts(NamedTuple):
     """Four whole numbers that ranks exchange in order to split alike.
 
     wanted: microbatches by the rank's own split. needed: the fewest that its token budget allows. Both are 0 if an
@@ -251,10 +245,6 @@ class SplitCounts:
     needed: int
     num_items: int
     longest_item: int
-
-    def row(self) -> tuple[int, int, int, int]:
-        """The numbers to gather from all ranks for `agree`."""
-        return astuple(self)
 
 
 def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
@@ -304,7 +294,7 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
     Raises: `ItemTooLong` or `TooFewItems`.
     """
     if num is None:
-        num = agree([count(batch, spec).row()], spec)
+        num = agree([count(batch, spec)], spec)
     loads = batch.item_lengths(batch.main_key)
     groups = arrange_exactly(loads, num, spec.max_tokens)
     groups = sorted(sorted(group) for group in groups)
@@ -413,31 +403,29 @@ def _check_results(results: Sequence[Any], split: Split) -> None:
 
 def _rows_per_item(given: Sequence[int], split: Split, lengths: Sequence[int] | None) -> Sequence[int]:
     """The number of rows of each item, in the order of the batch, if the microbatches' results have `given` rows."""
+    num_items = len(split.forward_indices)
+    if lengths is not None:
+        check_lengths(lengths, num_items)
+        possible = {"the output lengths given": lengths}
+    else:
+        first = split.microbatches[0]
+        key = "tokens" if "tokens" in first else first.main_key
+        items = [item for part in split.microbatches for item in part.lengths[key]]
+        items = [items[i] for i in split.backward_indices]
+        possible = {
+            "a row per token": [sum(item) for item in items],
+            "a row for each of the longest key": split.item_lengths,
+            "a row per sequence": [len(item) for item in items],
+            "a row per item": [1] * num_items,
+        }
     expected: dict[str, list[int]] = {}
-    for what, rows in _candidates(split, lengths).items():
+    for what, rows in possible.items():
         of_items = iter(split.forward_indices)
         expected[what] = [sum(rows[next(of_items)] for _ in part.ids) for part in split.microbatches]
         if expected[what] == list(given):
             return rows
     counts = ", ".join(f"{rows} for {what}" for what, rows in expected.items())
     raise PartitionError(f"the microbatches' results have {list(given)} rows; expected were {counts}")
-
-
-def _candidates(split: Split, lengths: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    num_items = len(split.forward_indices)
-    if lengths is not None:
-        check_lengths(lengths, num_items)
-        return {"the output lengths given": lengths}
-    first = split.microbatches[0]
-    key = "tokens" if "tokens" in first else first.main_key
-    items = [item for part in split.microbatches for item in part.lengths[key]]
-    items = [items[i] for i in split.backward_indices]
-    return {
-        "a row per token": [sum(item) for item in items],
-        "a row for each of the longest key": split.item_lengths,
-        "a row per sequence": [len(item) for item in items],
-        "a row per item": [1] * num_items,
-    }
 
 
 # ---- sequences that several ranks share
@@ -459,20 +447,13 @@ def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
             continue
         if id(table) not in tables:
             kept = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, flat, strict=True)]
-            tables[id(table)] = _cut_table(table, kept), _rows(flat, kept)
+            new = iter(sum(map(len, of)) for of in kept)
+            cut = tuple(tuple(next(new) for _ in item) for item in table)
+            starts = accumulate(flat[:-1], initial=0)
+            rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
+            tables[id(table)] = cut, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         lengths[key], rows = tables[id(table)]
         if batch.data is not None:
             data[key] = batch[key].index_select(0, rows.to(batch[key].device))
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return PackedBatch.trusted(**{**values, "lengths": lengths, "data": None if batch.data is None else data})
-
-
-def _cut_table(table: Lengths, kept: Sequence[Sequence[range]]) -> Lengths:
-    new = iter(sum(map(len, of)) for of in kept)
-    return tuple(tuple(next(new) for _ in item) for item in table)
-
-
-def _rows(lengths: Sequence[int], kept: Sequence[Sequence[range]]) -> Tensor:
-    starts = accumulate(lengths[:-1], initial=0)
-    rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
-    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)

@@ -183,7 +183,7 @@ def test_any_agreed_number_can_be_had_within_the_capacity(loads, data):
 def test_ranks_end_with_equal_numbers_or_the_same_error(ranks, num, max_tokens, allow_fewer):
     spec = MicroBatchSpec(num, max_tokens, allow_fewer)
     parts = [batch_of(lengths) for lengths in ranks]
-    rows = [count(part, spec).row() for part in parts]
+    rows = [count(part, spec) for part in parts]
     assert len({len(row) for row in rows}) == 1 and all(type(n) is int for row in rows for n in row)
     fewest = min(len(lengths) for lengths in ranks)
     try:
@@ -206,10 +206,10 @@ def test_ranks_end_with_equal_numbers_or_the_same_error(ranks, num, max_tokens, 
 @pytest.mark.shows(80)
 def test_the_error_names_the_rank_at_fault():
     spec = MicroBatchSpec(num=3, max_tokens=50)
-    counts = [count(batch_of(lengths), spec).row() for lengths in ([1, 2, 3], [4, 5], [6, 7, 8, 9])]
+    counts = [count(batch_of(lengths), spec) for lengths in ([1, 2, 3], [4, 5], [6, 7, 8, 9])]
     with pytest.raises(TooFewItems, match="on rank 1 has 2 items"):
         agree(counts, spec)
-    counts.append(count(batch_of([60]), spec).row())
+    counts.append(count(batch_of([60]), spec))
     with pytest.raises(ItemTooLong, match="60 tokens on rank 3"):
         agree(counts, spec)
 

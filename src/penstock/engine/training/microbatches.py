@@ -9,7 +9,7 @@ import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -294,7 +294,7 @@ def agree_on_microbatches(
     spec = spec if isinstance(spec, MicroBatchSpec) else MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
     if isinstance(batch, PackedBatch):
         view = replace(view, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
-        view = replace(view, **asdict(count(batch, spec)))
+        view = replace(view, **count(batch, spec)._asdict())
     while True:
         parts, weights, report = None, [], replace(view, failed=True)
         try:
