@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from penstock.settings.declare import (
 )
 from penstock.settings.model import AdapterConfig, ModelConfig
 from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig
-from penstock.settings.parallel import Layout, ParallelConfig
+from penstock.settings.parallel import ParallelConfig
 from penstock.settings.schedule import ScheduleConfig
 from penstock.settings.types import NamedValue
 
@@ -349,8 +349,9 @@ def check_sections(config: RunConfig) -> None:
         ConfigError: the message names the settings and what would be possible.
     """
     config.model.check_shape()
-    for check in (_transformers_layers, _lengths, _experts, _tensor_parallel, _recompute, _batch, _elastic):
-        check(config)
+    for condition, sentence in _EXCLUDING:
+        if found := condition(config):
+            raise ConfigError(sentence.format(found=found, **vars(config)))
 
 
 def check_world(config: RunConfig, world_size: int, origin: str) -> None:
@@ -370,97 +371,98 @@ def check_world(config: RunConfig, world_size: int, origin: str) -> None:
     )
 
 
-def _transformers_layers(config: RunConfig) -> None:
-    if config.model.native is not False:
-        return
-    if config.model.pretrained is None:
-        raise ConfigError("model.native = false runs a model of transformers; name its folder as model.pretrained")
-    shared = [
-        f"parallel.{axis} = {size}"
-        for axis, size in config.parallel.sizes.items()
-        if axis in ("tp", "cp", "ep") and size > 1
-    ]
-    if shared:
-        raise ConfigError(
-            f"{shared[0]} cannot share transformers' own layers, which run {config.model.pretrained!r}; "
-            "parallel.pp and parallel.dp can"
-        )
-
-
-def _lengths(config: RunConfig) -> None:
-    tokens, cp, longest = config.data.sequence_length, config.parallel.cp, config.model.max_length
-    if tokens < cp:
-        raise ConfigError(
-            f"data.sequence_length = {tokens} tokens cannot be shared by parallel.cp = {cp} "
-            f"ranks; at most parallel.cp = {tokens} is possible"
-        )
-    if tokens > longest:
-        raise ConfigError(
-            f"data.sequence_length = {tokens} is longer than model.max_length = "
-            f"{longest}; shorten the one or raise the other"
-        )
-
-
-def _experts(config: RunConfig) -> None:
-    num_experts, ep = config.model.experts.num_experts, config.parallel.ep
-    if not num_experts and ep > 1:
-        raise ConfigError(f"parallel.ep = {ep}, but the model has no experts to share; set experts.num_experts")
-    if num_experts and ep > num_experts:
-        raise ConfigError(
-            f"parallel.ep = {ep} is more than experts.num_experts = {num_experts}; "
-            f"at most {num_experts} ranks can share them"
-        )
-
-
-def _tensor_parallel(config: RunConfig) -> None:
+def _no_equal_shares(config: RunConfig) -> tuple[str, str] | None:
+    """The numbers of tensor-parallel ranks that can share the model, and layouts with one, if the layout has none."""
     model, layout = config.model, config.parallel
     if model.can_share(layout.tp):
-        return
+        return None
     possible = ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.can_share(n))
-    fitting: list[Layout] = [other for other in layout.fitting(layout.world_size) if model.can_share(other.tp)]
-    raise ConfigError(
-        f"parallel.tp = {layout.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
-        f"MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {possible}, such as the "
-        f"layout {', or '.join(map(str, fitting[:2]))} for {layout.world_size} processes"
-    )
+    fitting = (str(other) for other in layout.fitting(layout.world_size) if model.can_share(other.tp))
+    return possible, ", or ".join(itertools.islice(fitting, 2))
 
 
-def _recompute(config: RunConfig) -> None:
-    layers, num_layers = config.train.recompute, config.model.num_layers
-    wrong = [] if isinstance(layers, str) else [layer for layer in layers if not 0 <= layer < num_layers]
-    if wrong:
-        raise ConfigError(
-            f"train.recompute names layer {wrong[0]}, but the model's {num_layers} layers are 0 to {num_layers - 1}"
-        )
+def _no_equal_batches(config: RunConfig) -> str | None:
+    """The nearest numbers of sequences that data-parallel ranks can share, if they cannot share the given one."""
+    sequences, dp = config.data.num_sequences, config.parallel.dp
+    low = sequences // dp * dp
+    return (f"{low} or {low + dp}" if low else str(dp)) if sequences % dp else None
 
 
-def _batch(config: RunConfig) -> None:
-    sequences, dp, parts = config.data.num_sequences, config.parallel.dp, config.train.num_microbatches
-    if sequences % dp:
-        low = sequences // dp * dp
-        neighbours = f"{low} or {low + dp}" if low else str(dp)
-        raise ConfigError(
-            f"data.num_sequences = {sequences} cannot be shared evenly by parallel.dp = {dp}; {neighbours} can"
-        )
-    if parts > sequences // dp:
-        raise ConfigError(
-            f"train.num_microbatches = {parts} is more than the {sequences // dp} sequences of a data-parallel rank; "
-            f"at most {sequences // dp} are possible, or raise data.num_sequences"
-        )
-    budget = config.train.max_microbatch_tokens
-    if budget is not None and budget < config.data.sequence_length:
-        raise ConfigError(
-            f"train.max_microbatch_tokens = {budget} is less than one sequence of data.sequence_length = "
-            f"{config.data.sequence_length}; no sequence is cut, so give at least that"
-        )
+def _layers_beyond(config: RunConfig) -> tuple[int, int] | None:
+    """The first layer to recompute that the model lacks, and the model's last, if it lacks one."""
+    layers, last = config.train.recompute, config.model.num_layers - 1
+    wrong = [] if isinstance(layers, str) else [layer for layer in layers if layer > last]
+    return (wrong[0], last) if wrong else None
 
 
-def _elastic(config: RunConfig) -> None:
-    if config.parallel.elastic and config.train.normalize is not Normalize.GLOBAL:
-        raise ConfigError(
-            f"parallel.elastic with train.normalize = {config.train.normalize.value!r} would learn other things from "
-            'fewer processes; "global" is possible'
-        )
+_NOT_SHARED = " cannot share transformers' own layers, which run {model.pretrained!r}; parallel.pp and parallel.dp can"
+# The conditions under which settings exclude each other, and the sentence about each, in the order of asking. A
+# sentence knows the sections by name, and as `found` the value of its condition.
+_EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
+    (
+        lambda run: run.model.native is False and run.model.pretrained is None,
+        "model.native = false runs a model of transformers; name its folder as model.pretrained",
+    ),
+    (
+        lambda run: run.model.native is False and run.parallel.cp > 1,
+        "parallel.cp = {parallel.cp}" + _NOT_SHARED,
+    ),
+    (
+        lambda run: run.model.native is False and run.parallel.tp > 1,
+        "parallel.tp = {parallel.tp}" + _NOT_SHARED,
+    ),
+    (
+        lambda run: run.data.sequence_length < run.parallel.cp,
+        "data.sequence_length = {data.sequence_length} tokens cannot be shared by parallel.cp = {parallel.cp} ranks; "
+        "at most parallel.cp = {data.sequence_length} is possible",
+    ),
+    (
+        lambda run: run.data.sequence_length > run.model.max_length,
+        "data.sequence_length = {data.sequence_length} is longer than model.max_length = {model.max_length}; shorten "
+        "the one or raise the other",
+    ),
+    (
+        lambda run: run.parallel.ep > 1 and not run.model.experts.num_experts,
+        "parallel.ep = {parallel.ep}, but the model has no experts to share; set experts.num_experts",
+    ),
+    (
+        lambda run: run.parallel.ep > max(1, run.model.experts.num_experts),
+        "parallel.ep = {parallel.ep} is more than experts.num_experts = {model.experts.num_experts}; at most "
+        "{model.experts.num_experts} ranks can share them",
+    ),
+    (
+        _no_equal_shares,
+        "parallel.tp = {parallel.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
+        "MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {found[0]}, such as the "
+        "layout {found[1]} for {parallel.world_size} processes",
+    ),
+    (
+        _layers_beyond,
+        "train.recompute names layer {found[0]}, but the model's {model.num_layers} layers are 0 to {found[1]}",
+    ),
+    (
+        _no_equal_batches,
+        "data.num_sequences = {data.num_sequences} cannot be shared evenly by parallel.dp = {parallel.dp}; {found} can",
+    ),
+    (
+        lambda run: (
+            run.train.num_microbatches * run.parallel.dp > run.data.num_sequences
+            and run.data.num_sequences // run.parallel.dp
+        ),
+        "train.num_microbatches = {train.num_microbatches} is more than the {found} sequences of a data-parallel rank; "
+        "at most {found} are possible, or raise data.num_sequences",
+    ),
+    (
+        lambda run: (run.train.max_microbatch_tokens or run.data.sequence_length) < run.data.sequence_length,
+        "train.max_microbatch_tokens = {train.max_microbatch_tokens} is less than one sequence of data.sequence_length "
+        "= {data.sequence_length}; no sequence is cut, so give at least that",
+    ),
+    (
+        lambda run: run.parallel.elastic and run.train.normalize is not Normalize.GLOBAL,
+        "parallel.elastic with train.normalize = {train.normalize.value!r} would learn other things from fewer "
+        'processes; "global" is possible',
+    ),
+)
 
 
 def check_rates(config: RunConfig) -> None:
