@@ -89,56 +89,20 @@ _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """A setting in its field's metadata; `key` is its name in files if that differs from the attribute's.
-
-    `section` and `type` default to those of the field.
-    """
-
-    help: str
-    bounds: Bounds | None
-    key: str
-    section: str = ""
-    type: Any = None
-
-
-def declared(help: str, bounds: Bounds | None = None, *, key: str = "") -> dict[str, Declaration]:
-    """The metadata of a field that is a setting."""
-    return {_KEY: Declaration(help, bounds, key)}
-
-
-def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "") -> T:
-    """Declare a setting, as the value of a dataclass's field."""
-    return dataclasses.field(default=default, metadata=declared(help, bounds, key=key))
-
-
-def argument(default: T, bounds: Bounds) -> T:
-    """Declare a field that is bounded like a setting, but is none: neither file nor command line has it."""
-    return dataclasses.field(default=default, metadata=declared("", bounds))
-
-
-def same_as(kind: type["Settings"], attribute: str) -> Any:
-    """Declare that a field is the setting of another dataclass's attribute."""
-    own = next(field for field in dataclasses.fields(typing.cast(Any, kind)) if field.name == attribute)
-    found = own.metadata[_KEY]
-    same = replace(found, key=found.key or attribute, section=kind.section, type=get_type_hints(kind)[attribute])
-    return dataclasses.field(default=own.default, metadata={_KEY: same})
-
-
-@dataclass(frozen=True)
 class Setting:
-    """A setting of a run.
+    """A setting of a run; in its field's metadata, what the field itself says is left out.
 
-    `path`: the attributes that lead to it from the run's settings. `default`: its value in a default run.
+    `key`: its name in files. `path`: the attributes that lead to it from the run's settings. `default`: its value in a
+    default run.
     """
 
-    section: str
-    key: str
-    path: tuple[str, ...]
-    type: Any
-    default: Any
-    bounds: Bounds | None
-    help: str
+    help: str = ""
+    bounds: Bounds | None = None
+    key: str = ""
+    section: str = ""
+    path: tuple[str, ...] = ()
+    type: Any = None
+    default: Any = None
 
     @property
     def name(self) -> str:
@@ -178,6 +142,29 @@ class Setting:
         return taken
 
 
+def declared(help: str, bounds: Bounds | None = None, *, key: str = "") -> dict[str, Setting]:
+    """The metadata of a field that is a setting."""
+    return {_KEY: Setting(help, bounds, key)}
+
+
+def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "") -> T:
+    """Declare a setting, as the value of a dataclass's field."""
+    return dataclasses.field(default=default, metadata=declared(help, bounds, key=key))
+
+
+def argument(default: T, bounds: Bounds) -> T:
+    """Declare a field that is bounded like a setting, but is none: neither file nor command line has it."""
+    return dataclasses.field(default=default, metadata=declared("", bounds))
+
+
+def same_as(kind: type["Settings"], attribute: str) -> Any:
+    """Declare that a field is the setting of another dataclass's attribute."""
+    own = next(field for field in dataclasses.fields(typing.cast(Any, kind)) if field.name == attribute)
+    found = own.metadata[_KEY]
+    same = replace(found, key=found.key or attribute, section=kind.section, type=get_type_hints(kind)[attribute])
+    return dataclasses.field(default=own.default, metadata={_KEY: same})
+
+
 class Settings:
     """A frozen dataclass of settings, all of one section; every field is checked whenever an object is made.
 
@@ -215,19 +202,22 @@ def _fields(kind: type[Settings]) -> tuple[Setting, ...]:
     hints = get_type_hints(kind)
     found = []
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        own: Declaration = field.metadata.get(_KEY) or Declaration("", None, "")
-        section, key, type_ = own.section or kind.section, own.key or field.name, own.type or hints[field.name]
-        found.append(Setting(section, key, (field.name,), type_, field.default, _limited(own.bounds, type_), own.help))
+        own: Setting = field.metadata.get(_KEY) or Setting()
+        type_, bounds = own.type or hints[field.name], own.bounds or Bounds()
+        whole = any(part is int or (get_origin(part) is tuple and int in get_args(part)) for part in parts_of(type_))
+        if whole and (bounds.most, bounds.below, bounds.limit) == (None, None, None):
+            bounds = replace(bounds, limit=_LARGEST)
+        of_field = replace(
+            own,
+            section=own.section or kind.section,
+            key=own.key or field.name,
+            path=(field.name,),
+            type=type_,
+            default=field.default,
+            bounds=None if bounds == Bounds() else bounds,
+        )
+        found.append(of_field)
     return tuple(found)
-
-
-def _limited(bounds: Bounds | None, kind: Any) -> Bounds | None:
-    """The bounds of a type's numbers, where whole ones have a limit."""
-    bounds = bounds or Bounds()
-    whole = any(part is int or (get_origin(part) is tuple and int in get_args(part)) for part in parts_of(kind))
-    if whole and (bounds.most, bounds.below, bounds.limit) == (None, None, None):
-        bounds = replace(bounds, limit=_LARGEST)
-    return None if bounds == Bounds() else bounds
 
 
 def walk_settings(settings: Settings) -> Iterator[Setting]:
@@ -268,12 +258,12 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def refuse_divisor(name: str, value: int, whole_name: str, whole: int) -> None:
+def refuse_divisor(name: str, value: int, whole_name: str, whole: int, otherwise: str = "") -> None:
     """Refuse a number that does not divide another one.
 
     Raises:
-        ConfigError: the message lists the divisors.
+        ConfigError: the message lists the divisors, and what would be possible otherwise.
     """
     if whole % value:
-        divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
-        raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {divisors}")
+        possible = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0) + otherwise
+        raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {possible}")

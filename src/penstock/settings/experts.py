@@ -77,11 +77,6 @@ class ExpertConfig(Settings, section="experts"):
         if not self.num_experts:
             return
         refuse_divisor("experts.num_groups", self.num_groups, "experts.num_experts", self.num_experts)
-        if self.num_active > self.num_experts:
-            raise ConfigError(
-                f"experts.num_active = {self.num_active} is more than experts.num_experts = {self.num_experts}, "
-                f"the {self.num_experts} experts that a token can reach; at most {self.num_experts} are possible"
-            )
         if self.num_active_groups > self.num_groups:
             raise ConfigError(
                 f"experts.num_active_groups = {self.num_active_groups} is more than experts.num_groups = "
@@ -90,8 +85,8 @@ class ExpertConfig(Settings, section="experts"):
         reachable = self.num_experts // self.num_groups * self.num_active_groups
         if self.num_active > reachable:
             raise ConfigError(
-                f"experts.num_active = {self.num_active} is more than the {reachable} experts that a token can reach; "
-                f"at most {reachable} are possible"
+                f"experts.num_active = {self.num_active} is more than the {reachable} experts that a token can reach, "
+                f"of experts.num_experts = {self.num_experts}; at most {reachable} are possible"
             )
         if self.shared_gate and not self.shared_size:
             raise ConfigError(

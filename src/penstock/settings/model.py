@@ -152,12 +152,9 @@ class ModelConfig(Settings, section="model"):
         Raises:
             ConfigError: the message names the settings and what would be possible.
         """
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            divisors = ", ".join(str(n) for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0)
-            raise ConfigError(
-                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}; "
-                f"possible are {divisors}, or give model.head_dim"
-            )
+        if self.head_dim is None:
+            whole, otherwise = self.hidden_size, ", or give model.head_dim"
+            refuse_divisor("model.num_heads", self.num_heads, "model.hidden_size", whole, otherwise)
         refuse_divisor("model.num_kv_heads", self.key_heads, "model.num_heads", self.num_heads)
         if self.head_size % 2:
             raise ConfigError(

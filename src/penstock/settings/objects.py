@@ -41,7 +41,17 @@ def load_object(reference: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # a user's own
-        raise ConfigError(f"{reference!r} cannot be imported: {_fault(error)}") from error
+        fault = f"{type(error).__name__}: {error}"
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            fault = f"{error.filename}, line {error.lineno}, raised {type(error).__name__}: {error.msg}"
+        else:
+            # The module's frames follow ours and those of the import itself; below may be libraries that it calls.
+            ours, frozen = (__file__, importlib.__file__), "<frozen importlib"
+            frames = [f for f in extract_tb(error.__traceback__) if f.filename not in ours]
+            frames = [f for f in frames if not f.filename.startswith(frozen)]
+            if own := [frame for frame in frames if frame.filename == frames[0].filename]:
+                fault = f"{own[-1].filename}, line {own[-1].lineno}, raised {fault}"
+        raise ConfigError(f"{reference!r} cannot be imported: {fault}") from error
     for part in match["name"].split("."):
         if not hasattr(found, part):
             names = ", ".join(name for name in vars(found) if not name.startswith("_")) or "nothing"
@@ -50,38 +60,22 @@ def load_object(reference: str) -> Any:
     return found
 
 
-def _fault(error: Exception) -> str:
-    """Say what importing a module raised, and at which line of the module or, for invalid syntax, of which file."""
-    kind = type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}, line {error.lineno}, raised {kind}: {error.msg}"
-    # The module's frames follow ours and those of the import itself; below them may be libraries that it calls.
-    frames = [
-        frame
-        for frame in extract_tb(error.__traceback__)
-        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen importlib")
-    ]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f"{own[-1].filename}, line {own[-1].lineno}, raised {kind}: {error}" if own else f"{kind}: {error}"
-
-
 def _load_module(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        # An installed command does not look where it is called; and a module's own missing imports are its own error.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-    here = str(Path.cwd())
-    try:
-        sys.path.insert(0, here)
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"there is no module {error.name!r}, neither installed nor in {here}") from None
-    finally:
-        sys.path.remove(here)
+    here, missing = str(Path.cwd()), name
+    # An installed command does not look where it is called.
+    for folders in ([], [here]):
+        sys.path[:0] = folders
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            # A module's own missing imports are its own error.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            missing = error.name
+        finally:
+            for folder in folders:
+                sys.path.remove(folder)
+    raise ConfigError(f"there is no module {missing!r}, neither installed nor in {here}")
 
 
 def _load_file(path: str) -> ModuleType:

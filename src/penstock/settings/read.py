@@ -91,23 +91,19 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
     """
     # Any word is a string, so that None has to come first.
     for kind in sorted(parts_of(own.type), key=lambda kind: kind is not types.NoneType):
-        found, value = _read_words(kind, words)
-        if found:
-            return own.matched(value)
+        items = get_args(kind)[:1] if get_origin(kind) is tuple else ()
+        if is_table(items[0] if items else kind):
+            try:
+                value = parse_toml(f"value = {' '.join(words)}")["value"]
+            except ValueError:
+                continue
+        else:
+            read = [_read_word(items[0] if items else kind, word) for word in words]
+            if not all(found for found, _ in read) or not (items or len(words) == 1):
+                continue
+            value = tuple(value for _, value in read) if items else read[0][1]
+        return own.matched(value)
     raise ConfigError(mismatch(own.name, " ".join(words) if words else None, own.type))
-
-
-def _read_words(kind: Any, words: Sequence[str]) -> tuple[bool, Any]:
-    """Read words as a value of a type; returns whether they are one, and the value."""
-    if is_table(kind) or (get_origin(kind) is tuple and is_table(get_args(kind)[0])):
-        try:
-            return True, parse_toml(f"value = {' '.join(words)}")["value"]
-        except ValueError:
-            return False, None
-    if get_origin(kind) is tuple:
-        numbers = [_read_word(get_args(kind)[0], word) for word in words]
-        return all(found for found, _ in numbers), tuple(value for _, value in numbers)
-    return _read_word(kind, words[0]) if len(words) == 1 else (False, None)
 
 
 def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
@@ -128,15 +124,12 @@ def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
 
 def unknown_setting(name: str) -> ConfigError:
     """The error for an unknown dotted name; it names the nearest setting."""
-    return ConfigError(f"there is no setting {name}; the nearest one is {_nearest_setting(name)}")
-
-
-def _nearest_setting(name: str) -> str:
     section, _, key = name.rpartition(".")
     # The right key in a wrong or forgotten section is a likelier slip than a key that merely looks alike.
     same_key = [other for other in SETTINGS if other.rpartition(".")[2] == key]
     same_section = [other for other in SETTINGS if section and other.startswith(f"{section}.")]
-    return nearest(name, same_key or same_section or list(SETTINGS))
+    close = nearest(name, same_key or same_section or list(SETTINGS))
+    return ConfigError(f"there is no setting {name}; the nearest one is {close}")
 
 
 def _values(table: Mapping[str, Any]) -> Values:
