@@ -28,12 +28,11 @@ class BatchError(ValueError):
     problem: str
 
     def __init__(self, field: str, problem: str):
-        super().__init__(f"{field}: {problem}")
-        self.field = field
-        self.problem = problem
+        super().__init__(field, problem)
+        self.field, self.problem = field, problem
 
-    def __reduce__(self):
-        return type(self), (self.field, self.problem)
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
 
 
 class PartitionError(ValueError):

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from penstock.data.checks import CorpusError
 from penstock.data.examples import ExampleReader, PairReader, ended, holds_examples
@@ -80,36 +79,13 @@ class Corpus:
                 store.check_vocabulary(vocab_size)
 
 
-class Reader(Protocol):
-    """The interface of a reader of sources. `fingerprint` differs if any document would be read differently."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def marks_learned(self) -> bool:
-        """True where documents say which of their tokens are learned."""
-        ...
-
-    @property
-    def documents_per_item(self) -> int:
-        """The number of documents that stay together."""
-        ...
-
-    def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
-        """Yield the documents in order, a few at a time."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TextReader:
     """Reads each document as a text, all of whose tokens are learned; it ends with `end`, if there is such a token."""
 
     tokenizer: Tokenizer
     end: str | None = None
+    #: True where documents say which of their tokens are learned; the number of documents that stay together
     marks_learned, documents_per_item = False, 1
 
     @property
@@ -126,6 +102,9 @@ class TextReader:
         while some := list(islice(documents, DOCUMENTS_AT_ONCE)):
             encoded = self.tokenizer.encode([ended(text, self.end) for _, text in some])
             yield [EncodedDocument(name, tokens) for (name, _), tokens in zip(some, encoded, strict=True)]
+
+
+Reader = TextReader | ExampleReader
 
 
 def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Corpus:
@@ -154,8 +133,8 @@ def _reader(spec: CorpusSpec, source: Source) -> Reader:
     """The reader of the kind of rows that the source begins with."""
     if spec.pairs or holds_examples(source):
         end = spec.end_token if isinstance(spec.end_token, str) else None
-        examples = ExampleReader.load(spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens)
-        return PairReader(examples, spec.pad_token) if spec.pairs else examples
+        given = spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens
+        return PairReader.load(*given, pad_token=spec.pad_token) if spec.pairs else ExampleReader.load(*given)
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
     ends = spec.ends_rows and not spec.end_token and source.files[0].suffix in ROW_ENDINGS
     end = own_end_token(spec.tokenizer) if ends else None

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from penstock.data.checks import CorpusError
-from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendered, tokenizer_of
+from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
 from penstock.io.documents import parse_json
@@ -76,7 +76,9 @@ class ExampleReader:
     marks_learned, documents_per_item = True, 1
 
     @classmethod
-    def load(cls, name: str, max_tokens: int | None, end: str | None = None, special_tokens: bool = True):
+    def load(
+        cls, name: str, max_tokens: int | None, end: str | None = None, special_tokens: bool = True, **own: Any
+    ) -> Self:
         """Load a tokenizer with its chat template, if it has one; `end` replaces its own end token, "" with none.
 
         Raises: `CorpusError` if it is none of transformers, or lacks the end token.
@@ -84,7 +86,7 @@ class ExampleReader:
         tokenizer = _load(name)
         if end and end not in tokenizer.get_vocab():
             raise CorpusError(f"the tokenizer {name!r} has no token {end!r} to end examples with")
-        return cls(name, tokenizer, max_tokens, tokenizer.eos_token if end is None else end, special_tokens)
+        return cls(name, tokenizer, max_tokens, tokenizer.eos_token if end is None else end, special_tokens, **own)
 
     @property
     def vocab_size(self) -> int:
@@ -211,14 +213,14 @@ class Chat:
 
     def render(self, messages: Sequence[Message], answer_follows: bool = False) -> str:
         """The text of these messages, with the beginning of an answer if one follows."""
-        return self._rendered(messages, add_generation_prompt=answer_follows).text
+        return self._rendered(messages, add_generation_prompt=answer_follows)[0]
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
         """The tokens of these messages, and whether each is within the template's marks."""
-        rendered = self._rendered(messages, return_assistant_tokens_mask=True)
-        encoded = encoding_of(self.where, self.reader.tokenizer, rendered.text, special_tokens=False)
+        text, spans = self._rendered(messages, return_assistant_tokens_mask=True)
+        encoded = encoding_of(self.where, self.reader.tokenizer, text, special_tokens=False)
         learned = np.zeros(len(encoded["input_ids"]), np.bool_)
-        for start, end in rendered.spans:
+        for start, end in spans:
             first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
             if first is not None:
                 learned[first : len(learned) if last is None else last + 1] = True
@@ -249,7 +251,7 @@ class Chat:
             learned[_common(before, tokens) : _common(self.tokenise(until), tokens)] = True
         return tokens, learned
 
-    def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendered:
+    def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendering:
         template = ChatTemplate(self.template, self.reader.tokenizer, self.reader.guard)
         try:
             return template.rendered(messages, self.options, **arguments)
@@ -335,27 +337,20 @@ PAIR = '{"chosen": ..., "rejected": ...} with or without a "prompt", each a text
 
 
 @dataclass(frozen=True)
-class PairReader:
+class PairReader(ExampleReader):
     """Reads each row as two documents, the better text first; both begin with the row's prompt, if it has one.
 
-    Learned of each is the token that is rated. Texts that are no messages end with the examples' end token.
+    Learned of each is the token that is rated. Texts that are no messages end with `end`.
     """
 
-    #: tokenises and renders
-    examples: ExampleReader
     #: the token that pads texts and is not rated
-    pad_token: int | None
-    marks_learned, documents_per_item = True, 2
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self.examples.vocab_size
+    pad_token: int | None = None
+    documents_per_item = 2
 
     @property
     def fingerprint(self) -> str:
         """A hash that differs if any pair would be read differently."""
-        text = f"{self.examples.fingerprint} {self.pad_token}"
+        text = f"{super().fingerprint} {self.pad_token}"
         return f"pairs-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
     def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
@@ -368,10 +363,9 @@ class PairReader:
                 f"a reward model learns from pairs, but the corpus {source.name!r} has no rows; a line of data.corpus "
                 f"is {PAIR}"
             )
-        for row in source.rows():
-            yield self.encode(row)
+        yield from super().read(source)
 
-    def encode(self, row: Row) -> list[EncodedDocument]:
+    def encode(self, row: Row, text_field: str = "text") -> list[EncodedDocument]:
         """Tokenise a pair. Raises: as `read`."""
         where, pair = row.where, row.value
         if not isinstance(pair, dict):
@@ -392,7 +386,7 @@ class PairReader:
             tokens = self._tokens(where, pair, name)
             if not tokens:
                 raise CorpusError(f"{where}: its {name!r} has no token to rate; give at least one character")
-            self.examples.check_length(where, tokens)
+            self.check_length(where, tokens)
             learned = np.zeros(len(tokens), np.bool_)
             learned[rated_place(tokens, self.pad_token)] = True
             # Both bear the row's name, so that validation holds back either both or none of them.
@@ -404,11 +398,11 @@ class PairReader:
         if isinstance(answer, str):
             if not answer:
                 raise CorpusError(f"{where}: its {name!r} is empty; give at least one character")
-            return self.examples.tokenise(where, (prompt or "") + ended(answer, self.examples.end))
+            return self.tokenise(where, (prompt or "") + ended(answer, self.end))
         messages = [*(messages_of(where, "prompt", pair) if prompt else []), *messages_of(where, name, pair)]
         if not any(value for key, value in messages[-1].items() if key != "role"):
             raise CorpusError(f"{where}: the last message of its {name!r} is empty; give at least one character")
-        chat = Chat(self.examples, where, template_options(where, pair))
+        chat = Chat(self, where, template_options(where, pair))
         return chat.tokenise(chat.render(messages))
 
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 MOST_S = 5
 """Seconds of a processor that a piece of work may take, at most."""
@@ -152,11 +152,8 @@ def _serve(kind: str, most_s: int) -> None:
 # ---- Chat templates: the text of a conversation as a model has learned it, with the beginning of the answer
 
 
-class Rendered(NamedTuple):
-    """A text, and where in it the template marks what the assistant says: first character, and one past the last."""
-
-    text: str
-    spans: list[tuple[int, int]]
+Rendering = tuple[str, list[tuple[int, int]]]
+"""A text, and where in it the template marks what the assistant says: first character, and one past the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,13 +213,13 @@ class ChatTemplate:
             GuardError: the template refuses them.
         """
         try:
-            return self.rendered(messages, add_generation_prompt=True).text
+            return self.rendered(messages, add_generation_prompt=True)[0]
         except GuardError as error:
             raise GuardError(f"the model's chat template refuses the messages ({error})") from None
 
     def rendered(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, **arguments: Any
-    ) -> Rendered:
+    ) -> Rendering:
         """The text of these messages, and where in it the assistant speaks, if the template marks that.
 
         options: the template's own arguments. arguments: further ones of transformers' `render_jinja_template`.
@@ -240,7 +237,7 @@ class ChatTemplate:
         parts = (content for message in plain if isinstance(content := message.get("content"), list))
         if any(str(content) in text for content in parts if content):
             raise GuardError("it knows no content of parts; a text is possible")
-        return Rendered(text, [(start, end) for start, end in spans])
+        return text, [(start, end) for start, end in spans]
 
 
 # ---- Tokenizers

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 # with their builder's name in `datasets`
 ROW_ENDINGS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-# tables lie in many folders beside the texts that are meant
-ENDINGS_TO_NAME = frozenset({".csv"})
+# Tables lie in many folders beside the texts that are meant, and `datasets` keeps its computations beside a dataset.
+_BESIDE = re.compile(r"\.csv$|^cache-.*\.arrow$")
 SPLITS_FILE = "dataset_dict.json"  # of a folder that `datasets` has saved with several splits
 KNOWN_ENDINGS = ", ".join(sorted(TEXT_ENDINGS | ROW_ENDINGS.keys()))
 # tests hold generated tables and broken encodings on purpose; packages differ from machine to machine
@@ -166,7 +167,7 @@ def find_source(source: str, text_field: str = "text") -> Source:
         if (path / SPLITS_FILE).is_file():
             splits = ", ".join(sorted(repr(own.name) for own in path.iterdir() if own.is_dir()))
             raise CorpusError(f"{source!r} holds the splits {splits}; give the folder of one")
-        root, found = path, [file for file in _walk(path) if not _is_beside(file)]
+        root, found = path, [file for file in _walk(path) if not _BESIDE.search(file.name)]
     elif any(character in source for character in "*?["):
         parts = path.parts
         fixed = next(index for index, part in enumerate(parts) if any(character in part for character in "*?["))
@@ -182,11 +183,6 @@ def find_source(source: str, text_field: str = "text") -> Source:
 
 def _known(path: Path) -> bool:
     return path.suffix in TEXT_ENDINGS or path.suffix in ROW_ENDINGS
-
-
-def _is_beside(path: Path) -> bool:
-    """True for a table, and for what `datasets` keeps of its own computations beside a saved dataset."""
-    return path.suffix in ENDINGS_TO_NAME or (path.suffix == ".arrow" and path.name.startswith("cache-"))
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:

@@ -54,7 +54,7 @@ def test_a_prompt_for_an_answer_is_written_as_examples_are(guard: Guard) -> None
     source = "{% for m in messages %}{{ '!' if 'name' in m }}{{ m.content }}{{ eos_token }}{% endfor %}>"
     template = ChatTemplate(source, SimpleNamespace(special_tokens_map={"eos_token": "."}), guard)
     null, parts = {**MESSAGES[0], "name": None}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}
-    assert template.render([null]) == template.rendered([null]).text == "hi.>"
+    assert template.render([null]) == template.rendered([null])[0] == "hi.>"
     with pytest.raises(GuardError, match=r"refuses the messages \(it knows no content of parts"):
         template.render([parts])
     with pytest.raises(GuardError, match="'messages' is no argument of its own"):
