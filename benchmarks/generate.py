@@ -458,8 +458,8 @@ def _prepare_emulated(side: str, rank: int, ring: EmulatedRing) -> Turn:
         dist.barrier()
         engine.generate(prompts, params, options)
         # The ring is full when a stage's first batch arrives, since all slots start in the first round.
-        events = engine.recorder.events()
-        return sum(e.end - e.start for e in events) / (events[-1].end - events[0].start)
+        records = engine.recorder.records()
+        return sum(one.end_ns - one.start_ns for one in records) / (records[-1].end_ns - records[0].start_ns)
 
     return turn
 

@@ -29,7 +29,7 @@ def main() -> int:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator((document.text for document in find_source("stdlib", "text").documents()), trainer)
+    made.train_from_iterator((text for _, text in find_source("stdlib", "text").documents()), trainer)
     FOLDER.mkdir(exist_ok=True)
     made.save(str(FOLDER / "tokenizer.json"), pretty=False)
     (FOLDER / "tokenizer_config.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")

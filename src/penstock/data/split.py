@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups
     The caller has checked that `at_least` is at most the number of items and every load within the capacity.
     """
     groups = balanced(loads, at_least)
-    if capacity is None or _largest(groups, loads) <= capacity:
+    if capacity is None or max(_totals(groups, loads)) <= capacity:
         return groups
     # First-fit decreasing: each item goes into the first group that still has room.
     fallback: Groups = []
@@ -47,7 +47,7 @@ def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups
     smallest_possible = -(-sum(loads) // capacity)
     for num_groups in range(max(at_least + 1, smallest_possible), len(fallback)):
         groups = balanced(loads, num_groups)
-        if _largest(groups, loads) <= capacity:
+        if max(_totals(groups, loads)) <= capacity:
             return groups
     return _divided(fallback, loads, max(at_least, len(fallback)))
 
@@ -55,7 +55,7 @@ def arrange(loads: Sequence[int], at_least: int, capacity: int | None) -> Groups
 def arrange_exactly(loads: Sequence[int], num_groups: int, capacity: int | None) -> Groups:
     """As `arrange`, but exactly `num_groups`, which must be at least as many as `arrange(loads, 1, capacity)` makes."""
     groups = balanced(loads, num_groups)
-    if capacity is None or _largest(groups, loads) <= capacity:
+    if capacity is None or max(_totals(groups, loads)) <= capacity:
         return groups
     return _divided(arrange(loads, 1, capacity), loads, num_groups)
 
@@ -74,7 +74,7 @@ def balanced(loads: Sequence[int], num_groups: int) -> Groups:
 
 def _improved(groups: Groups, loads: Sequence[int]) -> Groups:
     """Move and swap items out of the heaviest group while that lowers the larger of the two loads."""
-    totals = [sum(loads[i] for i in group) for group in groups]
+    totals = _totals(groups, loads)
     bound = _lower_bound(loads, len(groups))
     for _ in range(4 * len(loads)):
         heavy = max(range(len(groups)), key=lambda g: (totals[g], -g))
@@ -121,7 +121,7 @@ def _searched(groups: Groups, loads: Sequence[int]) -> Groups:
     """The groups, or better ones found by assigning items depth first, heavy items first, to light groups first."""
     order = _heaviest_first(loads)
     bound = _lower_bound(loads, len(groups))
-    best, best_largest = groups, _largest(groups, loads)
+    best, best_largest = groups, max(_totals(groups, loads))
     totals = [0] * len(groups)
     chosen: list[int] = []
     nodes = 0
@@ -178,8 +178,8 @@ def _heaviest_first(loads: Sequence[int]) -> list[int]:
     return sorted(range(len(loads)), key=lambda item: (-loads[item], item))
 
 
-def _largest(groups: Groups, loads: Sequence[int]) -> int:
-    return max(sum(loads[i] for i in group) for group in groups)
+def _totals(groups: Groups, loads: Sequence[int]) -> list[int]:
+    return [sum(map(loads.__getitem__, group)) for group in groups]
 
 
 # ---- A batch divided into microbatches or among ranks, and its microbatches' results joined in the order of the batch
@@ -297,12 +297,12 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
         num = agree([count(batch, spec)], spec)
     loads = batch.item_lengths(batch.main_key)
     groups = arrange_exactly(loads, num, spec.max_tokens)
-    groups = sorted(sorted(group) for group in groups)
-    forward = tuple(item for group in groups for item in group)
+    groups = sorted(map(sorted, groups))
+    forward = tuple(chain.from_iterable(groups))
     backward = [0] * len(forward)
     for position, item in enumerate(forward):
         backward[item] = position
-    parts = batch.reorder(forward).split_with([len(group) for group in groups])
+    parts = batch.reorder(forward).split_with(list(map(len, groups)))
     return Split(parts, forward, tuple(backward), loads)
 
 

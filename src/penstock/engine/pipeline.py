@@ -355,12 +355,16 @@ class Pipeline:
         if training_number is not None:
             place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
             randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
-        present = self.units[-1].present or _as_it_is
+        present = self.units[-1].present
+
+        def finish_own(output: Any) -> Tensor:
+            return finish(output if present is None else present(output), own)
+
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
-            finish=(lambda output: finish(present(output), own)) if self.holds_last_stage else None,
+            finish=finish_own if self.holds_last_stage else None,
             given=Given({}, randomness) if self.own_layers is None else self.own_layers.given(own, randomness),
         )
 
@@ -470,10 +474,6 @@ def _is_per_token(batch: PackedBatch, key: str) -> bool:
     """True if the key has a whole number for each token; with another shape it is a user's own, for his layers."""
     is_alike = batch.lengths[key] == batch.lengths["tokens"] and not batch.trailing_shapes[key]
     return is_alike and not batch.dtypes[key].is_floating_point
-
-
-def _as_it_is(output: Tensor) -> Tensor:
-    return output
 
 
 def _no_reduction(stage: int) -> None:

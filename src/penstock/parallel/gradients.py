@@ -324,7 +324,8 @@ class GradientBuckets:
         """
         assert not self._pending, "launched twice without a wait"
         for bucket in self.buckets:
-            self._sum_parts(bucket)
+            if bucket.reduction.among is not None:
+                self._sum_parts(bucket, Collectives(bucket.reduction.among, self._observer))
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
                 collectives = Collectives(bucket.reduction.group, self._observer)
@@ -334,12 +335,9 @@ class GradientBuckets:
                 launch = collectives.sum_owned_gradients if bucket.reduction.sharded else collectives.sum_gradients
                 self._pending.append(launch(bucket.gradients))
 
-    def _sum_parts(self, bucket: Bucket) -> None:
+    def _sum_parts(self, bucket: Bucket, collectives: Collectives) -> None:
         """Sum a bucket's gradients over the ranks that have each computed a part of them."""
         reduction = bucket.reduction
-        if reduction.among is None:
-            return
-        collectives = Collectives(reduction.among, self._observer)
         if reduction.num_parts == 1:
             collectives.sum_gradients(bucket.gradients).wait()
             return

@@ -126,15 +126,10 @@ class UnitCall:
         """Call the module."""
         if self.draws and given.randomness is not None:
             given.randomness.begin(self.name)
-        if profiler_is_active():
-            with record_function(self.name):
-                return self._call(x, sequences, given)
-        return self._call(x, sequences, given)
-
-    def _call(self, x: Any, sequences: Sequences, given: Given) -> Any:
         try:
             args, kwargs = self.parameters.arguments(x, sequences, given.keys)
-            return self.module(*args, **kwargs)
+            with record_function(self.name) if profiler_is_active() else _NO_PROFILER:
+                return self.module(*args, **kwargs)
         except TypeError as error:
             if self.takes is not None:
                 given_here = f"the {len(self.takes.parts)} tensors of the layer before"
@@ -156,6 +151,9 @@ class UnitCall:
         if type(error) in _PLAIN:
             raise type(error)(f"{place}: {error}") from error
         note_layer(error, place)
+
+
+_NO_PROFILER = nullcontext()
 
 
 @dataclass(eq=False)
@@ -404,7 +402,11 @@ class Stage:
                 # The loss may take any output of the last layer.
                 if not is_last or call is not calls[-1]:
                     self._check(call, h, way)
-            return way.finished(h) if is_last and way.finish is not None else h
+            if not is_last or way.finish is None:
+                return h
+            if way.given.randomness is not None:
+                way.given.randomness.begin("loss")
+            return way.finish(h)
 
     def _check(self, call: UnitCall, h: Any, way: "_Forward") -> None:
         """Refuse what cannot go on to the next layer. Raises: PipelineError naming the layer."""
@@ -577,13 +579,6 @@ class _Forward:
     sequences: Sequences
     given: Given
     finish: Finish | None
-
-    def finished(self, output: Any) -> Tensor:
-        """The result of the last layer's output, which may be anything."""
-        assert self.finish is not None
-        if self.given.randomness is not None:
-            self.given.randomness.begin("loss")
-        return self.finish(output)
 
 
 @dataclass(frozen=True, slots=True)

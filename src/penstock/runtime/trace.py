@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.liveness import Presence, Processes, numbers
-from penstock.schedule import Action, Direction, Event, Op, Step
+from penstock.schedule import Action, Direction, Op, Step
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record
 
 # ---- Names in torch's profiler: of actions and layers, recorded only while a profiler is active
@@ -263,9 +263,9 @@ class Recorder:
         """The records of the current step, oldest first (the last `capacity` of them)."""
         return list(self._records)
 
-    def events(self) -> list[Event]:
-        """The finished records of the current step as events in seconds, on the host's monotonic clock."""
-        return [Event(r.action, r.start_ns * 1e-9, r.end_ns * 1e-9) for r in self.records() if r.end_ns]
+    def busy_s(self) -> float:
+        """The time that the current step's finished actions took, from when each could start."""
+        return sum([record.end_ns - record.start_ns for record in self._records if record.end_ns]) * 1e-9
 
     def busy_since_s(self) -> float:
         """The time for which the current action has been under way; 0 between actions, and after one that failed."""

@@ -99,7 +99,7 @@ def test_a_scheduler_changes_its_hyperparameters() -> None:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     config = OptimizerConfig(LearningRate(RATE), *BETAS, clip_norm=0.0, name=NAME, scheduler=halved)
-    values = Optimizer([stage(next(gradients()))], config).rates(3)
+    values = Optimizer([stage(next(gradients()))], config).rates.at(3)
     assert [(own["lr"], own["betas"]) for own in values] == [(RATE / 4, BETAS)] * 2
 
 

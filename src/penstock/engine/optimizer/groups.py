@@ -330,13 +330,12 @@ class Rates:
         found: dict[int, Values] = {}
         for probe in self._probes:
             found |= probe.at(step)
-        return [found[i] if i in found else _values(rule, step) for i, rule in enumerate(self._rules)]
-
-
-def _values(rule: GroupRule, step: int) -> Values:
-    assert rule.rate is not None and rule.kind.stepper is not None, "only other optimizers have rates of their own"
-    decay = {} if rule.decay is None else {"weight_decay": rule.decay(step)}
-    return {**rule.kind.stepper.hyperparameters, **rule.options, "lr": rule.rate(step), **decay}
+        for number, rule in enumerate(self._rules):
+            if number not in found:
+                assert rule.rate is not None and rule.kind.stepper is not None, "others have rates of their own"
+                decay = {} if rule.decay is None else {"weight_decay": rule.decay(step)}
+                found[number] = {**rule.kind.stepper.hyperparameters, **rule.options, "lr": rule.rate(step), **decay}
+        return [found[number] for number in range(len(self._rules))]
 
 
 class _Probe:

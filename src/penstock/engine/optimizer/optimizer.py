@@ -152,8 +152,12 @@ class Optimizer:
     _stepped: list[Bucket]
     #: by stepped bucket: the flat tensor that is stepped, the bucket's own part of the parameters or an fp32 copy of it
     _masters: list[Tensor]
-    #: the groups' hyperparameters at any step
-    _rates: Rates
+    #: the groups' hyperparameters at any step; a user's own schedule may raise
+    rates: Rates
+    #: True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step
+    is_own: bool
+    #: the number of the group of matrices that no pattern matches
+    _usual: int
     #: the update rules and their state, one for each optimizer among the groups
     _steppers: list[Stepper]
     #: gradients that this rank counts in the norm, by the order of their names
@@ -188,7 +192,9 @@ class Optimizer:
         self._masters = [_master(bucket) for bucket in self._stepped]
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
-        self._rates = Rates(self.groups)
+        self.rates = Rates(self.groups)
+        self.is_own = any(rule.kind.stepper is None for rule in self.groups.rules)
+        self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
         self._steppers = steppers_for(
             self.groups.rules,
             [
@@ -196,11 +202,6 @@ class Optimizer:
                 for bucket, master in zip(self._stepped, self._masters, strict=True)
             ],
         )
-
-    @property
-    def _usual(self) -> int:
-        """The number of the group of matrices that no pattern matches."""
-        return len(self.groups.rules) - (1 if self.config.factory is not None else 2)
 
     @property
     def loss_scale(self) -> float:
@@ -215,11 +216,7 @@ class Optimizer:
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
         number = self.num_steps + 1 if number is None else number
-        return self.update(self.gradient_norm(), number, self.rates(number))
-
-    def rates(self, number: int) -> list[Values]:
-        """The groups' hyperparameters at the step of that number; a user's own schedule may raise."""
-        return self._rates.at(number)
+        return self.update(self.gradient_norm(), number, self.rates.at(number))
 
     @torch.no_grad()
     def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
@@ -227,7 +224,12 @@ class Optimizer:
         self.num_steps, success = number, math.isfinite(norm)
         if success:
             self.learning_rate = float(values[self._usual]["lr"])
-            self._scale_gradients(norm)
+            # The loss scale off and clipped, in one pass or, with nothing to do, in none.
+            factor = 1.0 / self.loss_scale
+            if self.config.clip_norm:
+                factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
+            for bucket in self._buckets if factor != 1.0 else ():
+                bucket.gradients[bucket.owned].mul_(factor)
             for stepper in self._steppers:
                 stepper.step(values)
             self._num_updates += 1
@@ -236,11 +238,6 @@ class Optimizer:
             self.scaler.update(success)
         weight_decay = float(values[self._usual].get("weight_decay", 0.0))
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
-
-    @property
-    def is_own(self) -> bool:
-        """True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step."""
-        return any(rule.kind.stepper is None for rule in self.groups.rules)
 
     def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes on this rank; returns a function that puts it back."""
@@ -343,15 +340,6 @@ class Optimizer:
             return math.nan
         # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
         return math.sqrt(math.fsum(value * value for value in values)) / self.loss_scale
-
-    def _scale_gradients(self, norm: float) -> None:
-        """Take the loss scale off and clip, in one pass or, with nothing to do, in none."""
-        factor = 1.0 / self.loss_scale
-        if self.config.clip_norm:
-            factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
-        if factor != 1.0:
-            for bucket in self._buckets:
-                bucket.gradients[bucket.owned].mul_(factor)
 
     @torch.no_grad()
     def _publish_masters(self) -> None:

@@ -93,8 +93,9 @@ class FlatStepper(ABC):
     state_kinds: ClassVar[tuple[str, ...]]
     #: the hyperparameters that it takes beside `lr`, with their defaults
     hyperparameters: ClassVar[Values]
-    #: what is stepped
+    #: what is stepped, all of it and by group
     _states: Sequence[BlockState]
+    _by_group: Mapping[int, Sequence[BlockState]]
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._states = [
@@ -105,14 +106,16 @@ class FlatStepper(ABC):
             )
             for block in blocks
         ]
+        numbers = dict.fromkeys(state.block.group for state in self._states)
+        self._by_group = {n: [state for state in self._states if state.block.group == n] for n in numbers}
 
     @abstractmethod
     def step_group(self, states: Sequence[BlockState], values: Values) -> None:
         """Step the masters of one group's blocks and their state, in place, by the group's hyperparameters."""
 
     def step(self, values: Sequence[Values]) -> None:
-        for group in dict.fromkeys(state.block.group for state in self._states):
-            self.step_group([state for state in self._states if state.block.group == group], values[group])
+        for group, states in self._by_group.items():
+            self.step_group(states, values[group])
 
     def state(self) -> dict[tuple[str, str], OwnedState]:
         return {

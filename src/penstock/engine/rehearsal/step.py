@@ -406,13 +406,13 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
         feeds = trainer.feeds(agreed, LossMetrics(loss_fn), factors)
         if optimizer.is_own:
             # One of torch makes its state in the first step; this is a later one.
-            optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates(1))
+            optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
         claim_state(trainer, pipeline.meter)
         pipeline.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.meter.guarded(never_read):
             trainer.run(feeds)
-        trainer.finish(feeds, loss_scale, 1, optimizer.rates(1))
+        trainer.finish(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds
 
 

@@ -55,11 +55,20 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
         )
     if reads_labels and "labels" not in batch:
         raise BatchError("keys", f"no 'labels', which the loss reads; this batch has {sorted(batch.keys)}")
+    tokens = batch.sequence_lengths("tokens")
     for key in _PER_TOKEN:
-        if key in batch and (key != "labels" or reads_labels):
-            _check_same_lengths(batch, key)
-    if limits is not None:
-        _check_longest(batch, limits.max_length)
+        if key not in batch or (key == "labels" and not reads_labels):
+            continue
+        others = batch.sequence_lengths(key)
+        for number, (length, other) in enumerate(zip(tokens, others, strict=False)):
+            if length != other:
+                raise BatchError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
+        if len(tokens) != len(others):
+            raise BatchError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
+    if limits is not None and max(tokens) > limits.max_length:
+        number = next(number for number, length in enumerate(tokens) if length > limits.max_length)
+        wrong = f"sequence {number} has {tokens[number]}, past max_length={limits.max_length}"
+        raise BatchError("lengths['tokens']", wrong)
     if batch.data is None:
         return
     # The first of a user's own layers may take anything that has more dimensions than token ids.
@@ -122,21 +131,6 @@ def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: Packed
     return weight
 
 
-def _check_same_lengths(batch: PackedBatch, key: str) -> None:
-    tokens, others = batch.sequence_lengths("tokens"), batch.sequence_lengths(key)
-    for number, (length, other) in enumerate(zip(tokens, others, strict=False)):
-        if length != other:
-            raise BatchError(f"lengths[{key!r}]", f"sequence {number} has {other}, but {length} tokens")
-    if len(tokens) != len(others):
-        raise BatchError(f"lengths[{key!r}]", f"{len(others)} sequences, but there are {len(tokens)} of tokens")
-
-
-def _check_longest(batch: PackedBatch, max_length: int) -> None:
-    for number, length in enumerate(batch.sequence_lengths("tokens")):
-        if length > max_length:
-            raise BatchError("lengths['tokens']", f"sequence {number} has {length}, past max_length={max_length}")
-
-
 def _check_ids(batch: PackedBatch, key: str) -> None:
     if batch.dtypes[key] not in _INTEGERS:
         raise BatchError(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
@@ -151,7 +145,7 @@ def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides:
         values = values.masked_fill(values == besides, 0)
     if not values.numel():
         return
-    least, most = (int(value) for value in values.aminmax())
+    least, most = map(int, values.aminmax())
     if least >= 0 and most < end:
         return
     place = int(((values < 0) | (values >= end)).nonzero()[0])
@@ -220,17 +214,10 @@ class BatchReport:
         asked = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
         return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
 
-    def pack(self) -> bytes:
-        """A row of bytes, equally long for every report, so that one small collective shows it to all ranks."""
-        return _ROW.pack(*astuple(self))
-
-    @classmethod
-    def unpack(cls, row: bytes) -> BatchReport:
-        return cls(*_ROW.unpack(row))
-
 
 _LETTERS = {"int": "q", "float": "d", "bool": "?"}
 _ROW = struct.Struct("<" + "".join(_LETTERS[str(own.type)] for own in fields(BatchReport)))
+"""A report as bytes, equally many for every one, so that one small collective shows it to all ranks."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +288,7 @@ def agree_on_microbatches(
             if error is not None:
                 raise error
             parts = _NOTHING if batch is None else split(batch, spec, num)
-            if batch is not None:
+            if batch is not None and (pipeline.context is not None or pipeline.own_layers is not None):
                 _check_parts(pipeline, batch, parts, call.reads_labels)
             if pipeline.holds_last_stage and (weight_fn := call.loss_weight_fn) is not None:
                 weights = [checked_weight(weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
@@ -309,7 +296,8 @@ def agree_on_microbatches(
         except Exception as exception:
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
-            reports = [BatchReport.unpack(row) for row in gather_rows("batch", report.pack(), pipeline.grid.control)]
+            rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
+        reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
         if all(any(r.counts) for r in reports):
             num = agree([r.counts for r in reports], spec)
         _check_alike(pipeline, reports, call.name, error)

@@ -212,11 +212,12 @@ class Trainer:
             if not self._names:
                 words = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
                 raise ValueError(words)
-            factors = self._loss_factors(agreed, loss_weight_fn, _mode(normalize))
+            mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
+            factors = self._loss_factors(agreed, loss_weight_fn, mode)
             with recovery.alone():
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self.run(feeds)
-                rates = self.optimizer.rates(number)
+                rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(pipeline, losses)
             metrics = measured.reduced(pipeline, num_metrics)
@@ -232,7 +233,7 @@ class Trainer:
             loss_scale=loss_scale,
             success=update.success,
             step_time_s=step_time_s,
-            idle_share=1.0 - sum(e.end - e.start for e in pipeline.recorder.events()) / step_time_s,
+            idle_share=1.0 - pipeline.recorder.busy_s() / step_time_s,
             stop_requested=agreed.stop_requested,
             aux_losses=aux_losses,
             metrics=metrics,
@@ -334,13 +335,10 @@ class Trainer:
         return update
 
 
-def _mode(normalize: Normalize | str) -> Normalize:
-    return normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
-
-
 def _check_arguments(loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: Any) -> None:
     """Refuse what no step can be taken with. Raises: ValueError."""
-    _mode(normalize)
+    if not isinstance(normalize, Normalize):
+        Normalize.parse(normalize)
     if not _is_step(number):
         raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
     check_loss(loss_fn, loss_weight_fn)
