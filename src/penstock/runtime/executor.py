@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences, drain, zip_lanes
-from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError
+from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
+from penstock.runtime.errors import Deadlock, MessageMismatch, PipelineError, TransportError
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage
 from penstock.runtime.tape import Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
-from penstock.runtime.transport import Participant, Receipt, Receipts, Transport, run_in_turn
+from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify
 from penstock.schedule.recording import Record
 from penstock.schedule.rules import Wire, early_sends
@@ -41,11 +41,10 @@ class Feed:
 Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
 Waiting = Generator[Receipt, None, Any]  # yields the receipts that it cannot take yet
 Handler = Callable[[Record], Waiting | None]
-MakeLane = Callable[[Action, Wire, Tensor | None, Pairs], Lane[None]]
+Tensors = tuple[Tensor, ...]  # of one message; a plain stream is one tensor
+MakeLane = Callable[[Action, Wire, Tensors | None, Pairs], Lane[None]]
 
 _PAIRS = Pairs()
-# A result that a stage of this rank has left for its neighbour: no receipt.
-_HANDED_OVER = (Tensor, tuple)
 
 
 def _no_reduction(stage: int) -> None:
@@ -88,19 +87,16 @@ class Executor:
     _wires: dict[tuple[Direction, int], Wire]
     #: results that leave while their step goes on
     _early: frozenset[Key]
-    #: computing op -> its lane; any other op -> its handler
-    _lanes: dict[Op, MakeLane]
-    _handlers: dict[Op, Callable[[Action, Wire, Record], None]]
-    #: the program's steps with their handlers
+    #: the program's steps with their handlers, of which all arguments are bound but the step's record
     _steps: list[tuple[Step, Handler]]
     #: the running step's microbatches
     _feeds: Sequence[Feed]
     #: the running step's tapes
     _tapes: Tapes
-    #: inputs that are posted receives, or results of a neighbour on this rank
-    _arrivals: dict[Key, Receipt | Tensor]
+    #: posted receives, as a list, or the result of a neighbour on this rank, as a tuple
+    _arrivals: dict[Key, list[Receipt] | Tensors]
     #: results that their send has not taken yet
-    _departures: dict[Key, Tensor]
+    _departures: dict[Key, Tensors]
     #: microbatch -> the result of the last stage's `finish`
     _results: dict[int, Tensor]
 
@@ -131,28 +127,22 @@ class Executor:
         self._early = frozenset(
             (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
         )
-        self._lanes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward}
-        self._handlers = {
+        lanes: dict[Op, MakeLane] = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward}
+        others: dict[Op, Callable[[Action, Wire, Record], None]] = {
             Op.W: self._weight_backward,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post_receive,
             Op.RECV_B: self._post_receive,
-            Op.REDUCE_GRAD: self._start_reduction,
+            Op.REDUCE_GRAD: lambda action, wire, record: self.reduce(action.stage),
         }
-        # The optimizer step is a line of train_batch.
-        self._steps = [(step, self._bind(step)) for step in program.ranks[self.rank] if step != Action(Op.STEP)]
-
-    def _bind(self, step: Step) -> Handler:
-        """The handler of a step, with all of its arguments bound but the step's record."""
-        if isinstance(step, Action) and step.op in self._handlers:
-            return partial(self._handlers[step.op], step, self._wire(step))
-        actions = [(action, self._wire(action), self._lanes[action.op]) for action in parts(step)]
-        return partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)
-
-    def _named_steps(self) -> list[tuple[Step, Handler]]:
-        """The steps, which carry their names in torch's profiler."""
-        return [(step, named_handler(str(step), handler)) for step, handler in self._steps]
+        self._steps = []
+        for step in program.ranks[self.rank]:
+            if isinstance(step, Action) and step.op in others:
+                self._steps.append((step, partial(others[step.op], step, self._wire(step))))
+            elif step != Action(Op.STEP):  # a line of train_batch
+                actions = [(action, self._wire(action), lanes[action.op]) for action in parts(step)]
+                self._steps.append((step, partial(self._compute, actions, pairs if len(actions) > 1 else ALONE)))
 
     def _wire(self, action: Action) -> Wire:
         return self._wires[action.op.direction, action.stage]
@@ -182,8 +172,11 @@ class Executor:
             )
         self._feeds, self._tapes.peak = feeds, 0
         begin, end, alarm, finished = self.recorder.begin, self.recorder.end, self.alarm, False
+        steps = self._steps
+        if profiler_is_active():
+            steps = [(step, named_handler(str(step), handler)) for step, handler in steps]
         try:
-            for step, handler in self._named_steps() if profiler_is_active() else self._steps:
+            for step, handler in steps:
                 if alarm.failure is not None:
                     alarm.check()
                 record = begin(step)
@@ -215,10 +208,18 @@ class Executor:
         """Run an F, B or I, or the two of a fused pair."""
         lanes: list[Lane[None]] = []
         for action, wire, lane in actions:
-            x = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
-            if x is not None and not isinstance(x, _HANDED_OVER):
-                x = yield from self._arrival(action, wire, x, record)
-            lanes.append(lane(action, wire, x, pairs))
+            arriving = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
+            if isinstance(arriving, list):
+                assert wire.source is not None and wire.arriving is not None
+                sender = Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source)
+                self.recorder.awaits(record, sender)
+                message: list[Tensor] = []
+                for receipt in arriving:
+                    while not receipt.ready():
+                        yield receipt
+                    message.append(receipt.wait())
+                arriving = tuple(message)
+            lanes.append(lane(action, wire, arriving, pairs))
         self.recorder.started(record)
         if pairs.overlap:
             # The backward goes first: it launches something at once, which is under way while the forward computes.
@@ -227,19 +228,19 @@ class Executor:
             for lane in lanes:
                 drain(lane)
 
-    def _forward(self, action: Action, wire: Wire, x: Tensor | None, pairs: Pairs) -> Lane[None]:
+    def _forward(self, action: Action, wire: Wire, x: Tensors | None, pairs: Pairs) -> Lane[None]:
         feed = self._feeds[action.microbatch]
         tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
-        x = feed.tokens if x is None else x
-        assert x is not None, f"{action} needs the microbatch's tokens"
+        arrived = feed.tokens if x is None else x
+        assert arrived is not None, f"{action} needs the microbatch's tokens"
         finish = feed.finish if wire.target is None else None
-        result = yield from self.stages[action.stage].forward(tape, x, feed.sequences, finish, feed.given)
+        result = yield from self.stages[action.stage].forward(tape, arrived, feed.sequences, finish, feed.given)
         self._hand_on(action, wire, result)
 
-    def _backward(self, action: Action, wire: Wire, grad: Tensor | None, pairs: Pairs) -> Lane[None]:
+    def _backward(self, action: Action, wire: Wire, grad: Tensors | None, pairs: Pairs) -> Lane[None]:
         """A B, or an I, whose gradients of weights wait for their W."""
         stage, whole = self.stages[action.stage], action.op is Op.B
-        tape = self._tapes.get(action.stage, action.microbatch)
+        tape = self._tapes[action.stage, action.microbatch]
         grad = yield from stage.backward(tape, grad, not whole, pairs)
         self._hand_on(action, wire, grad)
         if whole:
@@ -248,33 +249,22 @@ class Executor:
             self._weight_backward(action)
 
     def _weight_backward(self, action: Action, wire: Wire | None = None, record: Record | None = None) -> None:
-        self.stages[action.stage].weight_backward(self._tapes.take(action.stage, action.microbatch))
+        self.stages[action.stage].weight_backward(self._tapes.pop((action.stage, action.microbatch)))
         # A mask of a long sequence is as large as many layers' activations, and would live as long as the step.
         self._feeds[action.microbatch].sequences.forget_shared()
 
-    def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
-        self.reduce(action.stage)
-
     # ---- data flow: where an input comes from and where a result goes to
 
-    def _arrival(self, action: Action, wire: Wire, receipt: Receipt, record: Record) -> Waiting:
-        """The message that an action needs, once it is there."""
-        assert wire.source is not None and wire.arriving is not None
-        self.recorder.awaits(record, Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source))
-        while not receipt.ready():
-            yield receipt
-        return receipt.wait()
-
-    def _hand_on(self, action: Action, wire: Wire, result: Tensor | None) -> None:
+    def _hand_on(self, action: Action, wire: Wire, result: Any) -> None:
         """Give a result to the neighbour on this rank, to its send, or to the caller of `run`."""
         key = (wire.direction, action.stage, action.microbatch)
         if wire.target is None:
             if wire.direction is Direction.FORWARD and result is not None:
                 self._results[action.microbatch] = result
             return
-        checked, feed = self.stages[action.stage].checked_leaving, self._feeds[action.microbatch]
+        stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
         try:
-            leaving = checked(result, wire.direction, feed.num_tokens, feed.given.num_rows)
+            leaving = stage.leaving(result, wire.direction, feed.num_tokens, feed.given.num_rows)
         except ValueError as error:
             where = f"{action} on rank {self.rank}, microbatch {action.microbatch}"
             raise PipelineError(f"{where}: {error}") from None
@@ -285,12 +275,9 @@ class Executor:
         else:
             self._departures[key] = leaving
 
-    def _transmit(self, channel: Channel, result: Any) -> None:
+    def _transmit(self, channel: Channel, tensors: Tensors) -> None:
         """Send a result, whose tensors follow each other on one channel."""
-        if isinstance(result, Tensor):
-            self.transport.send(channel, result.contiguous())
-            return
-        for tensor in result:
+        for tensor in tensors:
             self.transport.send(channel, tensor.contiguous())
 
     def _send(self, action: Action, wire: Wire, record: Record) -> None:
@@ -301,27 +288,39 @@ class Executor:
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        message, boundary = self.stages[action.stage].arriving(wire.direction), self.stages[action.stage].boundary
-        if message is not None:
-            num_rows = self._feeds[action.microbatch].given.num_rows
-            self._arrivals[wire.direction, action.stage, action.microbatch] = Receipts(
-                tuple(self.transport.receive(wire.arriving, part.shape(num_rows), part.dtype) for part in message.parts)
-            )
-            return
-        self._arrivals[wire.direction, action.stage, action.microbatch] = self.transport.receive(
-            wire.arriving, boundary.shape(self._feeds[action.microbatch].num_tokens), boundary.dtype
-        )
+        stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
+        awaited = stage.arriving(wire.direction, feed.num_tokens, feed.given.num_rows)
+        self._arrivals[wire.direction, action.stage, action.microbatch] = [
+            self.transport.receive(wire.arriving, shape, dtype) for shape, dtype in awaited
+        ]
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:
     """Run all ranks of a pipeline in this thread, in turn, each as far as its messages allow.
 
+    If one fails, the others cannot finish either, and are closed.
+
     Raises:
         Deadlock: no rank can go on; the message says for each what it waits for.
     """
-    ranks = {
-        e.rank: Participant(e.steps(feed), e.recorder.where, partial(torch.set_grad_enabled, e.training))
-        for e, feed in zip(executors, feeds, strict=True)
+    running = {
+        executor: Driven(executor.steps(own), partial(torch.set_grad_enabled, executor.training))
+        for executor, own in zip(executors, feeds, strict=True)
     }
-    results = run_in_turn(ranks)
-    return [results[e.rank] for e in executors]
+    awaited: dict[Executor, Receipt] = {}
+    results: dict[Executor, list[Tensor]] = {}
+    try:
+        while running:
+            able = [one for one in running if one not in awaited or awaited[one].ready()]
+            if not able:
+                raise Deadlock(f"no rank can go on: {'; '.join(one.recorder.where() for one in running)}")
+            for one in able:
+                receipt = next(running[one], None)
+                if receipt is not None:
+                    awaited[one] = receipt
+                else:
+                    results[one] = running.pop(one).result
+    finally:
+        for steps in running.values():
+            steps.lane.close()
+    return [results[executor] for executor in executors]

@@ -65,10 +65,6 @@ class Message:
             return dict(zip(self.names, tensors, strict=True))
         return tensors[0] if self.form is Form.ONE else tensors
 
-    def gradients(self) -> "Message":
-        """The message in the other direction: the gradients of those tensors that can have one."""
-        return Message(Form.TUPLE, tuple(part for part in self.parts if part.dtype.is_floating_point))
-
     def check(self, tensors: tuple[Tensor, ...], num_rows: Mapping[str, int]) -> None:
         """Refuse tensors of other shapes. Raises: ValueError."""
         for tensor, part in zip(tensors, self.parts, strict=True):

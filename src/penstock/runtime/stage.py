@@ -5,7 +5,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -92,19 +92,17 @@ class UnitCall:
             filled = set(self.parameters.names[: len(self.takes.parts) - 1])
         return [name for name in self.parameters.missing(keys) if name not in filled]
 
-    def flat(self, output: Any) -> tuple[Tensor, ...]:
-        """The tensors of an output that is more than the plain stream. Raises: PipelineError if it has another form."""
-        assert self.gives is not None
-        try:
-            return self.gives.flat(output)
-        except ValueError as error:
-            raise PipelineError(f"{self.name} gave {error}") from None
+    def flat(self, output: Any, num_rows: Mapping[str, int] | None = None) -> tuple[Tensor, ...]:
+        """The tensors of an output that is more than the plain stream.
 
-    def check(self, output: Any, num_rows: Mapping[str, int]) -> None:
-        """Refuse an output of another form or shape. Raises: PipelineError."""
+        Raises: PipelineError if it has another form, or, where the numbers of rows are given, another shape.
+        """
         assert self.gives is not None
         try:
-            self.gives.check(self.gives.flat(output), num_rows)
+            tensors = self.gives.flat(output)
+            if num_rows is not None:
+                self.gives.check(tensors, num_rows)
+            return tensors
         except ValueError as error:
             raise PipelineError(f"{self.name} gave {error}") from None
 
@@ -176,20 +174,14 @@ class _Recomputed:
         if not self.is_done:
             self.is_done = True
             return self.call.run(x, self.sequences, self.given)
-        with _kept_buffers(self.call.module):
+        # Buffers such as BatchNorm's statistics stay as they are now.
+        before = [(buffer, buffer.clone()) for buffer in self.call.module.buffers()]
+        try:
             return self.call.run(x, self.sequences, self.given)
-
-
-@contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Leave the buffers (BatchNorm's statistics), at the end of this context, as they were at its beginning."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            # Not counted as a change: what autograd has saved is not the buffer's value.
-            buffer.data.copy_(value)
+        finally:
+            for buffer, value in before:
+                # Not counted as a change: what autograd has saved is not the buffer's value.
+                buffer.data.copy_(value)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -293,8 +285,8 @@ class Stage:
     weight_gradients: WeightGradients | None
     #: makes the context in which forwards run
     autocast: Callable[[], AbstractContextManager[Any]]
-    #: the units as they are called, in segments
-    _runs: list["_Run"]
+    #: the units as they are called: one with collectives alone, by its name, the others in runs as long as possible
+    _runs: list[tuple[str, LaneUnit] | list[UnitCall]]
 
     def __init__(
         self,
@@ -307,9 +299,16 @@ class Stage:
     ) -> None:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units = tuple(units)
-        self._runs = _runs([_call(name, module, name in recompute) for name, module in units])
-        self.weights_ready = _at_once
-        self.exchanges = any(isinstance(run, _LaneCall) for run in self._runs)
+        self._runs = []
+        for name, module in units:
+            if isinstance(module, LaneUnit):
+                self._runs.append((name, RecomputedLane(module) if name in recompute else module))
+                continue
+            if not self._runs or not isinstance(self._runs[-1], list):
+                self._runs.append([])
+            self._runs[-1].append(UnitCall(name, module, name in recompute))  # pyright: ignore
+        self.weights_ready = lambda: None
+        self.exchanges = not all(isinstance(run, list) for run in self._runs)
 
     def read_weights_after(self, ready: Callable[[], None]) -> None:
         """Call `ready`, which may wait, before weights are read from now on."""
@@ -345,118 +344,124 @@ class Stage:
     def forward(
         self,
         tape: Tape | None,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, ...],
         sequences: Sequences,
         finish: Finish | None = None,
         given: Given = NOTHING_GIVEN,
-    ) -> Lane[Tensor]:
+    ) -> Lane[Any]:
         """Forward of one microbatch; `tape` is None where no backward follows.
 
-        Returns the output [T, D] without its graph; on the last stage what `finish` makes of the output
-        (the scaled loss, a scalar).
+        Returns the output [T, D], or the several tensors that the next layer takes, without their graph; on the last
+        stage what `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
-        last, way = len(self._runs) - 1, _Forward(tape, sequences, given, finish)
-        for i, run in enumerate(self._runs):
+        if self.takes is None and not isinstance(x, Tensor):
+            [x] = x
+        for run in self._runs:
             if isinstance(run, list):
-                x = self._dense(run, x, way, i == last)
+                x = self._segment(run, x, tape, sequences, finish, given)
                 continue
-            context = partial(named_context, run.name, self.autocast)
-            x = yield from Driven(run.unit.forward_lane(tape, x, sequences), context)
-            if i == last and finish is not None:
-                x = self._dense([], x, way, is_last=True)
+            name, unit = run
+            context = partial(named_context, name, self.autocast)
+            x = yield from Driven(unit.forward_lane(tape, x, sequences), context)
+            if finish is not None and run is self._runs[-1]:
+                x = self._segment([], x, tape, sequences, finish, given)
         return x
 
-    def _dense(self, calls: list[UnitCall], x: Any, way: "_Forward", is_last: bool) -> Any:
+    def _segment(
+        self,
+        calls: list[UnitCall],
+        x: Any,
+        tape: Tape | None,
+        sequences: Sequences,
+        finish: Finish | None,
+        given: Given,
+    ) -> Any:
         """One segment: units that launch no collective, and on the last stage what follows them."""
-        if not isinstance(x, Tensor) or (is_last and way.finish is None and self.gives is not None):
-            return self._several(calls, x, way)
-        leaf = leaf_of(x) if way.tape is not None and x.is_floating_point() else None
-        h = self._called(calls, x if leaf is None else leaf, way, is_last)
-        if not isinstance(h, Tensor):
-            raise calls[-1].unknown(h)
-        if way.tape is not None:
-            way.tape.record(leaf, h)
-        return h.detach()
-
-    def _several(self, calls: list[UnitCall], x: Any, way: "_Forward") -> Any:
-        """A segment that takes or gives several tensors, or one that is not the plain stream."""
-        inputs, takes_one = ((x,), True) if isinstance(x, Tensor) else (x, False)
-        leaves = tuple(leaf_of(t) if way.tape is not None and t.is_floating_point() else None for t in inputs)
-        cut_inputs = tuple(t if leaf is None else leaf for t, leaf in zip(inputs, leaves, strict=True))
-        value = cut_inputs[0] if takes_one or self.takes is None else self.takes.formed(cut_inputs)
-        h = self._called(calls, value, way, is_last=True)
-        gives = None if way.finish is not None else self.gives
-        if gives is None and not isinstance(h, Tensor):
-            raise calls[-1].unknown(h)
-        outputs = (h,) if gives is None else calls[-1].flat(h)
-        if way.tape is not None:
-            way.tape.record_several(leaves, outputs, takes_one)
-        return h.detach() if gives is None else tuple(output.detach() for output in outputs)
-
-    def _called(self, calls: list[UnitCall], h: Any, way: "_Forward", is_last: bool) -> Any:
-        """The output of the last of these units, or what is made of it on the last stage."""
+        is_stream, is_last = isinstance(x, Tensor), not calls or calls is self._runs[-1]
+        leaves, values = [], []
+        for tensor in (x,) if is_stream else x:
+            leaves.append(leaf_of(tensor) if tape is not None and tensor.is_floating_point() else None)
+            values.append(tensor if leaves[-1] is None else leaves[-1])
+        h = values[0] if is_stream or self.takes is None else self.takes.formed(tuple(values))
         with self.autocast():
             for call in calls:
-                h = call(h, way.sequences, way.given)
-                # The loss may take any output of the last layer.
+                h = call(h, sequences, given)
+                # The loss may take any output of the last layer, and what leaves is checked by the executor.
                 if not is_last or call is not calls[-1]:
-                    self._check(call, h, way)
-            if not is_last or way.finish is None:
-                return h
-            if way.given.randomness is not None:
-                way.given.randomness.begin("loss")
-            return way.finish(h)
+                    self._check(call, h, sequences, given)
+            if is_last and finish is not None:
+                if given.randomness is not None:
+                    given.randomness.begin("loss")
+                h = finish(h)
+        if is_last and finish is None and self.gives is not None:
+            outputs = calls[-1].flat(h)
+        elif isinstance(h, Tensor):
+            outputs = h
+        else:
+            raise calls[-1].unknown(h)
+        if tape is not None:
+            tape.record(leaves, (outputs,) if isinstance(outputs, Tensor) else outputs, is_stream)
+        return outputs.detach() if isinstance(outputs, Tensor) else tuple(output.detach() for output in outputs)
 
-    def _check(self, call: UnitCall, h: Any, way: "_Forward") -> None:
+    def _check(self, call: UnitCall, h: Any, sequences: Sequences, given: Given) -> None:
         """Refuse what cannot go on to the next layer. Raises: PipelineError naming the layer."""
         if call.gives is not None:
-            call.check(h, way.given.num_rows)
+            call.flat(h, given.num_rows)
             return
         if not isinstance(h, Tensor):
             raise call.unknown(h)
-        shape, dtype = self.boundary.shape(way.sequences.num_tokens), self.boundary.dtype
+        shape, dtype = self.boundary.shape(sequences.num_tokens), self.boundary.dtype
         # Where nothing is known of the layers' outputs, any may be the last of a stage.
         if h.shape != shape or (call.not_found and h.dtype != dtype):
             raise PipelineError(
-                f"{call.name} gave {list(h.shape)} of {h.dtype} for {way.sequences.num_tokens} tokens; from layer to "
+                f"{call.name} gave {list(h.shape)} of {h.dtype} for {sequences.num_tokens} tokens; from layer to "
                 f"layer goes {list(shape)} of {dtype}, the hidden size being {self.boundary.hidden_size}"
             )
 
-    def leaving(self, direction: Direction) -> Message | None:
-        """The stage's result in that direction; None for the plain stream or its gradient."""
-        return self.gives if direction is Direction.FORWARD else self._gradients(self.takes)
+    def arriving(
+        self, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]
+    ) -> list[tuple[Sequence[int], torch.dtype]]:
+        """Shape and dtype of each tensor of a microbatch's input in that direction; a plain stream is one tensor."""
+        return self._shapes(
+            self.takes if direction is Direction.FORWARD else self.gives, direction, num_tokens, num_rows
+        )
 
-    def arriving(self, direction: Direction) -> Message | None:
-        """The stage's input in that direction; None for the plain stream or its gradient."""
-        return self.takes if direction is Direction.FORWARD else self._gradients(self.gives)
-
-    @staticmethod
-    def _gradients(message: Message | None) -> Message | None:
-        return None if message is None else message.gradients()
-
-    def checked_leaving(self, result: Any, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]) -> Any:
-        """A microbatch's result in that direction, if it has the shapes with which the neighbour posted its receives.
+    def leaving(
+        self,
+        result: Tensor | tuple[Tensor, ...] | None,
+        direction: Direction,
+        num_tokens: int,
+        num_rows: Mapping[str, int],
+    ) -> tuple[Tensor, ...]:
+        """The tensors of a microbatch's result, if they have the shapes with which the neighbour posted its receives.
 
         Raises:
             ValueError: saying what the stage gives, and what its neighbour awaits.
         """
-        message = self.leaving(direction)
+        message = self.gives if direction is Direction.FORWARD else self.takes
+        awaited = self._shapes(message, direction, num_tokens, num_rows)
+        tensors = result if isinstance(result, tuple) else (result,)
+        for tensor, (shape, dtype) in zip(tensors, awaited, strict=True):
+            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+                got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+                end, (name, _) = (
+                    ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
+                )
+                raise ValueError(
+                    f"stage {self.index}, whose {end} layer is {name}, gives {got}; its neighbour awaits {list(shape)} "
+                    f"of {dtype}"
+                )
+        return tensors  # pyright: ignore[reportReturnType]  # each is a tensor
+
+    def _shapes(
+        self, message: Message | None, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]
+    ) -> list[tuple[Sequence[int], torch.dtype]]:
         if message is None:
-            shape, dtype = self.boundary.shape(num_tokens), self.boundary.dtype
-            if result is not None and result.shape == shape and result.dtype == dtype:
-                return result
-            got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
-            problem = f"{got}; its neighbour awaits {list(shape)} of {dtype}"
-        else:
-            assert isinstance(result, tuple), f"stage {self.index} gives a message in parts"
-            try:
-                message.check(result, num_rows)
-                return result
-            except ValueError as error:
-                problem = str(error)
-        end, (name, _) = ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
-        raise ValueError(f"stage {self.index}, whose {end} layer is {name}, gives {problem}")
+            return [(self.boundary.shape(num_tokens), self.boundary.dtype)]
+        # The other way go the gradients of those tensors that can have one.
+        back = direction is Direction.BACKWARD
+        return [(p.shape(num_rows), p.dtype) for p in message.parts if p.dtype.is_floating_point or not back]
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
@@ -513,8 +518,8 @@ class Stage:
                     module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
 
     def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, pairs: Pairs = ALONE
-    ) -> Lane[Tensor | None]:
+        self, tape: Tape, grad: Tensor | tuple[Tensor, ...] | None, split: bool = False, pairs: Pairs = ALONE
+    ) -> Lane[Any]:
         """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
 
         What it leaves of the weights' gradients on the tape is for `weight_backward`, which comes next: with `split`
@@ -531,6 +536,8 @@ class Stage:
         deferred = None
         if self.weight_gradients is not None and (split or fill):
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
+        if self.gives is None and isinstance(grad, tuple):
+            [grad] = grad
         owes_turn = False
         while tape.segments:
             entry = tape.segments.pop()
@@ -565,47 +572,3 @@ class Stage:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
         if tape.weight_gradients:
             WeightGradients.drain(tape.weight_gradients)
-
-
-def _at_once() -> None:
-    """Return at once: weights that no other rank steps are always ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """One forward of a stage."""
-
-    tape: Tape | None
-    sequences: Sequences
-    given: Given
-    finish: Finish | None
-
-
-@dataclass(frozen=True, slots=True)
-class _LaneCall:
-    """A unit with collectives, by name."""
-
-    name: str
-    unit: LaneUnit
-
-
-_Run = _LaneCall | list[UnitCall]
-
-
-def _call(name: str, module: nn.Module, recompute: bool) -> _LaneCall | UnitCall:
-    if isinstance(module, LaneUnit):
-        return _LaneCall(name, RecomputedLane(module) if recompute else module)
-    return UnitCall(name, module, recompute)
-
-
-def _runs(calls: Sequence[_LaneCall | UnitCall]) -> list[_Run]:
-    """Units grouped: each unit with collectives alone, the others in runs as long as possible, each one segment."""
-    runs: list[_Run] = []
-    for call in calls:
-        if isinstance(call, _LaneCall):
-            runs.append(call)
-        elif runs and isinstance(runs[-1], list):
-            runs[-1].append(call)
-        else:
-            runs.append([call])
-    return runs

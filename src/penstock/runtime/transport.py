@@ -4,24 +4,21 @@ A channel is one direction of one edge: (source rank, destination rank, forward 
 arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never
 blocks and its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
 torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread and
-`run_in_turn` lets each go on as far as its messages allow.
+`run_together` (of the executor) lets each go on as far as its messages allow.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.model import Driven
-from penstock.runtime.errors import Deadlock, MessageMismatch, TransportError
+from penstock.parallel import Handle
+from penstock.runtime.errors import MessageMismatch, TransportError
 from penstock.schedule import Channel, Direction
-
-T = TypeVar("T")
 
 
 class HostChannel(NamedTuple):
@@ -49,35 +46,17 @@ def described(tensor: "Tensor | _QueueReceipt") -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
-class Receipt(Protocol):
-    """A posted receive."""
+class Receipt(Handle[Tensor], Protocol):
+    """A posted receive. Its `wait` gives the message, which the caller owns.
+
+    Raises, in `wait`:
+        TransportError: the message does not come in time.
+        MessageMismatch: another shape or dtype comes.
+    """
 
     def ready(self) -> bool:
         """True if `wait` may be called: always where waiting blocks; in process, once the message is there."""
         ...
-
-    def wait(self) -> Tensor:
-        """The message; the caller owns it.
-
-        Raises:
-            TransportError: it does not come in time.
-            MessageMismatch: another shape or dtype comes.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Receipts:
-    """The posted receives of one message of several tensors, which were sent together."""
-
-    each: tuple[Receipt, ...]
-
-    def ready(self) -> bool:
-        return not self.each or self.each[0].ready()
-
-    def wait(self) -> Any:
-        """All tensors, in the order in which they were sent."""
-        return tuple(receipt.wait() for receipt in self.each)
 
 
 class Transport(Protocol):
@@ -181,45 +160,3 @@ class _QueueReceipt:
                 f"{describe_message(self.channel)}: expected {described(self)}, got {described(tensor)}"
             )
         return tensor
-
-
-# ---- ranks that share one thread
-
-
-@dataclass(frozen=True, eq=False)
-class Participant(Generic[T]):
-    """One rank's work."""
-
-    #: yields the receipts that it cannot take yet, and returns the rank's result
-    steps: Generator[Receipt, None, T]
-    #: one sentence on the action that the rank is in
-    where: Callable[[], str]
-    #: torch's gradient mode while this rank works
-    mode: Callable[[], AbstractContextManager[object]]
-
-
-def run_in_turn(ranks: Mapping[int, Participant[T]]) -> dict[int, T]:
-    """Run all ranks and return their results. If one fails, the others cannot finish either, and are closed.
-
-    Raises:
-        Deadlock: no rank can go on; the message says for each what it waits for.
-    """
-    running, awaited, results = dict(ranks), dict[int, Receipt](), dict[int, T]()
-    driven = {rank: Driven(one.steps, one.mode) for rank, one in ranks.items()}
-    try:
-        while running:
-            able = [rank for rank in running if rank not in awaited or awaited[rank].ready()]
-            if not able:
-                stuck = "; ".join(one.where() for one in running.values())
-                raise Deadlock(f"no rank can go on: {stuck}")
-            for rank in able:
-                receipt = next(driven[rank], None)
-                if receipt is not None:
-                    awaited[rank] = receipt
-                else:
-                    results[rank] = driven[rank].result
-                    del running[rank]
-    finally:
-        for one in running.values():
-            one.steps.close()
-    return results

@@ -86,9 +86,8 @@ class MeasuredStage(Stage):
             return 0
         held = [kept.tensor for kept in self.kept]
         for tape in filter(None, (reference() for reference in self.tapes)):
-            held += [
-                entry.leaf for entry in tape.segments if isinstance(entry, GraphSegment) and entry.leaf is not None
-            ]
+            segments = [entry for entry in tape.segments if isinstance(entry, GraphSegment)]
+            held += [leaf for entry in segments for leaf in entry.leaves if leaf is not None]
             held += [factor for pending in tape.weight_gradients for factor in (pending.x_TI, pending.grad_TO)]
         not_counted = {parameter.untyped_storage()._cdata for _, parameter in self.named_parameters()}
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}

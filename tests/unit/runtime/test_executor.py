@@ -329,13 +329,13 @@ def test_each_part_of_a_message_must_have_the_shape_that_the_neighbour_awaits(fl
     stage.takes = stage.gives = Message(Form.TUPLE, (part, replace(part, rows="images")))
     rows = {"tokens": 5, "images": 2}
     good = torch.ones(5, HIDDEN), torch.ones(2, HIDDEN)
-    assert stage.checked_leaving(good, flow, 5, rows) is good
+    assert stage.leaving(good, flow, 5, rows) is good
     end = "last" if flow is Direction.FORWARD else "first"
     for bad, came in ((good[0], "[5, 4] of torch.float32"), (good[1].double(), "[2, 4] of torch.float64")):
         with pytest.raises(ValueError) as caught:
-            stage.checked_leaving((good[0], bad), flow, 5, rows)
+            stage.leaving((good[0], bad), flow, 5, rows)
         assert str(caught.value) == (
-            f"stage 3, whose {end} layer is {end}, gives {came} instead of [2, 4] of torch.float32"
+            f"stage 3, whose {end} layer is {end}, gives {came}; its neighbour awaits [2, 4] of torch.float32"
         )
 
 

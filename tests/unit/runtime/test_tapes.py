@@ -12,15 +12,15 @@ from penstock.runtime.tape import Tapes
 def test_a_tape_is_given_while_it_is_held_and_only_then() -> None:
     tapes = Tapes()
     with pytest.raises(KeyError, match="no tape of microbatch 3 of stage 1; live are those of microbatch none"):
-        tapes.get(1, 3)
+        tapes[1, 3]
     made = tapes.make(1, 3)
-    assert tapes.get(1, 3) is made
+    assert tapes[1, 3] is made
     assert not made.segments
     with pytest.raises(KeyError, match="microbatch 4 of stage 1; live are those of microbatch 3 of stage 1"):
-        tapes.take(1, 4)
-    assert tapes.take(1, 3) is made
+        tapes[1, 4]
+    assert tapes.pop((1, 3)) is made
     with pytest.raises(KeyError):
-        tapes.take(1, 3)
+        tapes.pop((1, 3))
     assert len(tapes) == 0
 
 
@@ -28,7 +28,7 @@ def test_a_tape_is_given_while_it_is_held_and_only_then() -> None:
 def test_what_is_taken_or_cleared_is_gone() -> None:
     tapes = Tapes()
     alive = [weakref.ref(tapes.make(0, m)) for m in range(3)]
-    tapes.take(0, 1)
+    tapes.pop((0, 1))
     gc.collect()
     assert [ref() is not None for ref in alive] == [True, False, True]
     tapes.clear()
