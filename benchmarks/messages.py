@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,7 +32,7 @@ CHECKED, UNCHECKED = "checked", "unchecked"
 NUM_RANKS = 2
 
 
-_NO_ENVELOPE = distributed._Envelope(bytearray(1))
+_NO_ENVELOPE = torch.zeros(1, dtype=torch.uint8)
 
 
 class UncheckedReceive(distributed._PostedReceive):
@@ -50,8 +51,7 @@ class UncheckedEnd(distributed._ChannelEnd):
         return _NO_ENVELOPE, [self.backends[0].recv([buffer], self.peer, 0)]
 
     def send(self, tensor: Tensor) -> None:
-        assert self._sends is not None
-        self._sends.add(distributed._Sent(tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
+        self.sends.add(distributed._Sent(tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
 
 
 def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:

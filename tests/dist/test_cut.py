@@ -291,7 +291,7 @@ def fail_with_a_late_thread(rank: int, late: str, of: int) -> list[str]:
 
 @pytest.mark.shows(112)
 @pytest.mark.parametrize("of", [0, 1])
-@pytest.mark.parametrize("late", ["_hear", "cut"])
+@pytest.mark.parametrize("late", ["_hear", "cut_off"])
 def test_a_rank_whose_thread_is_late_ends_its_step_with_the_others(late: str, of: int) -> None:
     first, second = run_ranks(2, fail_with_a_late_thread, late, of)
     assert first == second and all("Fault: made to fail" in text for text in first)

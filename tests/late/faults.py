@@ -17,7 +17,7 @@ from penstock.engine.checkpoint import Checkpointer
 from penstock.parallel.collectives import Collectives, Pending
 from penstock.parallel.gradients import GradientBuckets
 from penstock.runtime import DistributedTransport, Executor, Stage
-from penstock.runtime.distributed import _HeldSends, _PolledSends, _PostedReceive, _Sent
+from penstock.runtime.distributed import _KeptSends, _PostedReceive, _Sent
 from penstock.schedule import Action, Op
 from tests.late.jobs import Job, Part, schedule
 
@@ -66,11 +66,15 @@ def _nothing(original: Any, *args: Any) -> None:
     pass
 
 
-def _forget_tensor(original: Any, sends: Any, sent: _Sent) -> None:
-    original(sends, replace(sent, message=torch.empty(0)))
+def _forget_tensor(original: Any, sends: _KeptSends, sent: _Sent) -> None:
+    original(sends, replace(sent, message=torch.empty(0)) if sends.are_polled else sent)
 
 
-def _free_before_wait(original: Any, sends: _PolledSends) -> None:
+def _forget_header(original: Any, sends: _KeptSends, sent: _Sent) -> None:
+    original(sends, sent if sends.are_polled else replace(sent, message=torch.empty(0)))
+
+
+def _free_before_wait(original: Any, sends: _KeptSends) -> None:
     while sends._in_flight:
         works = sends._in_flight.popleft().works
         for work in works:
@@ -155,10 +159,10 @@ FAULTS = {
     "tokens are computed before parameters are gathered": Fault(
         Stage, "decode", _decode_at_once, UNPACKED, "logits .* are not finite"
     ),
-    "a tensor is freed before it is sent": Fault(_PolledSends, "add", _forget_tensor, PIPELINE, "freed what it gave"),
-    "a header is freed before it is sent": Fault(_HeldSends, "add", _forget_tensor, GENERATION, "freed what it gave"),
+    "a tensor is freed before it is sent": Fault(_KeptSends, "add", _forget_tensor, PIPELINE, "freed what it gave"),
+    "a header is freed before it is sent": Fault(_KeptSends, "add", _forget_header, GENERATION, "freed what it gave"),
     "a tensor is freed before its send is waited for": Fault(
-        _PolledSends, "settle", _free_before_wait, PIPELINE, "freed what it gave to the"
+        _KeptSends, "settle", _free_before_wait, PIPELINE, "freed what it gave to the"
     ),
     "messages are sent from one buffer": Fault(
         DistributedTransport, "send", _send_from_one_buffer, PIPELINE, "rank [01] wrote to what it gave to the"

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -101,7 +101,12 @@ class DistributedTransport:
 
     def backends(self) -> Sequence[Any]:
         """The links' communicators, and those who wait for their sends."""
-        return [each for link in self._links.values() for each in (*link.backends, *link.waiting())]
+        found: list[Any] = []
+        for link in self._links.values():
+            found += link.backends
+            if isinstance(link.sends, _ThreadedSends):
+                found.append(link.sends)
+        return found
 
     def renew(self, generation: int) -> None:
         """Make all links anew, once they have been cut, and test them; all ranks call it."""
@@ -110,40 +115,7 @@ class DistributedTransport:
         store = PrefixStore(str(generation), self._store)
         watch_s = None if self.device.type == "cuda" else self.timeout_s
         self._links = {line: _ChannelEnd(line, self.rank, store, self._makers, watch_s) for line in self._lines}
-        self._test_links()
-
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
-        self._check_usable()
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        self._num_awaited += 1
-        return _PostedReceive(self, channel, buffer, *self._links[channel].receive(buffer))
-
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        self._check_usable()
-        self._links[channel].send(tensor)
-
-    def abandon(self) -> None:
-        """Take no more messages: receives that are posted cannot be taken back, and would swallow the next step's."""
-        self._abandoned = True
-
-    def _check_usable(self) -> None:
-        if self._abandoned:
-            raise TransportError("a step failed on this rank with messages under way; make a new engine to go on")
-
-    def num_pending(self) -> int:
-        return self._num_awaited + sum(link.num_in_flight() for link in self._links.values())
-
-    def settle(self) -> None:
-        for link in self._links.values():
-            link.settle()
-
-    def close(self) -> None:
-        """Let the helper threads end; the process groups stay with torch.distributed."""
-        for link in self._links.values():
-            link.close()
-
-    def _test_links(self) -> None:
-        """Send a word over each link and check it: a link that cannot carry it is named before any work starts."""
+        # A word over each link: one that cannot carry it is named before any work starts.
         arrivals = []
         try:
             for channel, link in self._links.items():
@@ -164,6 +136,36 @@ class DistributedTransport:
         except TransportError as error:
             raise TransportError(f"the link test failed: {error}") from error
 
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
+        self._check_usable()
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        self._num_awaited += 1
+        return _PostedReceive(self, channel, buffer, *self._links[channel].receive(buffer))
+
+    def send(self, channel: Line, tensor: Tensor) -> None:
+        self._check_usable()
+        self._links[channel].send(tensor)
+
+    def abandon(self) -> None:
+        """Take no more messages: receives that are posted cannot be taken back, and would swallow the next step's."""
+        self._abandoned = True
+
+    def _check_usable(self) -> None:
+        if self._abandoned:
+            raise TransportError("a step failed on this rank with messages under way; make a new engine to go on")
+
+    def num_pending(self) -> int:
+        return self._num_awaited + sum(link.sends.num_in_flight() for link in self._links.values())
+
+    def settle(self) -> None:
+        for link in self._links.values():
+            link.sends.settle()
+
+    def close(self) -> None:
+        """Let the helper threads end; the process groups stay with torch.distributed."""
+        for link in self._links.values():
+            link.sends.close()
+
 
 def open_transport(
     lines: Placement | Sequence[Line], group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
@@ -177,17 +179,6 @@ def open_transport(
     return DistributedTransport(lines, group, device, timeout_s)
 
 
-class _Envelope:
-    """An announcement, with a message inside or without: memory of Python's, none of the tensors that a step counts."""
-
-    #: the same bytes, as they are read here and as a backend takes them
-    content: bytearray
-    tensor: Tensor
-
-    def __init__(self, content: bytearray) -> None:
-        self.content, self.tensor = content, torch.frombuffer(content, dtype=torch.uint8)
-
-
 @dataclass(eq=False, slots=True)
 class _PostedReceive:
     #: the transport that counts it
@@ -196,7 +187,7 @@ class _PostedReceive:
     channel: Line
     buffer: Tensor
     #: where the announcement is received, and the handles of the backend: its own, and the message's if that is apart
-    envelope: _Envelope
+    envelope: Tensor
     works: Sequence[dist.Work]
 
     def ready(self) -> bool:
@@ -207,7 +198,7 @@ class _PostedReceive:
         announcement, *apart = self.works
         try:
             announcement.wait()
-            came = self.envelope.content[:_ANNOUNCEMENT_BYTES]
+            came = ctypes.string_at(self.envelope.data_ptr(), _ANNOUNCEMENT_BYTES)
             if came != _announcement(self.buffer):
                 raise MessageMismatch(
                     f"{describe_message(self.channel)}: expected {described(self.buffer)}, got {came.decode().rstrip()}"
@@ -221,7 +212,7 @@ class _PostedReceive:
                 f"no {describe_message(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
             ) from error
         if not apart:
-            message = self.envelope.tensor.data_ptr() + _ANNOUNCEMENT_BYTES
+            message = self.envelope.data_ptr() + _ANNOUNCEMENT_BYTES
             ctypes.memmove(self.buffer.data_ptr(), message, self.buffer.nbytes)
         self.transport._num_awaited -= 1
         return self.buffer
@@ -233,6 +224,11 @@ def _announcement(tensor: Tensor) -> bytes:
     if len(text) > _ANNOUNCEMENT_BYTES:
         raise ValueError(f"{described(tensor)} has too many dimensions for a message; eight are always possible")
     return text
+
+
+def _envelope(content: bytearray) -> Tensor:
+    """An announcement, with a message inside or without: memory of Python's, none of the tensors that a step counts."""
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _travels_inside(tensor: Tensor) -> bool:
@@ -257,8 +253,8 @@ class _ChannelEnd:
     peer: int
     #: the communicators, of which the first carries messages and the last announcements
     backends: Sequence[Any]
-    #: keeps sent tensors until they have left; None at the receiving end
-    _sends: "_ThreadedSends | _PolledSends | _HeldSends | None"
+    #: keeps sent tensors until they have left; none at the receiving end
+    sends: "_ThreadedSends | _KeptSends"
 
     def __init__(
         self,
@@ -274,57 +270,42 @@ class _ChannelEnd:
         store = PrefixStore(describe_message(channel), store)
         self.channel, self.peer = channel, int(outgoing)
         self.backends = [make(PrefixStore(str(n), store), 1 - self.peer) for n, make in enumerate(makers)]
-        self._sends = None
-        if outgoing and isinstance(channel, HostChannel):
-            self._sends = _HeldSends(channel)
-        elif outgoing:
-            self._sends = _PolledSends() if watch_s is None else _ThreadedSends(channel, watch_s)
+        if watch_s is None or isinstance(channel, HostChannel) or not outgoing:
+            self.sends = _KeptSends(channel, are_polled=not isinstance(channel, HostChannel))
+        else:
+            self.sends = _ThreadedSends(channel, watch_s)
 
-    def receive(self, buffer: Tensor) -> tuple[_Envelope, list[dist.Work]]:
+    def receive(self, buffer: Tensor) -> tuple[Tensor, list[dist.Work]]:
         """Post the receive of an announcement, and of the message if it is apart; returns the first's buffer, and both.
 
         The buffer holds any announcement, also one that nobody awaits here.
         """
         most_inside = _MOST_INSIDE_BYTES if buffer.device.type == "cpu" else 0
-        envelope = _Envelope(bytearray(_ANNOUNCEMENT_BYTES + most_inside))
+        envelope = _envelope(bytearray(_ANNOUNCEMENT_BYTES + most_inside))
         try:
             apart = [] if _travels_inside(buffer) else [self.backends[0].recv([buffer], self.peer, _tag(buffer))]
-            works = [self.backends[-1].recv([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG), *apart]
+            works = [self.backends[-1].recv([envelope], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("received", error) from error
         return envelope, works
 
     def send(self, tensor: Tensor) -> None:
-        assert self._sends is not None, f"this rank is not the source of the {describe_message(self.channel)}"
+        assert self.peer == 1, f"this rank is not the source of the {describe_message(self.channel)}"
         assert tensor.is_contiguous(), f"{describe_message(self.channel)} are sent in one piece"
         inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
         if inside:
             content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        envelope = _Envelope(content)
+        envelope = _envelope(content)
         try:
             apart = [] if inside else [self.backends[0].send([tensor], self.peer, _tag(tensor))]
-            works = [self.backends[-1].send([envelope.tensor], self.peer, _ANNOUNCEMENT_TAG), *apart]
+            works = [self.backends[-1].send([envelope], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("sent", error) from error
-        self._sends.add(_Sent(tensor, envelope, works))
+        self.sends.add(_Sent(tensor, envelope, works))
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
         return TransportError(f"{describe_message(self.channel)} can no longer be {done} ({first_line(error)})")
-
-    def waiting(self) -> Sequence["_ThreadedSends"]:
-        return [self._sends] if isinstance(self._sends, _ThreadedSends) else []
-
-    def num_in_flight(self) -> int:
-        return self._sends.num_in_flight() if self._sends else 0
-
-    def settle(self) -> None:
-        if self._sends:
-            self._sends.settle()
-
-    def close(self) -> None:
-        if self._sends:
-            self._sends.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -333,7 +314,7 @@ class _Sent:
 
     #: the message, and its announcement, in which it may be too
     message: Tensor
-    announcement: _Envelope
+    announcement: Tensor
     #: the handles of the backend, the message's last
     works: Sequence[dist.Work]
 
@@ -356,67 +337,40 @@ class _Sent:
 _Sends = deque[_Sent]
 
 
-class _PolledSends:
-    """Holds sent tensors until their work is complete, polled whenever another is sent (CUDA's works can be polled)."""
+@dataclass(eq=False)
+class _KeptSends:
+    """Holds sent tensors until they are known to have left, without a thread: it would wake when its rank computes.
 
+    Works that can be polled, as CUDA's can, are polled whenever another is sent. Of the others, which are those of
+    small messages in host memory, the last are held, as it matters little when they have left.
+    """
+
+    channel: Line
+    are_polled: bool
     #: sends that may be under way, oldest first
-    _in_flight: _Sends
-
-    def __init__(self) -> None:
-        self._in_flight = deque()
+    _in_flight: _Sends = field(default_factory=deque)
 
     def add(self, sent: _Sent) -> None:
         self._in_flight.append(sent)
-        self.num_in_flight()
+        if self.num_in_flight() > _MOST_HELD_SENDS and not self.are_polled:
+            self._wait_for_first()
 
     def num_in_flight(self) -> int:
-        while self._in_flight and self._in_flight[0].has_left():
+        while self.are_polled and self._in_flight and self._in_flight[0].has_left():
             self._in_flight.popleft()
         return len(self._in_flight)
 
     def settle(self) -> None:
         while self._in_flight:
-            # Popped first, the tensor would be freed before the wait.
-            self._in_flight[0].wait()
-            self._in_flight.popleft()
+            self._wait_for_first()
 
     def close(self) -> None:
         self._in_flight.clear()
 
-
-class _HeldSends:
-    """Holds the last messages that were sent: they are too small for it to matter when they have left.
-
-    A thread would wake for each of them, just when its rank wants to compute.
-    """
-
-    #: the channel
-    _channel: Line
-    #: its last sends, oldest first
-    _held: _Sends
-
-    def __init__(self, channel: Line) -> None:
-        self._channel = channel
-        self._held = deque()
-
-    def add(self, sent: _Sent) -> None:
-        self._held.append(sent)
-        if len(self._held) > _MOST_HELD_SENDS:
-            self._wait_for_first()
-
-    def num_in_flight(self) -> int:
-        return len(self._held)
-
-    def settle(self) -> None:
-        while self._held:
-            self._wait_for_first()
-
-    def close(self) -> None:
-        self._held.clear()
-
     def _wait_for_first(self) -> None:
-        _wait_until_left(self._channel, self._held[0])
-        self._held.popleft()
+        # Popped first, the tensor would be freed before the wait.
+        _wait_until_left(self.channel, self._in_flight[0])
+        self._in_flight.popleft()
 
 
 class _ThreadedSends:
