@@ -345,6 +345,7 @@ class _KeptSends:
     small messages in host memory, the last are held, as it matters little when they have left.
     """
 
+    #: the channel, and True if its works can be polled
     channel: Line
     are_polled: bool
     #: sends that may be under way, oldest first
