@@ -102,7 +102,8 @@ class Source:
 
     def _rows(self, file: Path) -> Iterator[Row]:
         name = file.relative_to(self.root).as_posix()
-        # The library's reader of JSON dies of some lines, and gives every row the fields of all.
+        # The library's reader of JSON takes texts like times for times, gives every row the fields of all, and names no
+        # line in its errors.
         values = _lines(file) if ROW_ENDINGS[file.suffix] == "json" else _table(file)
         for number, (place, value) in enumerate(values):
             yield Row(f"{name}:{number}", f"{file}, {place}", value)

@@ -142,19 +142,14 @@ class Setting:
         return taken
 
 
-def declared(help: str, bounds: Bounds | None = None, *, key: str = "") -> dict[str, Setting]:
-    """The metadata of a field that is a setting."""
-    return {_KEY: Setting(help, bounds, key)}
-
-
-def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "") -> T:
+def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "", kw_only: bool = False) -> T:
     """Declare a setting, as the value of a dataclass's field."""
-    return dataclasses.field(default=default, metadata=declared(help, bounds, key=key))
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={_KEY: Setting(help, bounds, key)})
 
 
 def argument(default: T, bounds: Bounds) -> T:
     """Declare a field that is bounded like a setting, but is none: neither file nor command line has it."""
-    return dataclasses.field(default=default, metadata=declared("", bounds))
+    return setting(default, "", bounds)
 
 
 def same_as(kind: type["Settings"], attribute: str) -> Any:

@@ -1,7 +1,7 @@
 """Settings of a decoder of the Llama, Qwen2, Qwen3 and Mistral family, and of its rotary positions."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.settings.declare import (
@@ -13,7 +13,6 @@ from penstock.settings.declare import (
     Bounds,
     ConfigError,
     Settings,
-    declared,
     refuse_divisor,
     setting,
 )
@@ -90,20 +89,16 @@ class ModelConfig(Settings, section="model"):
     (16, 6)
     """
 
-    pretrained: str | None = field(
-        default=None,
+    pretrained: str | None = setting(
+        None,
+        "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below.",
         kw_only=True,
-        metadata=declared(
-            "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below."
-        ),
     )
-    native: Native = field(
-        default="auto",
+    native: Native = setting(
+        "auto",
+        "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it knows "
+        "the family (auto).",
         kw_only=True,
-        metadata=declared(
-            "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it "
-            "knows the family (auto)."
-        ),
     )
     vocab_size: int | None = setting(
         None, "Tokens of the vocabulary; left out, as many as the tokenizer has.", AT_LEAST_1

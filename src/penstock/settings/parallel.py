@@ -86,8 +86,7 @@ class Layout(Settings, section="parallel"):
         if self.ranks is not None and list(self.ranks) != sorted(set(self.ranks)):
             raise ConfigError(f"ranks = {list(self.ranks)} must be ascending, such as range(2, 4)")
         if self.world_size > (limit := _PROCESSES.limit or 0):
-            product = " x ".join(f"parallel.{axis} = {size}" for axis, size in self.sizes.items())
-            raise ConfigError(f"{product} is {self.world_size} processes; at most {limit} are possible")
+            raise ConfigError(f"{self.product} is {self.world_size} processes; at most {limit} are possible")
         refuse_divisor("parallel.ep", self.ep, "parallel.dp x parallel.cp", self.dp * self.cp)
         if self.ranks is not None and len(self.ranks) != self.world_size:
             raise ConfigError(f"{self} is {self.world_size} processes, but ranks names {len(self.ranks)}")
@@ -106,6 +105,11 @@ class Layout(Settings, section="parallel"):
     def world_size(self) -> int:
         """Processes of the grid."""
         return math.prod(self.sizes.values())
+
+    @property
+    def product(self) -> str:
+        """The axes' sizes as settings: ``parallel.dp = 2 x parallel.pp = 4 x ...``."""
+        return " x ".join(f"parallel.{axis} = {size}" for axis, size in self.sizes.items())
 
     @property
     def shares_layers(self) -> bool:

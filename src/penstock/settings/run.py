@@ -363,10 +363,9 @@ def check_world(config: RunConfig, world_size: int, origin: str) -> None:
     ours = config.parallel
     if world_size == ours.world_size:
         return
-    product = " x ".join(f"parallel.{axis} = {size}" for axis, size in ours.sizes.items())
     nearest = ", or ".join(str(other) for other in itertools.islice(ours.fitting(world_size), 3))
     raise ConfigError(
-        f"{origin} has {world_size} processes, but {product} is {ours.world_size}; "
+        f"{origin} has {world_size} processes, but {ours.product} is {ours.world_size}; "
         f"start {ours.world_size} processes, or set {nearest}"
     )
 

@@ -118,6 +118,14 @@ def test_rows_are_documents(tmp_path: Path, ending: str):
         assert texts_of(store) == kept
 
 
+def test_lines_of_json_are_read_as_they_are_written(tmp_path: Path):
+    rows = [{"text": "2020-01-01T00:00:00Z"}, {"text": "2021-01-01T00:00:00Z", "more": {"b": 1, "a": None}}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    # a reader that seeks a common type for all rows makes times of these texts, and adds fields
+    assert [row.value for row in find_source(str(path)).rows()] == rows
+    assert [text for _, text in find_source(str(path)).documents()] == [row["text"] for row in rows]
+
+
 def test_a_single_document_is_cut_for_validation(tmp_path: Path):
     path = tmp_path / "one.txt"
     path.write_text("0123456789" * 10)
