@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.generation.requests import TokenDelta
 from penstock.io.documents import parse_json
-from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
+from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
 from penstock.serve.refusals import RefusalError, invalid, json_response, json_text, quoted, refusal_response
@@ -142,7 +142,7 @@ def _described(model: ServedModel) -> dict[str, Any]:
 # ---- answers
 
 
-ReadRequest = Callable[[Any, ServedModel, ServeConfig], AskedAnswers]
+ReadRequest = Callable[[Any, ServedModel, ServeConfig], CompletionRequest]
 
 
 async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> "_Answering":
@@ -182,7 +182,7 @@ async def _body(request: Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> AskedAnswers:
+def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> CompletionRequest:
     try:
         content = parse_json(body)
     except ValueError as error:

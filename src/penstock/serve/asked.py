@@ -1,7 +1,11 @@
-"""The two kinds of requests, read and checked: token ids, the distribution to draw from, and the form of the reply."""
+"""The two kinds of requests, read and checked: token ids, the distribution to draw from, and the form of the reply.
+
+`COMPLETION` and `CHAT` are the server's interface: a line for each field, with its type, the numbers that are possible,
+and the setting of `SamplingParams` that it gives. A field that is in neither is refused.
+"""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,102 +16,13 @@ from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
 from penstock.settings import SamplingParams, ServeConfig
-from penstock.settings.types import suggestion
-
-# ---- The fields of a request's JSON object: each taken once with its kind and bounds; what is left over is refused
-
-
-class Fields:
-    """A JSON object from a client, whose fields are taken one by one.
-
-    Raises:
-        RefusalError: it is no object.
-    """
-
-    #: fields that have not been taken
-    _left: dict[str, Any]
-    #: the names of those that could be taken
-    _known: list[str]
-
-    def __init__(self, content: Any) -> None:
-        if not isinstance(content, dict):
-            raise invalid(None, f"the body is {quoted(content)}; a JSON object is expected")
-        self._left, self._known = dict(content), []
-
-    def take(self, name: str) -> Any:
-        """A field of any kind; None where it is null or missing."""
-        self._known.append(name)
-        return self._left.pop(name, None)
-
-    def ignore(self, names: Iterable[str]) -> None:
-        """Take fields that change nothing here."""
-        for name in names:
-            self.take(name)
-
-    def truth(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid(name, f"{name} is {quoted(value)}; true or false is expected")
-        return default if value is None else value
-
-    def whole(self, name: str, least: int, most: int, why: str = "") -> int | None:
-        """A whole number within bounds; `why` is put behind the upper one."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise invalid(name, f"{name} is {quoted(value)}; a whole number from {least} to {most}{why} is expected")
-        return value
-
-    def number(self, name: str, least: float, most: float) -> float | None:
-        """A number within bounds."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise invalid(name, f"{name} is {quoted(value)}; a number from {least:g} to {most:g} is expected")
-        return float(value)
-
-    def word(self, name: str) -> str | None:
-        """A string."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            raise invalid(name, f"{name} is {quoted(value)}; a string is expected")
-        return value
-
-    def unsupported(self, name: str, *harmless: Any) -> None:
-        """Refuse a field of OpenAI's interface that this server lacks, unless its value asks for nothing."""
-        value = self.take(name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
-            raise invalid(name, f"{name} is {quoted(value)}; this server does not have it, leave it out")
-
-    def end(self) -> None:
-        """Refuse fields that were not taken."""
-        for name in self._left:
-            raise invalid(name[:80], f"there is no field {quoted(name)}; {suggestion(name, self._known)}")
-
-
-def text_in(name: str, value: Any) -> str:
-    """A string that can be written as UTF-8. Raises: RefusalError for anything else."""
-    if not isinstance(value, str):
-        raise invalid(name, f"{name} is {quoted(value)}; a string is expected")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(name, f"{name} cannot be written as UTF-8 ({error.reason}); give whole characters") from None
-    return value
-
-
-# ---- The two kinds of requests, read and checked: token ids, the distribution to draw from, and the form of the reply
-
+from penstock.settings.types import match, mismatch, suggestion
 
 MOST_LOG_PROBS, _MOST_STOPS, _MOST_STOP_LENGTH, _MOST_BIASES = 20, 16, 256, 1024
 # What a completion has where nothing is said, as in OpenAI's interface.
 _USUAL_TOKENS = 16
 # Temperatures nearer to zero would make logits infinite.
 _LEAST_TEMPERATURE = 0.01
-_NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True)
@@ -127,6 +42,15 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     sampling: Mapping[str, Any]
 
+    def most(self, limit: str, config: ServeConfig) -> tuple[int, str]:
+        """The largest number that a limit allows, and the option that sets it, to be put behind the number."""
+        if limit != "choices":
+            return {"vocabulary": self.limits.vocab_size, "length": self.limits.max_length}[limit], ""
+        if config.max_choices <= self.max_unfinished:
+            return config.max_choices, " (--max-choices)"
+        # More than may be under way at a time could never be taken.
+        return self.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
+
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of the tokenizer's single tokens."""
@@ -134,7 +58,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class AskedAnswers:
+class CompletionRequest:
     """One request. num_log_probs: the likeliest tokens to report at each place; None for no log-probabilities."""
 
     prompts: list[list[int]]
@@ -153,40 +77,183 @@ class AskedAnswers:
         return sum(map(len, self.prompts))
 
 
-def read_completion(body: Any, model: ServedModel, config: ServeConfig) -> AskedAnswers:
+def text_in(name: str, value: Any) -> str:
+    """A string that can be written as UTF-8. Raises: RefusalError for anything else."""
+    if not isinstance(value, str):
+        raise invalid(name, f"{name} is {quoted(value)}; a string is expected")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(name, f"{name} cannot be written as UTF-8 ({error.reason}); give whole characters") from None
+    return value
+
+
+# ---- The fields of requests
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request: what it may hold, and what it gives."""
+
+    #: the type of its value
+    kind: Any = Any
+    #: the numbers that are possible; a name is that of a limit, see `ServedModel.most`
+    least: float = 0
+    most: float | str | None = None
+    #: the setting of `SamplingParams` that it gives
+    sets: str | None = None
+    #: makes the setting of the value
+    read: Callable[[Any, ServedModel], Any] | None = None
+    #: of a field that this server lacks, the values that ask for nothing; others are refused
+    harmless: tuple[Any, ...] | None = None
+
+
+def _lacking(*harmless: Any) -> Field:
+    return Field(harmless=harmless)
+
+
+def _temperature(value: float, model: ServedModel) -> float:
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise invalid("temperature", f"temperature is {value:g}; 0, or {_LEAST_TEMPERATURE} to 2 is possible")
+    return value
+
+
+def _top_k(value: int, model: ServedModel) -> int:
+    """0 and -1 leave all tokens, as others have it, and not as many as the model's own settings."""
+    return value if value > 0 else model.limits.vocab_size
+
+
+def _stops(value: Any, model: ServedModel) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
+        raise invalid("stop", f"stop is {quoted(value)}; a text or a list of up to {_MOST_STOPS} is expected")
+    texts = tuple(text_in("stop", stop) for stop in stops)
+    if any(not 0 < len(text) <= _MOST_STOP_LENGTH for text in texts):
+        raise invalid("stop", f"stop is {quoted(value)}; texts of 1 to {_MOST_STOP_LENGTH} characters are expected")
+    if texts and model.tokenizer is None:
+        raise invalid("stop", "stop is a text, but the model has no tokenizer; leave it out")
+    return texts
+
+
+def _biases(value: dict[str, Any], model: ServedModel) -> dict[int, float]:
+    if len(value) > _MOST_BIASES:
+        raise invalid("logit_bias", f"logit_bias is {quoted(value)}; an object of up to {_MOST_BIASES} is expected")
+    found = {}
+    for token, bias in value.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not (token.isascii() and token.isdecimal() and len(token) < 10) or not is_number:
+            raise invalid(
+                "logit_bias",
+                f"logit_bias has {quoted(token)}: {quoted(bias)}; token ids with numbers from -100 to 100 are expected",
+            )
+        found[int(token)] = float(bias)
+    return found
+
+
+_OF_BOTH = {
+    "model": Field(str),
+    "stream": Field(bool),
+    "stream_options": Field(dict),
+    "n": Field(int, 1, "choices", "num_samples"),
+    "temperature": Field(float, 0, 2, "temperature", _temperature),
+    "top_p": Field(float, 1e-6, 1, "top_p"),
+    "presence_penalty": Field(float, -2, 2, "presence_penalty"),
+    "frequency_penalty": Field(float, -2, 2, "frequency_penalty"),
+    "logit_bias": Field(dict, sets="logit_bias", read=_biases),
+    "stop": Field(sets="stop", read=_stops),
+    "seed": Field(int, -(1 << 63), (1 << 64) - 1, "seed", lambda value, model: value % (1 << 64)),
+    # Beyond OpenAI's interface, under the names that other servers have for them.
+    "top_k": Field(int, -1, "vocabulary", "top_k", _top_k),
+    "min_p": Field(float, 0, 1, "min_p"),
+    "repetition_penalty": Field(float, 0.1, 10, "repetition_penalty"),
+    "min_tokens": Field(int, 0, "length", "min_new_tokens"),
+    "ignore_eos": Field(bool),
+    # These change nothing here.
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), Field()),
+}
+COMPLETION = {
+    **_OF_BOTH,
+    "prompt": Field(),
+    "logprobs": Field(int, 0, MOST_LOG_PROBS),
+    "max_tokens": Field(int, 1, "length"),
+    "echo": _lacking(False),
+    "suffix": _lacking(""),
+    "best_of": _lacking(1),
+}
+CHAT = {
+    **_OF_BOTH,
+    "messages": Field(),
+    "logprobs": Field(bool),
+    "top_logprobs": Field(int, 0, MOST_LOG_PROBS),
+    "max_completion_tokens": Field(int, 1, "length"),
+    "max_tokens": Field(int, 1, "length"),
+    **dict.fromkeys(("functions", "function_call", "audio", "prediction", "web_search_options"), _lacking()),
+    "tools": _lacking([]),
+    "tool_choice": _lacking("none"),
+    "parallel_tool_calls": _lacking(True, False),
+    "modalities": _lacking(["text"]),
+    "response_format": _lacking({"type": "text"}),
+    "reasoning_effort": _lacking("none"),
+    "verbosity": _lacking("medium"),
+}
+_STREAM_OPTIONS = {"include_usage": Field(bool), "include_obfuscation": Field()}
+_MESSAGE = {
+    "role": Field(),
+    "content": Field(),
+    "name": Field(str),
+    **dict.fromkeys(("tool_calls", "tool_call_id", "function_call", "audio", "refusal"), _lacking([])),
+}
+
+
+def read_fields(
+    content: Any, table: Mapping[str, Field], model: ServedModel, config: ServeConfig, where: str = ""
+) -> dict[str, Any]:
+    """The values of a JSON object's fields, but for those that are null. Raises: RefusalError."""
+    found = {}
+    for name, value in content.items():
+        place, field = f"{where}{name}", table.get(name)
+        if field is None:
+            raise invalid(place[:80], f"there is no field {quoted(name)}; {suggestion(name, list(table))}")
+        if value is None:
+            continue
+        if field.harmless is not None:
+            if not any(type(value) is type(one) and value == one for one in field.harmless):
+                raise invalid(place, f"{place} is {quoted(value)}; this server does not have it, leave it out")
+            continue
+        fits, own = match(field.kind, value)
+        if not fits:
+            raise invalid(place, mismatch(place, value, field.kind))
+        if field.most is not None:
+            most, why = model.most(field.most, config) if isinstance(field.most, str) else (field.most, "")
+            if not field.least <= own <= most:
+                raise invalid(place, f"{place} is {quoted(value)}; from {field.least} to {most}{why} is possible")
+        found[name] = own if field.read is None else field.read(own, model)
+    return found
+
+
+# ---- The two kinds of requests
+
+
+def read_completion(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
     """Read the body of /v1/completions. Raises: RefusalError."""
-    fields = Fields(body)
-    _check_model(fields, model)
-    prompts = _prompts(fields.take("prompt"), model, config)
-    num_log_probs = fields.whole("logprobs", 0, MOST_LOG_PROBS)
-    length = fields.whole("max_tokens", 1, model.limits.max_length)
-    for name, harmless in (("echo", (False,)), ("suffix", ("",)), ("best_of", (1,))):
-        fields.unsupported(name, *harmless)
-    content = _Content(prompts, length or _USUAL_TOKENS, num_log_probs, is_chat=False)
-    return _asked(fields, content, model, config)
+    given = _read(body, COMPLETION, model, config)
+    prompts, length = _prompts(given.get("prompt"), model, config), given.get("max_tokens", _USUAL_TOKENS)
+    return _request(given, COMPLETION, _Content(prompts, length, given.get("logprobs"), False), model, config)
 
 
-def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> AskedAnswers:
+def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
     """Read the body of /v1/chat/completions. Raises: RefusalError."""
-    fields = Fields(body)
-    _check_model(fields, model)
-    prompt = _conversation(fields.take("messages"), model)
-    wants, likeliest = fields.truth("logprobs"), fields.whole("top_logprobs", 0, MOST_LOG_PROBS)
+    given = _read(body, CHAT, model, config)
+    prompt = _conversation(given.get("messages"), model, config)
+    wants, likeliest = given.get("logprobs", False), given.get("top_logprobs")
     if likeliest is not None and not wants:
         raise invalid("top_logprobs", f"top_logprobs is {likeliest}, but logprobs is not true; set it")
-    newer, older = (fields.whole(name, 1, model.limits.max_length) for name in ("max_completion_tokens", "max_tokens"))
+    newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise invalid("max_tokens", f"max_tokens is {older}, but max_completion_tokens is {newer}; give one of them")
     length = newer or older or max(1, model.limits.max_length - len(prompt))
-    for name, harmless in (
-        *((name, ()) for name in ("functions", "function_call", "audio", "prediction", "web_search_options")),
-        *(("tools", ([],)), ("tool_choice", ("none",)), ("parallel_tool_calls", (True, False))),
-        *(("modalities", (["text"],)), ("response_format", ({"type": "text"},))),
-        *(("reasoning_effort", ("none",)), ("verbosity", ("medium",))),
-    ):
-        fields.unsupported(name, *harmless)
-    content = _Content([prompt], length, (likeliest or 0) if wants else None, is_chat=True)
-    return _asked(fields, content, model, config)
+    content = _Content([prompt], length, (likeliest or 0) if wants else None, True)
+    return _request(given, CHAT, content, model, config)
 
 
 @dataclass(frozen=True)
@@ -199,40 +266,33 @@ class _Content:
     is_chat: bool
 
 
-def _asked(fields: Fields, content: _Content, model: ServedModel, config: ServeConfig) -> AskedAnswers:
-    """The rest of a request, whose fields both kinds have."""
-    stream, options = fields.truth("stream"), fields.take("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise invalid("stream_options", f"stream_options is {quoted(options)}; a JSON object is expected")
-    usage = Fields(options or {})
-    include_usage = usage.truth("include_usage")
-    usage.ignore(["include_obfuscation"])
-    usage.end()
-    given = _sampling(fields, model, config)
-    fields.ignore(_NO_EFFECT)
-    fields.end()
-    prompts, length, num_log_probs = content.prompts, content.length, content.num_log_probs
-    _check_lengths(prompts, given.get("min_new_tokens", 0), length, model)
-    given["max_new_tokens"] = length
-    if num_log_probs is not None:
-        given |= {"raw_log_probs": True, "top_log_probs": min(num_log_probs, model.limits.vocab_size)}
-    try:
-        params = SamplingParams(**given)
-        check_prompts(prompts, [params] * len(prompts), model.limits)
-    except ValueError as error:
-        raise invalid(None, str(error)) from None
-    asked = AskedAnswers(prompts, params, stream, include_usage, num_log_probs, content.is_chat)
-    most, why = _most_choices(model, config)
-    if asked.num_choices > most:
-        raise invalid("n", f"the request asks for {asked.num_choices} answers; at most {most}{why} are possible")
-    return asked
+def _read(body: Any, table: Mapping[str, Field], model: ServedModel, config: ServeConfig) -> dict[str, Any]:
+    """The fields of a request to this server's model."""
+    if not isinstance(body, dict):
+        raise invalid(None, f"the body is {quoted(body)}; a JSON object is expected")
+    given = read_fields(body, table, model, config)
+    name = given.get("model")
+    if name is None:
+        raise invalid("model", f"model is missing; this server has {model.name!r}")
+    if name != model.name:
+        message = f"there is no model {quoted(name)}; this server has {model.name!r}"
+        raise RefusalError(404, message, "model", "model_not_found")
+    return given
 
 
-def _check_lengths(prompts: list[list[int]], least: int, length: int, model: ServedModel) -> None:
-    """Refuse answers of at least `least` and at most `length` tokens that cannot be."""
-    if least > length:
+def _request(
+    given: Mapping[str, Any], table: Mapping[str, Field], content: _Content, model: ServedModel, config: ServeConfig
+) -> CompletionRequest:
+    """The request, whose settings of `SamplingParams` are the model's own and above them its fields'."""
+    usage = read_fields(given.get("stream_options", {}), _STREAM_OPTIONS, model, config, "stream_options.")
+    prompts, length, longest = content.prompts, content.length, model.limits.max_length
+    settings = {name: value for name, value in model.sampling.items() if name != "max_new_tokens"}
+    # As OpenAI's: without a seed each call draws anew.
+    settings |= {"seed": secrets.randbits(64), "max_new_tokens": length}
+    settings |= {own: given[name] for name, field in table.items() if (own := field.sets) and name in given}
+    settings["end_tokens"] = () if given.get("ignore_eos") else model.end_tokens
+    if (least := settings.get("min_new_tokens", 0)) > length:
         raise invalid("min_tokens", f"min_tokens is {least}, but max_tokens is {length}; give no more than that")
-    longest = model.limits.max_length
     for number, prompt in enumerate(prompts):
         if len(prompt) + length > longest:
             raise invalid(
@@ -240,56 +300,19 @@ def _check_lengths(prompts: list[list[int]], least: int, length: int, model: Ser
                 f"prompt {number} has {len(prompt)} tokens, and with max_tokens={length} more it would pass the "
                 f"{longest} that this server takes (--max-length)",
             )
-
-
-def _most_choices(model: ServedModel, config: ServeConfig) -> tuple[int, str]:
-    """The most answers of one request, and the limit that this is, to be put behind the number."""
-    if config.max_choices <= model.max_unfinished:
-        return config.max_choices, " (--max-choices)"
-    # More than may be under way at a time could never be taken.
-    return model.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
-
-
-def _sampling(fields: Fields, model: ServedModel, config: ServeConfig) -> dict[str, Any]:
-    """Settings of `SamplingParams`: the model's own, and above them the request's."""
-    temperature = fields.number("temperature", 0, 2)
-    if temperature is not None and 0 < temperature < _LEAST_TEMPERATURE:
-        raise invalid("temperature", f"temperature is {temperature:g}; 0, or {_LEAST_TEMPERATURE} to 2 is possible")
-    seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1)
-    top_k = fields.whole("top_k", -1, model.limits.vocab_size)
-    end_tokens = () if fields.truth("ignore_eos") else model.end_tokens
-    given = {
-        "temperature": temperature,
-        "top_p": fields.number("top_p", 1e-6, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "logit_bias": _biases(fields.take("logit_bias"), model),
-        "stop": _stops(fields.take("stop"), model),
-        "num_samples": fields.whole("n", 1, *_most_choices(model, config)),
-        # Beyond OpenAI's interface, under the names that other servers have for them.
-        # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
-        "top_k": top_k if top_k is None or top_k > 0 else model.limits.vocab_size,
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0.1, 10),
-        "min_new_tokens": fields.whole("min_tokens", 0, model.limits.max_length),
-    }
-    # As OpenAI's: without a seed each call draws anew.
-    seed = secrets.randbits(64) if seed is None else seed % (1 << 64)
-    return {
-        **{name: value for name, value in model.sampling.items() if name != "max_new_tokens"},
-        **{name: value for name, value in given.items() if value is not None},
-        "end_tokens": end_tokens,
-        "seed": seed,
-    }
-
-
-def _check_model(fields: Fields, model: ServedModel) -> None:
-    name = fields.word("model")
-    if name is None:
-        raise invalid("model", f"model is missing; this server has {model.name!r}")
-    if name != model.name:
-        message = f"there is no model {quoted(name)}; this server has {model.name!r}"
-        raise RefusalError(404, message, "model", "model_not_found")
+    if (likeliest := content.num_log_probs) is not None:
+        settings |= {"raw_log_probs": True, "top_log_probs": min(likeliest, model.limits.vocab_size)}
+    try:
+        params = SamplingParams(**settings)
+        check_prompts(prompts, [params] * len(prompts), model.limits)
+    except ValueError as error:
+        raise invalid(None, str(error)) from None
+    usage_too = usage.get("include_usage", False)
+    request = CompletionRequest(prompts, params, given.get("stream", False), usage_too, likeliest, content.is_chat)
+    most, why = model.most("choices", config)
+    if request.num_choices > most:
+        raise invalid("n", f"the request asks for {request.num_choices} answers; at most {most}{why} are possible")
+    return request
 
 
 # ---- prompts
@@ -301,7 +324,7 @@ def _prompts(value: Any, model: ServedModel, config: ServeConfig) -> list[list[i
         raise invalid("prompt", "prompt is missing; give a text or token ids")
     several = isinstance(value, list) and bool(value) and not _are_ids(value)
     prompts = value if several else [value]
-    most, why = _most_choices(model, config)
+    most, why = model.most("choices", config)
     if len(prompts) > most:
         raise invalid("prompt", f"there are {len(prompts)} prompts; at most {most}{why} are possible")
     return [_prompt(prompt, model) for prompt in prompts]
@@ -329,7 +352,7 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
     return tokens
 
 
-def _conversation(value: Any, model: ServedModel) -> list[int]:
+def _conversation(value: Any, model: ServedModel, config: ServeConfig) -> list[int]:
     """The tokens of a conversation, up to the beginning of the answer."""
     if model.template is None:
         raise invalid(
@@ -337,7 +360,7 @@ def _conversation(value: Any, model: ServedModel) -> list[int]:
         )
     if not isinstance(value, list) or not value:
         raise invalid("messages", f"messages is {quoted(value)}; a list of messages is expected")
-    messages = [_message(f"messages[{place}]", one) for place, one in enumerate(value)]
+    messages = [_message(f"messages[{place}]", one, model, config) for place, one in enumerate(value)]
     try:
         text = model.template.render(messages)
     except GuardError as error:
@@ -345,56 +368,18 @@ def _conversation(value: Any, model: ServedModel) -> list[int]:
     return _tokens("messages", text_in("messages", text), model, special_tokens=False)
 
 
-def _message(where: str, value: Any) -> dict[str, str]:
+def _message(where: str, value: Any, model: ServedModel, config: ServeConfig) -> dict[str, str]:
     if not isinstance(value, dict):
         raise invalid(where, f"{where} is {quoted(value)}; an object with role and content is expected")
-    fields = Fields(value)
-    role, content = text_in(f"{where}.role", fields.take("role")), fields.take("content")
+    given = read_fields(value, _MESSAGE, model, config, f"{where}.")
+    content = given.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{where}.content[{place}]", part) for place, part in enumerate(content))
-    found = {"role": role, "content": text_in(f"{where}.content", content)}
-    name = fields.word("name")
-    for lacking in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
-        fields.unsupported(lacking, [])
-    fields.end()
-    return found if name is None else {**found, "name": text_in(f"{where}.name", name)}
+    texts = {"role": given.get("role"), "content": content, **({"name": given["name"]} if "name" in given else {})}
+    return {name: text_in(f"{where}.{name}", text) for name, text in texts.items()}
 
 
 def _part(where: str, value: Any) -> str:
     if not isinstance(value, dict) or value.get("type") != "text":
         raise invalid(where, f"{where} is {quoted(value)}; only parts of the type text are possible")
     return text_in(f"{where}.text", value.get("text"))
-
-
-# ---- other fields
-
-
-def _stops(value: Any, model: ServedModel) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
-        raise invalid("stop", f"stop is {quoted(value)}; a text or a list of up to {_MOST_STOPS} is expected")
-    texts = tuple(text_in("stop", stop) for stop in stops)
-    if any(not 0 < len(text) <= _MOST_STOP_LENGTH for text in texts):
-        raise invalid("stop", f"stop is {quoted(value)}; texts of 1 to {_MOST_STOP_LENGTH} characters are expected")
-    if texts and model.tokenizer is None:
-        raise invalid("stop", "stop is a text, but the model has no tokenizer; leave it out")
-    return texts
-
-
-def _biases(value: Any, model: ServedModel) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or len(value) > _MOST_BIASES:
-        raise invalid("logit_bias", f"logit_bias is {quoted(value)}; an object of up to {_MOST_BIASES} is expected")
-    found = {}
-    for token, bias in value.items():
-        is_number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
-        if not (token.isascii() and token.isdecimal() and len(token) < 10) or not is_number:
-            raise invalid(
-                "logit_bias",
-                f"logit_bias has {quoted(token)}: {quoted(bias)}; token ids with numbers from -100 to 100 are expected",
-            )
-        found[int(token)] = float(bias)
-    return found

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 from penstock.engine.generation.requests import NOT_FINITE, QueueClosedError, QueueFullError, RequestQueue, TokenDelta
 from penstock.schedule import Ending
-from penstock.serve.asked import AskedAnswers
+from penstock.serve.asked import CompletionRequest
 from penstock.serve.refusals import RefusalError
 
 
@@ -90,7 +90,7 @@ class Mailboxes:
         """Begin; to be called before any request."""
         self._loop = loop
 
-    def submit(self, asked: AskedAnswers) -> Mailbox:
+    def submit(self, asked: CompletionRequest) -> Mailbox:
         """Ask for answers.
 
         Raises:

@@ -10,7 +10,7 @@ from penstock.data.tokenizer import TokenTexts
 from penstock.engine.generation.answers import AnswerText
 from penstock.engine.generation.requests import TokenDelta
 from penstock.schedule import Ending, Token
-from penstock.serve.asked import AskedAnswers
+from penstock.serve.asked import CompletionRequest
 
 # ---- Log-probabilities of an answer's tokens in the two forms of OpenAI's interface
 
@@ -89,7 +89,7 @@ class Reply:
     """The reply to one request, of which parts can be written as its answers grow."""
 
     #: the request
-    asked: AskedAnswers
+    asked: CompletionRequest
     #: the fields that all parts have
     _id: str
     _created: int
@@ -101,7 +101,7 @@ class Reply:
     #: choice -> what describes its tokens' log-probabilities
     _choice_log_probs: list[ChoiceLogProbs]
 
-    def __init__(self, asked: AskedAnswers, model: str, texts: TokenTexts) -> None:
+    def __init__(self, asked: CompletionRequest, model: str, texts: TokenTexts) -> None:
         self.asked, self._model = asked, model
         self._id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())

@@ -12,7 +12,7 @@ from penstock.data.tokenizer import ByteTokenizer, TokenTexts
 from penstock.engine.generation.requests import TokenDelta
 from penstock.model import Limits
 from penstock.schedule import Token
-from penstock.serve.asked import AskedAnswers, ServedModel, read_chat, read_completion
+from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
 from penstock.serve.refusals import RefusalError
 from penstock.serve.replies import Reply
 from penstock.settings import ServeConfig
@@ -27,7 +27,7 @@ def model(**changes: Any) -> ServedModel:
     return replace(ServedModel("m", 0, TOKENIZER, TEMPLATE, Limits(256, 64), 8, (), {}), **changes)
 
 
-def read(*, served: ServedModel | None = None, **fields: Any) -> AskedAnswers:
+def read(*, served: ServedModel | None = None, **fields: Any) -> CompletionRequest:
     return read_completion({"model": "m", "prompt": "a", **fields}, served or model(), ServeConfig())
 
 
@@ -38,7 +38,7 @@ def refusal(ask: Callable[..., Any], **fields: Any) -> str:
     return refused.value.message
 
 
-def chat(**fields: Any) -> AskedAnswers:
+def chat(**fields: Any) -> CompletionRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
     return read_chat(body, model(), ServeConfig())
 

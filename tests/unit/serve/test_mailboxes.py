@@ -8,16 +8,16 @@ import pytest
 
 from penstock.engine.generation.requests import QueueCounts, RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
-from penstock.serve.asked import AskedAnswers
+from penstock.serve.asked import CompletionRequest
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import SecondsHistogram, ServerMetrics
 from penstock.serve.refusals import RefusalError
 from penstock.settings import SamplingParams
 
 
-def asked(num_samples: int = 1, stream: bool = False) -> AskedAnswers:
+def asked(num_samples: int = 1, stream: bool = False) -> CompletionRequest:
     params = SamplingParams(max_new_tokens=2, num_samples=num_samples)
-    return AskedAnswers([[1, 2]], params, stream, False, None, False)
+    return CompletionRequest([[1, 2]], params, stream, False, None, False)
 
 
 def mailboxes() -> Mailboxes:
