@@ -1,4 +1,4 @@
-"""TOML that a user may have written: parsed within bounds; a fault is one sentence."""
+"""JSON and TOML that a user may have written: parsed within bounds; a fault is one sentence."""
 
 import json
 import re
@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.io.files import read_bytes
-
-# ---- JSON that a user may have written: parsed, and its kinds of values checked; a fault is one sentence
-
 
 # Of lists and objects within each other: far beyond any file of ours, and far from where Python gives up.
 _MAX_DEPTH = 100
@@ -69,7 +66,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---- TOML that a user may have written: parsed within bounds; a fault is one sentence
+# ---- TOML
 
 
 # A name of thousands of parts would keep the parser busy for minutes.
@@ -91,6 +88,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         content = tomllib.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
     check_depth(content)
     return content
