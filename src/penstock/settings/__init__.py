@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk_settings
-    from penstock.settings.experts import ExpertConfig, GroupScore, Scores
-    from penstock.settings.model import AdapterConfig, ModelConfig, Native, RopeKind, RopeScaling
+    from penstock.settings.model import (
+        AdapterConfig,
+        ExpertConfig,
+        GroupScore,
+        ModelConfig,
+        Native,
+        RopeKind,
+        RopeScaling,
+        Scores,
+    )
     from penstock.settings.optimizer import (
         Arguments,
         Decay,
@@ -110,7 +118,7 @@ __all__ = [
 
 # Each file after those that it imports.
 _FILES = (
-    *("types", "declare", "schedule", "experts", "model", "optimizer"),
+    *("types", "declare", "schedule", "model", "optimizer"),
     *("parallel", "sampling", "run", "read"),
 )
 
