@@ -140,7 +140,7 @@ class Collectives:
                     dist.P2POp(dist.irecv, arrived, group_peer=source, group=self.group),
                 ]
             )
-        return self._launched(CollectiveKind.SEND_RECEIVE, Pending(_nothing, works), x, lambda: arrived)
+        return self._launched(CollectiveKind.SEND_RECEIVE, Pending(lambda: None, works), x, lambda: arrived)
 
     # ---- in place, on flat tensors: of P equal parts, rank r owns the r-th
 
@@ -234,10 +234,6 @@ def share_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup | None) ->
         dist.broadcast(flat, group=group, group_src=0)
         for buffer, values in zip(of_one_dtype, flat.split([b.numel() for b in of_one_dtype]), strict=True):
             buffer.copy_(values.view_as(buffer))
-
-
-def _nothing() -> None:
-    pass
 
 
 # Newer releases of PyTorch warn about the older names.

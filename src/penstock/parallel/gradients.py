@@ -141,81 +141,65 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-BucketKind = tuple[torch.dtype, torch.device, int, Reduction]
-"""Parameters of different kinds never share a bucket."""
-
-
-@dataclass(frozen=True, eq=False)
-class Unplaced:
-    """A parameter that has no place in a bucket yet."""
-
-    name: str
-    parameter: nn.Parameter
-    reduction: Reduction
-    group: int
-
-    @property
-    def kind(self) -> BucketKind:
-        return self.parameter.dtype, self.parameter.device, self.group, self.reduction
-
-
-def unplaced(
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    group: dist.ProcessGroup | None,
-    reductions: Mapping[str, Reduction],
-    group_of: GroupOf | None = None,
-) -> list[Unplaced]:
-    """The parameters that require a gradient."""
-    ordinary, number = Reduction(group), group_of or matrices_apart
-    return [
-        Unplaced(name, p, reductions.get(name, ordinary), number(name, p)) for name, p in parameters if p.requires_grad
-    ]
-
-
 def matrices_apart(name: str, parameter: nn.Parameter) -> int:
     """Number two groups of parameters: 0 those of two dimensions or more, 1 norms and biases."""
     return 0 if parameter.ndim >= 2 else 1
 
 
-def fill_buckets(entries: Sequence[Unplaced], cap_bytes: int) -> list[list[Unplaced]]:
-    """Sort parameters into buckets, in order, with one open bucket of each kind."""
-    filled: list[list[Unplaced]] = []
-    open_bucket: dict[BucketKind, tuple[list[Unplaced], int]] = {}
-    for entry in entries:
-        need_bytes = _padded_length(entry.parameter) * _gradient_dtype(entry.parameter).itemsize
-        bucket, bucket_bytes = open_bucket.get(entry.kind, ([], cap_bytes))
-        if bucket_bytes + need_bytes > cap_bytes:
-            bucket, bucket_bytes = [], 0
-            filled.append(bucket)
-        bucket.append(entry)
-        open_bucket[entry.kind] = (bucket, bucket_bytes + need_bytes)
-    return filled
+BucketKind = tuple[int, Reduction, torch.dtype, torch.device]
+"""Parameter group, ranks, type and device: parameters of different kinds never share a bucket."""
 
 
-def make_bucket(entries: Sequence[Unplaced]) -> Bucket:
+def fill_buckets(
+    parameters: Sequence[tuple[str, nn.Parameter]], kind_of: Callable[[str, nn.Parameter], BucketKind], cap_bytes: int
+) -> tuple[Bucket, ...]:
+    """Move those parameters that require a gradient into buckets, in order, with one open bucket of each kind.
+
+    Raises: ValueError for a name or a parameter given twice.
+    """
+    names: set[str] = set()
+    seen: dict[int, str] = {}
+    filled: list[tuple[BucketKind, list[tuple[str, nn.Parameter]]]] = []
+    open_bucket: dict[BucketKind, tuple[list[tuple[str, nn.Parameter]], int]] = {}
+    for name, parameter in parameters:
+        if name in names:
+            raise ValueError(f"two parameters of one stage have the name {name!r}")
+        if id(parameter) in seen:
+            raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
+        names.add(name)
+        seen[id(parameter)] = name
+        if not parameter.requires_grad:
+            continue
+        kind = kind_of(name, parameter)
+        need_bytes = _padded_length(parameter) * _gradient_dtype(parameter).itemsize
+        members, used_bytes = open_bucket.get(kind, ([], cap_bytes))
+        if used_bytes + need_bytes > cap_bytes:
+            members, used_bytes = [], 0
+            filled.append((kind, members))
+        members.append((name, parameter))
+        open_bucket[kind] = (members, used_bytes + need_bytes)
+    return tuple(make_bucket(members, group, reduction) for (group, reduction, _, _), members in filled)
+
+
+def make_bucket(members: Sequence[tuple[str, nn.Parameter]], group: int, reduction: Reduction) -> Bucket:
     """Move parameters, with their values, into new flat storage, and lay out their gradients beside it.
 
     Lent parameters keep their storage.
     """
-    first, reduction = entries[0].parameter, entries[0].reduction
-    places, end = [], 0
-    for entry in entries:
-        places.append(Place.whole(entry.name, entry.parameter, end))
-        end += _padded_length(entry.parameter)
-    end = _bucket_length(entries)
+    places, end, first = [], 0, members[0][1]
+    for name, parameter in members:
+        places.append(Place.whole(name, parameter, end))
+        end += _padded_length(parameter)
+    # Whole cache lines for every owner.
+    share = _LINE_BYTES // first.element_size() * reduction.num_owners
+    end = -(-end // share) * share
     flat = torch.zeros(0 if reduction.lent else end, dtype=first.dtype, device=first.device)
     gradients = torch.zeros(end, dtype=_gradient_dtype(first), device=first.device)
     for place in places if not reduction.lent else []:
         view = place.view(flat).view(place.parameter.shape)
         view.copy_(place.parameter.detach())
         place.parameter.data = view
-    return Bucket(tuple(places), flat, gradients, entries[0].group, reduction)
-
-
-def _bucket_length(entries: Sequence[Unplaced]) -> int:
-    """The elements of a bucket: its parameters' padded lengths, rounded to whole cache lines for every owner."""
-    share = _LINE_BYTES // entries[0].parameter.element_size() * entries[0].reduction.num_owners
-    return -(-sum(_padded_length(entry.parameter) for entry in entries) // share) * share
+    return Bucket(tuple(places), flat, gradients, group, reduction)
 
 
 def _padded_length(parameter: nn.Parameter) -> int:
@@ -265,7 +249,7 @@ class GradientBuckets:
     #: the parameters that `gather` has started to collect
     _gathering: list[Handle[Tensor]]
     #: full name -> the parameter's gradient, a view of its bucket
-    _gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]
     #: the parameters' hooks, which `close` removes
     _hooks: list[RemovableHandle]
 
@@ -278,26 +262,24 @@ class GradientBuckets:
         observer: Observer | None = None,
         group_of: GroupOf | None = None,
     ) -> None:
-        _check_distinct(parameters)
+        ordinary, number = Reduction(group), group_of or matrices_apart
+
+        def kind_of(name: str, own: nn.Parameter) -> BucketKind:
+            return number(name, own), (reductions or {}).get(name, ordinary), own.dtype, own.device
+
         self._observer = observer
         self._pending, self._gathering = [], []
-        trained = unplaced(parameters, group, reductions or {}, group_of)
-        self.buckets = tuple(make_bucket(entries) for entries in fill_buckets(trained, cap_bytes))
-        self._gradients = {
+        self.buckets = fill_buckets(parameters, kind_of, cap_bytes)
+        self.gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
         self._hooks = []
         for place in self.places:
-            view = self._gradients[place.name]
+            view = self.gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
             hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
             self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
         self.zero_()
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]:
-        """All gradients by full name, as views."""
-        return self._gradients
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -306,7 +288,7 @@ class GradientBuckets:
 
     def gradient(self, name: str) -> Tensor:
         """One parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
-        return self._gradients[name]
+        return self.gradients[name]
 
     def zero_(self) -> None:
         """Set all gradients to zero, reattach them where they were removed, and forget an unfinished step."""
@@ -315,7 +297,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for place in self.places:
-            place.parameter.grad = None if is_16_bit(place.parameter) else self._gradients[place.name]
+            place.parameter.grad = None if is_16_bit(place.parameter) else self.gradients[place.name]
 
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
@@ -424,18 +406,6 @@ def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: di
             dist.all_reduce(copies[0] if copies else gradients[owner], group=group)
         for other in copies[1:]:
             other.copy_(copies[0])
-
-
-def _check_distinct(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    names: set[str] = set()
-    seen: dict[int, str] = {}
-    for name, parameter in parameters:
-        if name in names:
-            raise ValueError(f"two parameters of one stage have the name {name!r}")
-        if id(parameter) in seen:
-            raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
-        names.add(name)
-        seen[id(parameter)] = name
 
 
 def _add_and_drop(parameter: Tensor) -> None:

@@ -61,39 +61,36 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     number = dist.distributed_c10d._get_default_store().add(f"{_ENGINES}/{dist.get_rank()}", 1)
     # Every rank makes all groups of the world in one order and uses each immediately: communicators that are made on
     # first use would wait for each other in whatever order the ranks arrive.
-    on_device = _GroupMaker(rank, ranks, "nccl" if device.type == "cuda" else "gloo", device, timeout)
-    on_host = _GroupMaker(rank, ranks, "gloo", torch.device("cpu"), timeout)
-    control = on_host.make(everyone)
-    _check_alike(layout, gather_json(str(layout), control))
-    pp_control = on_host.make(layout.groups("pp"))
+    backend, host = "nccl" if device.type == "cuda" else "gloo", torch.device("cpu")
+    on_device = functools.partial(_connected, rank, ranks, backend, device, timeout)
+    on_host = functools.partial(_connected, rank, ranks, "gloo", host, timeout)
+    control = on_host(everyone)
+    views = gather_json(str(layout), control)
+    if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
+        raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
+    pp_control = on_host(layout.groups("pp"))
     known = {everyone: control, layout.groups("pp"): pp_control}
     for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
         if groups not in known:
-            known[groups] = on_host.make(groups)
-    dp_cp_group = on_device.make(layout.groups("dp", "cp"))
+            known[groups] = on_host(groups)
+    dp_cp_group = on_device(layout.groups("dp", "cp"))
     return Grid(
         layout,
         device,
         rank,
         number,
         control=control,
-        background=_GroupMaker(rank, ranks, "gloo", torch.device("cpu"), None).make(everyone),
+        background=_connected(rank, ranks, "gloo", host, None, everyone),
         pp_control=pp_control,
         batch_control=known[layout.groups("pp", "cp", "tp")],
         model_control=known[layout.model_copies()],
-        tp_group=on_device.make(layout.groups("tp")),
-        cp_group=on_device.make(layout.groups("cp")),
-        ep_group=on_device.make(layout.expert_groups()),
+        tp_group=on_device(layout.groups("tp")),
+        cp_group=on_device(layout.groups("cp")),
+        ep_group=on_device(layout.expert_groups()),
         dp_cp_group=dp_cp_group,
-        edp_group=dp_cp_group if layout.ep == 1 else on_device.make(layout.expert_copies()),
-        mirror_group=on_device.make(mirrored(layout.groups("pp"))),
+        edp_group=dp_cp_group if layout.ep == 1 else on_device(layout.expert_copies()),
+        mirror_group=on_device(mirrored(layout.groups("pp"))),
     )
-
-
-def _check_alike(layout: Layout, views: list[str]) -> None:
-    if set(views) != {str(layout)}:
-        rank, theirs = next((rank, theirs) for rank, theirs in enumerate(views) if theirs != views[0])
-        raise ValueError(f"rank 0 was given {views[0]}, but rank {rank} {theirs}; give all ranks the same")
 
 
 def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
@@ -254,27 +251,27 @@ def mirrored(pipelines: Groups) -> Groups:
     )
 
 
-@dataclass(frozen=True)
-class _GroupMaker:
-    """Makes groups of one backend, except those of a single rank, since each group costs gloo a thread."""
+def _connected(
+    rank: int,
+    world_ranks: Sequence[int],
+    backend: str,
+    device: torch.device,
+    timeout: datetime.timedelta | None,
+    groups: Groups,
+) -> dist.ProcessGroup | None:
+    """Make every group of one kind; return the one that this rank is in, after a first collective through it.
 
-    #: this rank in the layout, and the world's number of each
-    rank: int
-    world_ranks: Sequence[int]
-    backend: str
-    device: torch.device
-    timeout: datetime.timedelta | None
-
-    def make(self, groups: Groups) -> dist.ProcessGroup | None:
-        """Make every group of one kind; return the one that this rank is in, after a first collective through it."""
-        mine = None
-        for ranks in groups:
-            if len(ranks) < 2:
-                continue
-            group = new_renewable_group([self.world_ranks[r] for r in ranks], self.backend, self.timeout)
-            if self.rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                mine = group
-        if mine is not None:
-            dist.all_reduce(torch.ones(1, device=self.device), group=mine)
-        return mine
+    `rank` is this one's in the layout, `world_ranks` are the world's numbers of the layout's ranks. A group of a single
+    rank is not made, since each costs gloo a thread.
+    """
+    mine = None
+    for ranks in groups:
+        if len(ranks) < 2:
+            continue
+        group = new_renewable_group([world_ranks[r] for r in ranks], backend, timeout)
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    if mine is not None:
+        dist.all_reduce(torch.ones(1, device=device), group=mine)
+    return mine

@@ -138,7 +138,11 @@ class RenewableGroup(dist.ProcessGroup):
         self.inner._register_backend(torch.device("cpu" if on_host else "cuda"), kind, self.backend)
         self.inner._set_group_name(self._own_name)
         if replaced and on_host:
-            _let_go(replaced)
+            # A backend that was cut is dropped once its collectives have ended: they may still add to what they were
+            # given. One that gloo has forgotten does so no more, and would hold up this rank for its whole time limit.
+            thread = threading.Thread(target=replaced.clear, name="penstock lets go", daemon=True)
+            thread.start()
+            thread.join(_END_S)
 
     def send_receive(self, sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> list[dist.Work]:
         """Send to one rank of the group and receive from another at the same time."""
@@ -174,16 +178,6 @@ class RenewableGroup(dist.ProcessGroup):
         self.backend.shutdown()
 
 
-def _let_go(replaced: list[Any]) -> None:
-    """Drop a backend that was cut, once its collectives have ended: they may still add to what they were given.
-
-    A collective that gloo has forgotten does so no more, and would hold up this rank for its whole time limit.
-    """
-    thread = threading.Thread(target=replaced.clear, name="penstock lets go", daemon=True)
-    thread.start()
-    thread.join(_END_S)
-
-
 def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: RenewableGroup, *args: Any, **settings: Any) -> Any:
         work = getattr(self.inner, name)(*args, **settings)
@@ -209,44 +203,38 @@ def new_renewable_group(ranks: Sequence[int], backend: str, timeout: timedelta |
     """`torch.distributed.new_group` over "gloo" or "nccl", for a group that can be made anew."""
     name = f"penstock_{backend}"
     if not hasattr(dist.Backend, name.upper()):
-        makers = {"gloo": _make_gloo, "nccl": _make_nccl}
 
         def create(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:
-            return RenewableGroup(store, rank, size, makers[backend](rank, size, timeout))
+            return RenewableGroup(store, rank, size, _maker(backend, rank, size, timeout))
 
         dist.Backend.register_backend(name, create, devices=["cpu" if backend == "gloo" else "cuda"])
     return dist.new_group(list(ranks), backend=name, timeout=timeout)
 
 
-def _gloo_devices() -> list[Any]:
-    """The interfaces that the environment names, as for groups of torch.distributed's own, or else the host's."""
-    gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        [gloo.create_device(interface=name) for name in names.split(",")] if names else [gloo.create_default_device()]
-    )
+def _maker(backend: str, rank: int, size: int, timeout: timedelta) -> Callable[[Store, Any], Any]:
+    """Make backends, given a store and the one that is replaced (None at first)."""
 
-
-def _make_gloo(rank: int, size: int, timeout: timedelta) -> Callable[[Store, Any], Any]:
     def make(store: Store, replaced: Any) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        # Each device has a thread of its own.
-        options._devices = _gloo_devices() if replaced is None else replaced.options._devices
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    return make
-
-
-def _make_nccl(rank: int, size: int, timeout: timedelta) -> Callable[[Store, Any], Any]:
-    def make(store: Store, replaced: Any) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        if backend == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        kind: Any = dist.ProcessGroupGloo
+        gloo = kind._Options()
+        if replaced is not None:
+            # Each device has a thread of its own.
+            gloo._devices = replaced.options._devices
+        elif names := os.environ.get("GLOO_SOCKET_IFNAME"):
+            # The interfaces that the environment names, as for groups of torch.distributed's own.
+            gloo._devices = [kind.create_device(interface=name) for name in names.split(",")]
+        else:
+            gloo._devices = [kind.create_default_device()]
+        gloo._timeout = timeout
+        return kind(store, rank, size, gloo)
 
     return make
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:
     """A group on host memory among processes that meet in a store; no others of the world take part in making it."""
-    return RenewableGroup(store, rank, size, _make_gloo(rank, size, timeout))
+    return RenewableGroup(store, rank, size, _maker("gloo", rank, size, timeout))
