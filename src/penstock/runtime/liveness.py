@@ -191,7 +191,10 @@ def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
                 break
         for key in unanswered.get_map().values():
             assert isinstance(key.fileobj, socket.socket)
-            answers[key.data[0]] = Absence.SILENT if _is_connected(key.fileobj) else Absence.UNREACHABLE
+            answers[key.data[0]] = Absence.UNREACHABLE
+            with contextlib.suppress(OSError):
+                key.fileobj.getpeername()
+                answers[key.data[0]] = Absence.SILENT
     return answers
 
 
@@ -212,11 +215,3 @@ def _read(connection: socket.socket, text: bytearray) -> Presence | Absence | No
 
 def _absence(refusal: int | None) -> Absence:
     return Absence.ENDED if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else Absence.UNREACHABLE
-
-
-def _is_connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True

@@ -259,19 +259,17 @@ class Recovery:
 
     def _failure_behind(self, error: BaseException) -> Failure | None:
         """The announced failure because of which this rank's step ends with `error`; None if there is none."""
-        if self._store is None:
+        if (store := self._store) is None:
             return None
+        keys = (_key(self._generation, self._rank), f"{self._generation}/claims")
         if self.alarm.failure is None and isinstance(error, Exception) and is_of_link(error):
             self._is_cut.wait(_HEARSAY_S)
         # What the thread has heard, or will hear, it also cuts: before that nothing can be made anew.
-        if self.alarm.failure is not None or answer_of_store(self._is_announced, _ANSWER_S):
+        if self.alarm.failure is not None or answer_of_store(
+            lambda: any(store.check([key]) for key in keys), _ANSWER_S
+        ):
             self._is_cut.wait(_CUT_S)
         return self.alarm.failure
-
-    def _is_announced(self) -> bool:
-        assert self._store is not None
-        keys = (_key(self._generation, self._rank), f"{self._generation}/claims")
-        return any(self._store.check([key]) for key in keys)
 
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
@@ -354,11 +352,12 @@ class _Watch(threading.Thread):
         Both may come at once where processes end together, so the thread is waited for in either case. At the end of
         the interpreter it must not come back from torch any more: it would find no interpreter, and abort the process.
         """
-        self.resumed.set()
-        answer_of_store(lambda: self._wake(store), _ANSWER_S)
-        self.join(_END_S)
 
-    def _wake(self, store: Store) -> bool:
-        store.set(_key(self.generation, self._rank), "")
-        store.set(_key(self.generation + 1, self._rank), "")
-        return True
+        def wake() -> bool:
+            for generation in (self.generation, self.generation + 1):
+                store.set(_key(generation, self._rank), "")
+            return True
+
+        self.resumed.set()
+        answer_of_store(wake, _ANSWER_S)
+        self.join(_END_S)

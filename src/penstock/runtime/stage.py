@@ -310,10 +310,6 @@ class Stage:
         self.weights_ready = lambda: None
         self.exchanges = not all(isinstance(run, list) for run in self._runs)
 
-    def read_weights_after(self, ready: Callable[[], None]) -> None:
-        """Call `ready`, which may wait, before weights are read from now on."""
-        self.weights_ready = ready
-
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) in model order."""
         return [

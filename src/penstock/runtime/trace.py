@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,41 +75,37 @@ class Awaited:
         return f"{what} of stage {self.stage} for microbatch {self.microbatch} from rank {self.rank}"
 
 
+@dataclass(frozen=True, eq=False)
 class RecordedHandle(Handle[None]):
-    """Notes when a collective is waited for and when it ends.
-
-    Args:
-        work: the backend's handle.
-        record: where times are noted.
-        awaiting: called with the record when the rank begins to wait, and with None when it goes on.
-    """
+    """Notes when a collective is waited for and when it ends."""
 
     #: the backend's handle
-    _work: Handle[object]
+    work: Handle[object]
     #: where times are noted
-    _record: CollectiveRecord
-    #: called with the record when the rank begins to wait, and with None when it goes on
-    _awaiting: Callable[[CollectiveRecord | None], None]
+    record: CollectiveRecord
+    #: learns what its rank waits for
+    recorder: "Recorder"
 
-    def __init__(
-        self, work: Handle[object], record: CollectiveRecord, awaiting: Callable[[CollectiveRecord | None], None]
-    ) -> None:
-        self._work, self._record, self._awaiting = work, record, awaiting
-        future = _future(work)
-        if future is not None:
-            future.add_done_callback(partial(_ended, record))
+    def __post_init__(self) -> None:
+        # On a GPU, collectives count as done as soon as they are enqueued.
+        if torch.cuda.is_available() or not hasattr(self.work, "get_future"):
+            return
+        # Done when the collective is, even if nobody waits for it; some backends have none.
+        with suppress(RuntimeError):
+            future: Future[Any] = self.work.get_future()  # type: ignore[attr-defined]
+            future.add_done_callback(partial(_ended, self.record))
 
     def wait(self) -> None:
         """Raises TransportError when the collective does not end in time; the message says which it was."""
-        record = self._record
+        record = self.record
         record.wait_ns = time.perf_counter_ns()
-        self._awaiting(record)
+        self.recorder.awaited = record
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
             raise TransportError(f"the {record.kind} failed ({first_line(error)})") from error
         record.taken_ns = time.perf_counter_ns()
-        self._awaiting(None)
+        self.recorder.awaited = None
         if record.end_ns is None:
             record.end_ns = record.taken_ns
 
@@ -118,19 +114,6 @@ def _ended(record: CollectiveRecord, future: object) -> None:
     # Called by a thread of the backend, perhaps after the rank has gone on.
     if record.end_ns is None:
         record.end_ns = time.perf_counter_ns()
-
-
-def _future(work: Handle[object]) -> Future | None:  # pyright: ignore[reportMissingTypeArgument]
-    """A future that is done when the collective is, even if nobody waits for it; None where the backend has none.
-
-    There is none on a GPU, where collectives count as done as soon as they are enqueued.
-    """
-    if torch.cuda.is_available() or not hasattr(work, "get_future"):
-        return None
-    try:
-        return work.get_future()  # type: ignore[attr-defined]
-    except RuntimeError:
-        return None
 
 
 class Recorder:
@@ -247,13 +230,10 @@ class Recorder:
         ranks = () if group is None else self._ranks.get(group) or self._ranks_of(group)
         record = CollectiveRecord(kind, num_bytes, time.perf_counter_ns(), ranks)
         self._collectives.append(record)
-        return RecordedHandle(work, record, self._await_collective)
+        return RecordedHandle(work, record, self)
 
     def _ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         return self._ranks.setdefault(group, tuple(dist.get_process_group_ranks(group)))
-
-    def _await_collective(self, record: CollectiveRecord | None) -> None:
-        self.awaited = record
 
     def collective_records(self) -> list[CollectiveRecord]:
         """The collectives that the current step has launched so far, in that order (the last `capacity` of them)."""
@@ -303,7 +283,9 @@ class Recorder:
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
             return f"{here}: finished {record.action} {ago:.1f} s ago"
-        doing = f"waits for {self._named(self.awaited)}" if self.awaited else _doing(record.action)
+        doing = _DOING.get(record.action.op, "computes") if isinstance(record.action, Action) else "computes"
+        if self.awaited:
+            doing = f"waits for {self._named(self.awaited)}"
         since_s = (time.perf_counter_ns() - record.begin_ns) * 1e-9
         return f"{here}: in {record.action} for {since_s:.1f} s, {doing}"
 
@@ -337,8 +319,3 @@ class Recorder:
         if self.processes is not None:
             return f", among {self.processes.named(range(len(self.processes.every)) if ranks is None else ranks)}"
         return f", among processes {numbers(ranks)}" if ranks else ""
-
-
-def _doing(step: Step) -> str:
-    """The activity of a rank in a step for which it waits for nobody."""
-    return _DOING.get(step.op, "computes") if isinstance(step, Action) else "computes"

@@ -27,11 +27,6 @@ _SAME_SIGNAL_S = 1.0
 _ASK_AGAIN_S = 2.5
 
 
-def _report(text: str) -> None:
-    sys.stderr.write(f"penstock: {text}\n")
-    sys.stderr.flush()
-
-
 class Watchdog:
     """Watches one rank's recorder until `close`.
 
@@ -147,20 +142,18 @@ class Watchdog:
             sockets = [self._reader] if self._listener is None else [self._reader, self._listener]
             readable, _, _ = select.select(sockets, [], [], min(1.0, self.timeout_s / 4))
             if self._reader in readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
-                self._signalled()
+                # A launcher passes on a signal that its workers may have been sent as well.
+                now = time.monotonic()
+                if not self._signalled_at or now > self._signalled_at[-1] + _SAME_SIGNAL_S:
+                    self._signalled_at.append(now)
             if self._listener in readable:
                 answer(self._listener, self.recorder.presence)
             reason = self._reason_to_end()
             if reason is not None and not self._closed.is_set():
-                _report(f"{self.recorder.where()}; {reason}")
+                sys.stderr.write(f"penstock: {self.recorder.where()}; {reason}\n")
+                sys.stderr.flush()
                 self._end(EXIT_CODE)
                 return
-
-    def _signalled(self) -> None:
-        # A launcher passes on a signal that its workers may have been sent as well.
-        now = time.monotonic()
-        if not self._signalled_at or now > self._signalled_at[-1] + _SAME_SIGNAL_S:
-            self._signalled_at.append(now)
 
     def _reason_to_end(self) -> str | None:
         if self.recorder.busy_since_s() > self.timeout_s + self._margin_s:

@@ -373,5 +373,5 @@ def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, Gra
 
     for number, buckets in found.items():
         # The owner of a lent weight may lie in any stage of this rank.
-        pipeline.stages[number].read_weights_after(settle_all if pipeline.loans else buckets.settle)
+        pipeline.stages[number].weights_ready = settle_all if pipeline.loans else buckets.settle
     return found

@@ -62,15 +62,6 @@ class StageDecoder:
         """Free what was captured."""
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A computation's slot, as rows of the cache, and how many of their tokens are looked at."""
-
-    first: int
-    num_rows: int
-    num_seen: int
-
-
 class _Fixed:
     """One computation, whose inputs stay where they are, and so does its output once it is captured.
 
@@ -79,8 +70,9 @@ class _Fixed:
 
     #: the decoder that owns it
     decoder: "FixedDecoder"
-    #: numbers that are the same at every call
-    shape: _Shape
+    #: rows of the cache, and how many of their tokens are looked at
+    slot: range
+    num_seen: int
     #: where the inputs are put: activations or token ids by row, and the rows' positions
     x: Tensor
     positions: Tensor
@@ -89,40 +81,39 @@ class _Fixed:
     #: where the graph leaves its output
     _output: Tensor | None
 
-    def __init__(self, decoder: "FixedDecoder", shape: _Shape, like: Tensor) -> None:
-        self.decoder, self.shape = decoder, shape
-        self.x = like.new_zeros(shape.num_rows, *like.shape[1:])
-        self.positions = torch.zeros(shape.num_rows, dtype=torch.int64, device=like.device)
+    def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int, like: Tensor) -> None:
+        self.decoder, self.slot, self.num_seen = decoder, slot, num_seen
+        self.x = like.new_zeros(len(slot), *like.shape[1:])
+        self.positions = torch.zeros(len(slot), dtype=torch.int64, device=like.device)
         self.graph = None
         self._output = None
 
     def run(self) -> Tensor:
-        """The output for the present inputs; a captured one is overwritten by the next run of any graph."""
-        if self.decoder.capture_stream is None:
+        """The output for the present inputs; a captured one is overwritten by the next run of any graph.
+
+        Raises: RuntimeError of CUDA where a unit waits for the device.
+        """
+        if (stream := self.decoder.capture_stream) is None:
             return self._compute()
         if self.graph is None:
-            self._capture(self.decoder.capture_stream)
-        assert self.graph is not None and self._output is not None
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # Libraries choose their kernels and set up at the first use, which cannot be captured. It writes into
+                # the cache what the replay writes there again.
+                self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, which wait for messages, go on meanwhile.
+            with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
+                self._output = self._compute()
+            self.graph = graph
+        assert self._output is not None
         self.graph.replay()
         return self._output
 
     def _compute(self) -> Tensor:
-        rows = SlotRows(self.shape.first, self.shape.num_seen, self.positions)
+        rows = SlotRows(self.slot.start, self.num_seen, self.positions)
         return self.decoder.stage.decode(self.x, self.decoder.caches, rows)
-
-    def _capture(self, stream: torch.cuda.Stream) -> None:
-        """Record the kernels that a run launches. Raises: RuntimeError of CUDA where a unit waits for the device."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Libraries choose their kernels and set up at the first use, which cannot be captured. It writes into the
-            # cache what the replay writes there again.
-            self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, which wait for messages, go on meanwhile.
-        with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
-            self._output = self._compute()
-        self.graph = graph
 
 
 class FixedDecoder(StageDecoder):
@@ -141,8 +132,8 @@ class FixedDecoder(StageDecoder):
     capture_stream: torch.cuda.Stream | None
     #: memory of all graphs of the stage, which never run at the same time
     pool: Any
-    #: the computations made so far
-    _fixed: dict[_Shape, _Fixed]
+    #: slot and number of tokens that are looked at -> the computation, if it has been made
+    _fixed: dict[tuple[range, int], _Fixed]
 
     def __init__(
         self,
@@ -188,7 +179,9 @@ class FixedDecoder(StageDecoder):
             # Until it is live again, a row computes from what is left here.
             for fixed in self._fixed.values():
                 fixed.x.zero_()
-        num_single = _num_single(rows.items)
+        # At the beginning are those that sample a token from one token each; the others are chunks of prompts.
+        chunks = (number for number, item in enumerate(rows.items) if item.length > 1 or not item.sampled)
+        num_single = next(chunks, len(rows.items))
         if num_single == 0:
             return super().decode(x, rows, slot)
         self.stage.copy_prompts(self.caches, rows)
@@ -203,10 +196,12 @@ class FixedDecoder(StageDecoder):
         positions = [spare_position(self.num_cached)] * len(slot)
         for item in items:
             positions[item.row - slot.start] = item.start
-        shape = _Shape(slot.start, len(slot), _num_seen(max(item.end for item in items), self.num_cached))
-        fixed = self._fixed.get(shape)
+        # The power of two that is enough, or all of the cache.
+        num_needed = max(item.end for item in items)
+        num_seen = min(self.num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
+        fixed = self._fixed.get((slot, num_seen))
         if fixed is None:
-            fixed = self._fixed[shape] = _Fixed(self, shape, x)
+            fixed = self._fixed[slot, num_seen] = _Fixed(self, slot, num_seen, x)
         self.stage.weights_ready()
         places_T = torch.tensor([item.row - slot.start for item in items]).to(x.device, non_blocking=True)
         fixed.positions.copy_(torch.tensor(positions), non_blocking=True)
@@ -285,16 +280,3 @@ class Decoders:
             self._capture_stream = torch.cuda.Stream()
         assert self._size is not None
         return FixedDecoder(stage, caches, self._size.num_tokens, self._capture_stream if captures else None)
-
-
-def _num_single(items: Sequence[BatchItem]) -> int:
-    """Number of items at the beginning that sample a token from one token each; the others are chunks of prompts."""
-    for number, item in enumerate(items):
-        if item.length > 1 or not item.sampled:
-            return number
-    return len(items)
-
-
-def _num_seen(num_needed: int, num_cached: int) -> int:
-    """The power of two that is enough, or all of the cache."""
-    return min(num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))

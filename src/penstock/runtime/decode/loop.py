@@ -175,9 +175,9 @@ class DecodeLoop:
             if not leads:
                 _fill_answers(sequences, answers)
         if any(sequence.params.filter_mask for sequence in sequences):
-            masks = broadcast_value(
-                [_stacked(rows) for rows in self.generation.filter_masks], self.ring.last_rank, group
-            )
+            none = torch.empty(0, 0, dtype=torch.bool)
+            stacked = [torch.stack(masks) if masks else none for masks in self.generation.filter_masks]
+            masks = broadcast_value(stacked, self.ring.last_rank, group)
             for sequence, mask in zip(sequences, masks, strict=True):
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
 
@@ -251,7 +251,11 @@ class DecodeLoop:
         in_thread = not self.ring.is_one_rank and not self.ring.lockstep
         self.relay.start(self.relay.follow() if scheduler is None else self.lead(scheduler), in_thread)
         this_round: list[LocalBatch] = []
-        while (batch := self._next_batch()) is not None:
+        while True:
+            if not self.relay.ready():
+                self._compute_prepared()
+            if (batch := self.relay.next()) is None:
+                break
             local = self._take(batch)
             if batch.items or self.ring.lockstep:
                 this_round.append(local)
@@ -263,11 +267,6 @@ class DecodeLoop:
                 this_round.clear()
                 self.report.num_rounds += 1
         assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
-
-    def _next_batch(self) -> Batch | None:
-        if not self.relay.ready():
-            self._compute_prepared()
-        return self.relay.next()
 
     def _enter(self, decoder: StageDecoder, local: LocalBatch) -> None:
         """Post the receive of a stage's input, unless it comes from this rank; meanwhile compute the step before."""
@@ -368,7 +367,3 @@ def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any
             for token, (drawn, raw), version in itertools.islice(tokens, length)
         ]
         sequence.ending = ending and Ending(ending)
-
-
-def _stacked(masks: list[Tensor]) -> Tensor:
-    return torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)

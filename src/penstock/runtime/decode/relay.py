@@ -33,11 +33,6 @@ _HEAD, _ITEM = 4, 7
 """Numbers at the head of a header, and of each item behind it."""
 
 
-def header_size(rows_per_slot: int) -> int:
-    """Numbers of a header, whatever the batch."""
-    return _HEAD + _ITEM * rows_per_slot
-
-
 def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Tensor:
     """A header: slot, number of items, whether the round ends, bytes of news; then seven numbers an item.
 
@@ -52,11 +47,6 @@ def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Te
     return torch.tensor(numbers + [0] * (size - len(numbers)))
 
 
-def num_news_bytes(header: Sequence[int]) -> int:
-    """The size of the message that follows this header; 0: none does."""
-    return 0 if header[0] == _CLOSING else header[_HEAD - 1]
-
-
 def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch | None:
     """The batch of a header and of its news."""
     if header[0] == _CLOSING:
@@ -66,8 +56,12 @@ def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch 
     for begin in range(_HEAD, _HEAD + _ITEM * num_items, _ITEM):
         sequence, row, start, length, sampled, source, cleaned = header[begin : begin + _ITEM]
         items.append(BatchItem(sequence, row, start, length, bool(sampled), source, cleaned))
-    arrived, ended = ((), ()) if news is None else _unpacked_news(news)
-    return Batch(slot, tuple(items), bool(ends_round), arrived, ended)
+    arrived, ended = ([], []) if news is None else json.loads(news.numpy().tobytes())
+    sequences = (
+        schedule.Sequence(number, prompt, sample, prompt_tokens, SamplingParams(**params), identity)
+        for number, prompt, sample, prompt_tokens, params, identity in arrived
+    )
+    return Batch(slot, tuple(items), bool(ends_round), tuple(sequences), tuple(ended))
 
 
 def packed_news(batch: Batch) -> Tensor | None:
@@ -78,21 +72,11 @@ def packed_news(batch: Batch) -> Tensor | None:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _unpacked_news(news: Tensor) -> tuple[tuple[schedule.Sequence, ...], tuple[int, ...]]:
-    arrived, ended = json.loads(news.numpy().tobytes())
-    return tuple(map(_sequence, arrived)), tuple(ended)
-
-
 def _described(sequence: schedule.Sequence) -> list[object]:
     defaults = {own.key: own.default for own in walk_settings(SamplingParams())}
     given = {own.key: plain(own.default) for own in walk_settings(sequence.params) if own.default != defaults[own.key]}
     place = [sequence.number, sequence.prompt, sequence.sample]
     return [*place, list(sequence.prompt_tokens), given, sequence.identity]
-
-
-def _sequence(described: list[object]) -> schedule.Sequence:
-    *request, params, identity = described
-    return schedule.Sequence(*request, SamplingParams(**params), identity)  # pyright: ignore
 
 
 # ---- Headers and tokens
@@ -165,7 +149,7 @@ class HeaderRelay:
 
     def __init__(self, ring: Ring, rows_per_slot: int) -> None:
         self._ring = ring
-        self._header_size = header_size(rows_per_slot)
+        self._header_size = _HEAD + _ITEM * rows_per_slot
         self._batches = None
         self._taken = queue.SimpleQueue[Batch | Exception | None]()
         self._thread = None
@@ -236,7 +220,7 @@ class HeaderRelay:
     def _received(self, receipt: Receipt) -> Batch | None:
         """The batch of a header that is on its way, and of the news behind it."""
         header = receipt.wait().tolist()
-        size = num_news_bytes(header)
+        size = header[_HEAD - 1]
         return unpacked_header(header, self._post(size, torch.uint8).wait() if size else None)
 
     def _post(self, size: int, dtype: torch.dtype) -> Receipt:
@@ -250,7 +234,13 @@ class HeaderRelay:
         """Post the receive of a token of each of these sequences, on the first rank; gives what waits for them."""
         params = [sequence.params for sequence in sampled]
         if self._ring.last_rank == 0:
-            return lambda: unpacked(self._take_sampled_here(), params)
+
+            def take() -> list[Token]:
+                if (numbers_SW := self._sampled_here.get()) is None:
+                    raise TransportError("the tokens of a batch were never sampled")
+                return unpacked(numbers_SW, params)
+
+            return take
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
         receipt = self._ring.host.receive(channel, (max(1, len(params)), numbers_per_token(params)), torch.int64)
         return lambda: unpacked(receipt.wait()[: len(params)], params)
@@ -267,9 +257,3 @@ class HeaderRelay:
     def cancel(self) -> None:
         """Wake the thread that waits here for tokens: the rank has failed, and samples no more."""
         self._sampled_here.put(None)
-
-    def _take_sampled_here(self) -> Tensor:
-        numbers_SW = self._sampled_here.get()
-        if numbers_SW is None:
-            raise TransportError("the tokens of a batch were never sampled")
-        return numbers_SW
