@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest compiled lint bench promises mutants late \
+.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole compiled lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -47,6 +47,10 @@ test: setup
 pytest: compiled
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 	@$(BIN)/python tools/promises.py --check
+
+# The same with every case of a product, of which the tests otherwise take as many as show each pair once.
+pytest-whole: compiled
+	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
 test-gpu: setup
