@@ -92,13 +92,14 @@ _LARGEST = 2**31 - 1
 class Setting:
     """A setting of a run; in its field's metadata, what the field itself says is left out.
 
-    `key`: its name in files. `path`: the attributes that lead to it from the run's settings. `default`: its value in a
-    default run.
+    `key`: its name in files. `is_newer`: the first runs did not have it, and go on where it has its default. `path`:
+    the attributes that lead to it from the run's settings. `default`: its value in a default run.
     """
 
     help: str = ""
     bounds: Bounds | None = None
     key: str = ""
+    is_newer: bool = False
     section: str = ""
     path: tuple[str, ...] = ()
     type: Any = None
@@ -142,9 +143,12 @@ class Setting:
         return taken
 
 
-def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "", kw_only: bool = False) -> T:
-    """Declare a setting, as the value of a dataclass's field."""
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={_KEY: Setting(help, bounds, key)})
+def setting(
+    default: T, help: str, bounds: Bounds | None = None, *, key: str = "", is_newer: bool = False, kw_only: bool = False
+) -> T:
+    """Declare a setting, as the value of a dataclass's field; see `Setting`."""
+    own = Setting(help, bounds, key, is_newer)
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={_KEY: own})
 
 
 def argument(default: T, bounds: Bounds) -> T:

@@ -192,6 +192,7 @@ class ModelConfig(Settings, section="model"):
         "auto",
         "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it knows "
         "the family (auto).",
+        is_newer=True,
         kw_only=True,
     )
     vocab_size: int | None = setting(
@@ -342,14 +343,22 @@ class AdapterConfig(Settings, section="adapter"):
     Source: arXiv 2106.09685, section 4.1. Scaling by the root of the rank: arXiv 2312.03732.
     """
 
-    rank: int | None = setting(None, "Rank of the adapters (LoRA); left out, the model itself is trained.", AT_LEAST_1)
-    alpha: float = setting(16.0, "Adapters' outputs are scaled by this number, divided by the rank.", ABOVE_0)
-    dropout: float = setting(0.0, "Dropout of the adapters' inputs.", _KEEPS_SOME)
-    target_modules: tuple[str, ...] = setting(
-        ("q_proj", "v_proj"), "The linear layers that get an adapter, by their ends of names in transformers."
+    rank: int | None = setting(
+        None, "Rank of the adapters (LoRA); left out, the model itself is trained.", AT_LEAST_1, is_newer=True
     )
-    rank_stabilised: bool = setting(False, "Divide by the root of the rank instead.")
-    pretrained: str | None = setting(None, "A folder in peft's format whose adapters the run begins with.")
+    alpha: float = setting(
+        16.0, "Adapters' outputs are scaled by this number, divided by the rank.", ABOVE_0, is_newer=True
+    )
+    dropout: float = setting(0.0, "Dropout of the adapters' inputs.", _KEEPS_SOME, is_newer=True)
+    target_modules: tuple[str, ...] = setting(
+        ("q_proj", "v_proj"),
+        "The linear layers that get an adapter, by their ends of names in transformers.",
+        is_newer=True,
+    )
+    rank_stabilised: bool = setting(False, "Divide by the root of the rank instead.", is_newer=True)
+    pretrained: str | None = setting(
+        None, "A folder in peft's format whose adapters the run begins with.", is_newer=True
+    )
 
     @property
     def is_used(self) -> bool:

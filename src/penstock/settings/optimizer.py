@@ -291,10 +291,14 @@ class OptimizerConfig(Settings, section="optimizer"):
         "Data- and context-parallel ranks shard the optimizer's state and fp32 masters: each steps its shard, and the "
         "results are gathered (ZeRO-1).",
     )
-    name: OptimizerName = setting(OptimizerName.ADAMW, "The optimizer, one of torch.optim.")
-    arguments: Arguments = setting(Arguments(), "Further arguments of the optimizer's class, such as momentum.")
+    name: OptimizerName = setting(OptimizerName.ADAMW, "The optimizer, one of torch.optim.", is_newer=True)
+    arguments: Arguments = setting(
+        Arguments(), "Further arguments of the optimizer's class, such as momentum.", is_newer=True
+    )
     groups: tuple[ParameterGroup, ...] = setting(
-        (), "Parameters by name pattern with a learning rate, decay, betas or optimizer of their own, or frozen."
+        (),
+        "Parameters by name pattern with a learning rate, decay, betas or optimizer of their own, or frozen.",
+        is_newer=True,
     )
     #: makes an optimizer of any class from torch's parameter groups, in place of `name`; not a setting of a run
     factory: Callable[[Any], Any] | None = None

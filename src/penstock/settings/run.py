@@ -161,11 +161,13 @@ class TrainConfig(Settings, section="train"):
     compile: bool | CompileMode = setting(
         False,
         "Compile each kind of layer with torch.compile: true, or a mode. Layers with collectives stay as they are.",
+        is_newer=True,
     )
     reproducible: bool = setting(
         False,
         "Have generation, scoring and training give a token's log-probability the same bits; on CPUs in fp32, with "
         "Penstock's own dense layers.",
+        is_newer=True,
     )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(
@@ -263,7 +265,7 @@ class RunConfig(Settings):
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
         settings["train.precision"] = settings["train.precision"] or Precision.FP32.value
         free = _FREE if self.train.normalize is Normalize.GLOBAL else _FREE - _FREE_IF_GLOBAL
-        added = {name for name in _ADDED if settings[name] == plain(SETTINGS[name].default)}
+        added = {name for name, own in SETTINGS.items() if own.is_newer and settings[name] == plain(own.default)}
         if settings["data.special_tokens"] == (settings["data.tokenizer"] == "bytes"):
             # As it was before there was such a setting: bytes have none, and those of other tokenizers were left out.
             added.add("data.special_tokens")
@@ -319,13 +321,6 @@ _FREE = _FREE_IF_GLOBAL | {
     "parallel.timeout_s",
     "parallel.shutdown_timeout_s",
 }
-
-# Later than the first runs, which go on where these have their defaults.
-_ADDED = (
-    {"model.native", "optimizer.name", "optimizer.arguments", "optimizer.groups", "train.compile"}
-    | {"train.reproducible"}
-    | {own.name for own in SETTINGS.values() if own.section == AdapterConfig.section}
-)
 
 
 def differences(
