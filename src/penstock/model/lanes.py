@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -289,8 +289,13 @@ def recomputed(unit: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(unit, *arguments, use_reentrant=False, preserve_rng_state=preserve)
 
 
-class LaneModule(Protocol):
-    """A unit whose forward is a lane."""
+@runtime_checkable
+class LaneUnit(Protocol):
+    """A unit with collectives inside: its forward is a lane that records its own segments.
+
+    `forward_lane(tape, x, sequences)` takes and returns detached data and appends entries to `tape` whose `backward`
+    lanes undo it; where `tape` is None it records nothing.
+    """
 
     def forward_lane(self, tape: Any, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
 
@@ -299,7 +304,7 @@ class LaneModule(Protocol):
 class RecomputedLane:
     """A unit whose forward is a lane that backward runs again, including its exchanges."""
 
-    unit: LaneModule
+    unit: LaneUnit
 
     def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
         y = yield from self.unit.forward_lane(None, x, sequences)
@@ -313,7 +318,7 @@ class RecomputedLane:
 class RecomputedEntry:
     """The entry on a tape of a unit that is computed again in backward."""
 
-    unit: LaneModule
+    unit: LaneUnit
     x: Tensor
     sequences: Sequences
     autocast: Callable[[], AbstractContextManager[object]]

@@ -1,5 +1,6 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
+from penstock.model import LaneUnit
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
@@ -9,7 +10,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
 from penstock.runtime.recovery import Recovery
-from penstock.runtime.stage import Boundary, LaneUnit, Pairs, Stage, UnitCall
+from penstock.runtime.stage import Boundary, Pairs, Stage, UnitCall
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport

@@ -5,7 +5,7 @@ stage on the same rank, or comes from the microbatch itself (`Feed`). Nothing he
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,77 +51,56 @@ def _no_reduction(stage: int) -> None:
     return None
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs one rank of a program over its local stages.
 
-    Args:
-        program: proved in the constructor; an unproved program never runs.
-        stages: the local stages by number.
-        transport: carries messages between ranks, and knows which rank this is.
-        recorder: notes every action.
-        reduce: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait.
-        pairs: the way in which the two actions of a fused pair take turns.
-
     Raises:
-        ScheduleError: the program cannot be proved.
+        ScheduleError: the program cannot be proved; an unproved one never runs.
     """
 
-    #: the proved program, and this rank's place in it
+    #: the program, which is proved here
     program: Program
-    rank: int
     #: the local stages by number
     stages: Mapping[int, Stage]
-    #: carries messages between ranks
+    #: carries messages between ranks, and knows which rank this is
     transport: Transport
     #: notes every action
     recorder: Recorder
-    #: starts the reduction of a stage's gradients
-    reduce: Callable[[int], None]
-    #: the turns of fused pairs
-    pairs: Pairs
+    #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait
+    reduce: Callable[[int], None] = _no_reduction
+    #: the way in which the two actions of a fused pair take turns
+    pairs: Pairs = _PAIRS
+    #: this rank's place in the program
+    rank: int = field(init=False)
     #: True if the program has backwards
-    training: bool
+    training: bool = field(init=False)
     #: rings when another rank has failed
-    alarm: Alarm
+    alarm: Alarm = field(default_factory=Alarm, init=False)
     #: local stage and direction -> where its input comes from and its result goes to
-    _wires: dict[tuple[Direction, int], Wire]
+    _wires: dict[tuple[Direction, int], Wire] = field(init=False)
     #: results that leave while their step goes on
-    _early: frozenset[Key]
+    _early: frozenset[Key] = field(init=False)
     #: the program's steps with their handlers, of which all arguments are bound but the step's record
-    _steps: list[tuple[Step, Handler]]
+    _steps: list[tuple[Step, Handler]] = field(default_factory=list, init=False)
     #: the running step's microbatches
-    _feeds: Sequence[Feed]
+    _feeds: Sequence[Feed] = field(default=(), init=False)
     #: the running step's tapes
-    _tapes: Tapes
+    _tapes: Tapes = field(default_factory=Tapes, init=False)
     #: posted receives, as a list, or the result of a neighbour on this rank, as a tuple
-    _arrivals: dict[Key, list[Receipt] | Tensors]
+    _arrivals: dict[Key, list[Receipt] | Tensors] = field(default_factory=dict, init=False)
     #: results that their send has not taken yet
-    _departures: dict[Key, Tensors]
+    _departures: dict[Key, Tensors] = field(default_factory=dict, init=False)
     #: microbatch -> the result of the last stage's `finish`
-    _results: dict[int, Tensor]
+    _results: dict[int, Tensor] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        program: Program,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        recorder: Recorder,
-        reduce: Callable[[int], None] = _no_reduction,
-        pairs: Pairs = _PAIRS,
-    ) -> None:
+    def __post_init__(self) -> None:
+        program = self.program
         verify(program)
-        self.program, self.rank, self.stages = program, transport.rank, stages
-        self.transport, self.recorder, self.reduce, self.pairs = transport, recorder, reduce, pairs
-        self.training = program.schedule.training
-        self.alarm = Alarm()
-        self._feeds = ()
-        self._tapes = Tapes()
-        self._arrivals = {}
-        self._departures = {}
-        self._results = {}
+        self.rank, self.training = self.transport.rank, program.schedule.training
         self._wires = {
             (direction, number): Wire.of(program.placement, number, direction)
-            for number in stages
+            for number in self.stages
             for direction in Direction
         }
         self._early = frozenset(
@@ -136,13 +115,12 @@ class Executor:
             Op.RECV_B: self._post_receive,
             Op.REDUCE_GRAD: lambda action, wire, record: self.reduce(action.stage),
         }
-        self._steps = []
         for step in program.ranks[self.rank]:
             if isinstance(step, Action) and step.op in others:
                 self._steps.append((step, partial(others[step.op], step, self._wire(step))))
             elif step != Action(Op.STEP):  # a line of train_batch
                 actions = [(action, self._wire(action), lanes[action.op]) for action in parts(step)]
-                self._steps.append((step, partial(self._compute, actions, pairs if len(actions) > 1 else ALONE)))
+                self._steps.append((step, partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)))
 
     def _wire(self, action: Action) -> Wire:
         return self._wires[action.op.direction, action.stage]

@@ -6,9 +6,9 @@ Shapes: T tokens of the microbatch, D hidden size.
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from penstock.model import (
     Driven,
     Given,
     Lane,
+    LaneUnit,
     Parameters,
     RecomputedEntry,
     RecomputedLane,
@@ -52,14 +53,9 @@ _ARGUMENTS = re.compile(
 _PLAIN = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 
+@dataclass(eq=False)
 class UnitCall:
-    """A unit as a stage calls it.
-
-    Args:
-        name: the unit's full name.
-        module: the unit.
-        recompute: True under activation checkpointing.
-    """
+    """A unit as a stage calls it."""
 
     #: name over the whole model
     name: str
@@ -68,22 +64,18 @@ class UnitCall:
     #: True under activation checkpointing
     recompute: bool
     #: the unit's input and output; None for the plain stream
-    takes: Message | None
-    gives: Message | None
+    takes: Message | None = None
+    gives: Message | None = None
     #: the reason why it could not be found; empty if it could
-    not_found: str
+    not_found: str = ""
     #: by which `forward` is called
-    parameters: Parameters
+    parameters: Parameters = field(init=False)
     #: False for units that never draw a random number
-    draws: bool
+    draws: bool = field(init=False)
 
-    def __init__(self, name: str, module: nn.Module, recompute: bool) -> None:
-        self.name, self.module, self.recompute = name, module, recompute
-        self.takes = None
-        self.gives = None
-        self.not_found = ""
-        self.parameters = Parameters.of(module)
-        self.draws = bool(getattr(module, "has_randomness", True))
+    def __post_init__(self) -> None:
+        self.parameters = Parameters.of(self.module)
+        self.draws = bool(getattr(self.module, "has_randomness", True))
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Parameters without a default that neither the unit before nor a key of the batch fills."""
@@ -241,29 +233,12 @@ ALONE = Pairs(overlap=False)
 """For a forward or backward outside of pairs, beside which nothing else computes."""
 
 
-@runtime_checkable
-class LaneUnit(Protocol):
-    """A unit with collectives inside: its forward is a lane that records its own segments.
-
-    `forward_lane(tape, x, sequences)` takes and returns detached data and appends entries to `tape` whose `backward`
-    lanes undo it; where `tape` is None it records nothing.
-    """
-
-    def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
-
-
 class Stage:
     """The units of one local stage with their parameters; owns no microbatch's data (tapes do).
 
-    Args:
-        index: the stage's number over the whole model.
-        units: (name, module) in order; a module maps the residual stream, and what else its `forward` asks for by
-            name (see `Parameters`), to the residual stream.
-        boundary: shape and dtype of the tensors between stages.
-        weight_gradients: the owner that defers the weight gradients of the stage's linear layers, for split backwards
-            and to fill the time in which a collective is under way; None where neither is ever done.
-        autocast: makes the context in which forwards run.
-        recompute: names of the units under activation checkpointing, whose activations backward computes again.
+    A module maps the residual stream, and what else its `forward` asks for by name (see `Parameters`), to the residual
+    stream. `recompute` are the names of the units under activation checkpointing, whose activations backward computes
+    again.
     """
 
     #: called before weights are read; may wait for those that other ranks step
@@ -277,11 +252,12 @@ class Stage:
     gives: Message | None = None
     #: number over the whole model
     index: int
-    #: (name, module) in order
+    #: (full name, module) in order
     units: tuple[tuple[str, nn.Module], ...]
     #: shape and dtype of the tensors between stages
     boundary: Boundary
-    #: defers weight gradients; None where that is never done
+    #: defers the weight gradients of the linear layers, for split backwards and to fill the time in which a collective
+    #: is under way; None where neither is ever done
     weight_gradients: WeightGradients | None
     #: makes the context in which forwards run
     autocast: Callable[[], AbstractContextManager[Any]]

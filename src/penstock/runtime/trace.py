@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -116,50 +116,41 @@ def _ended(record: CollectiveRecord, future: object) -> None:
         record.end_ns = time.perf_counter_ns()
 
 
+@dataclass(eq=False)
 class Recorder:
     """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
     The executor writes it between actions, and collectives as they are launched; any thread may read it at any time.
-
-    Args:
-        rank: this rank's number in its pipeline.
-        capacity: records that are kept, and as many of collectives.
-        place: names the pipeline where there are several.
     """
 
-    #: the running step's number, or the last one's
-    step: int
-    #: the message or collective that this rank is waiting for
-    awaited: Awaited | CollectiveRecord | None
-    #: all processes of the run, if the watchdog has set them: reports then name hosts, and ranks that do not answer
-    processes: Processes | None
-    #: actions and collectives of the current step
-    _records: deque[Record]
-    _collectives: deque[CollectiveRecord]
-    #: the action under way, or the last one
-    _current: Record | None
-    #: True once the action under way has failed
-    _given_up: bool
-    #: while ranks act together outside of the program: the act, and the global ranks that take part (None: all)
-    _together: tuple[str, tuple[int, ...] | None] | None
-    #: when that began, in seconds of the monotonic clock
-    _together_since: float
-    #: group -> its global ranks
-    _ranks: dict[dist.ProcessGroup, tuple[int, ...]]
-    #: this rank, and as messages name it
+    #: this rank's number in its pipeline
     rank: int
-    _name: str
+    #: records that are kept, and as many of collectives
+    capacity: int = 65536
+    #: names the pipeline where there are several
+    place: str | None = None
+    #: the running step's number, or the last one's
+    step: int = field(default=0, init=False)
+    #: the message or collective that this rank is waiting for
+    awaited: Awaited | CollectiveRecord | None = field(default=None, init=False)
+    #: all processes of the run, if the watchdog has set them: reports then name hosts, and ranks that do not answer
+    processes: Processes | None = field(default=None, init=False)
+    #: actions and collectives of the current step
+    _records: deque[Record] = field(init=False)
+    _collectives: deque[CollectiveRecord] = field(init=False)
+    #: the action under way, or the last one
+    _current: Record | None = field(default=None, init=False)
+    #: True once the action under way has failed
+    _given_up: bool = field(default=False, init=False)
+    #: while ranks act together outside of the program: the act, and the global ranks that take part (None: all)
+    _together: tuple[str, tuple[int, ...] | None] | None = field(default=None, init=False)
+    #: when that began, in seconds of the monotonic clock
+    _together_since: float = field(default=0.0, init=False)
+    #: group -> its global ranks
+    _ranks: dict[dist.ProcessGroup, tuple[int, ...]] = field(default_factory=dict, init=False)
 
-    def __init__(self, rank: int, capacity: int = 65536, place: str | None = None) -> None:
-        self.rank = rank
-        self._name = f"rank {rank}" if place is None else f"rank {rank} ({place})"
-        self.step = 0
-        self.awaited = self.processes = None
-        self._records, self._collectives = deque(maxlen=capacity), deque(maxlen=capacity)
-        self._current = self._together = None
-        self._together_since = 0.0
-        self._given_up = False
-        self._ranks = {}
+    def __post_init__(self) -> None:
+        self._records, self._collectives = deque(maxlen=self.capacity), deque(maxlen=self.capacity)
 
     def keep(self, capacity: int) -> None:
         """Keep only so many records from now on, the newest ones."""
@@ -272,7 +263,8 @@ class Recorder:
 
     def where(self) -> str:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
-        record, here = self._current, f"{self._name}, step {self.step}"
+        place = "" if self.place is None else f" ({self.place})"
+        record, here = self._current, f"rank {self.rank}{place}, step {self.step}"
         if self._together is not None:
             what, ranks = self._together
             if isinstance(self.awaited, CollectiveRecord):

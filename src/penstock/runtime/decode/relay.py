@@ -127,33 +127,26 @@ class Ring:
         return self.placement.num_ranks == 1
 
 
+@dataclass(eq=False)
 class HeaderRelay:
-    """One rank's part in passing batches on as headers, and their tokens back, during one generation.
-
-    Args:
-        rows_per_slot: items of a batch, at most.
-    """
+    """One rank's part in passing batches on as headers, and their tokens back, during one generation."""
 
     #: links to the other ranks
     _ring: Ring
-    #: numbers of a header
-    _header_size: int
+    #: items of a batch, at most
+    _rows_per_slot: int
     #: the batches of all turns, one by one; None before `start`, and where a thread takes them
-    _batches: Iterator[Batch] | None
+    _batches: Iterator[Batch] | None = None
     #: what the thread has taken ahead; then None for the end, or the exception that it has failed with
-    _taken: queue.SimpleQueue[Batch | Exception | None]
+    _taken: queue.SimpleQueue[Batch | Exception | None] = field(default_factory=lambda: queue.SimpleQueue())
     #: takes batches ahead; None where the rank that computes takes them
-    _thread: threading.Thread | None
+    _thread: threading.Thread | None = None
     #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
-    _sampled_here: queue.SimpleQueue[Tensor | None]
+    _sampled_here: queue.SimpleQueue[Tensor | None] = field(default_factory=lambda: queue.SimpleQueue())
 
-    def __init__(self, ring: Ring, rows_per_slot: int) -> None:
-        self._ring = ring
-        self._header_size = _HEAD + _ITEM * rows_per_slot
-        self._batches = None
-        self._taken = queue.SimpleQueue[Batch | Exception | None]()
-        self._thread = None
-        self._sampled_here = queue.SimpleQueue[Tensor | None]()
+    @property
+    def _header_size(self) -> int:
+        return _HEAD + _ITEM * self._rows_per_slot
 
     # ---- ahead of the computation
 
