@@ -70,12 +70,8 @@ class Collectives:
 
     #: the ranks; None for this rank alone
     group: dist.ProcessGroup | None
-    #: learns of every launch; `report_to` sets one later
+    #: learns of every launch
     observer: Observer | None = None
-
-    def report_to(self, observer: Observer) -> None:
-        """Report every launch from now on to this observer."""
-        self.observer = observer
 
     @property
     def size(self) -> int:
@@ -205,7 +201,7 @@ def observe(module: nn.Module, observer: Observer) -> int:
         id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Collectives)
     }
     for collectives in found.values():
-        collectives.report_to(observer)
+        collectives.observer = observer
     return len(found)
 
 

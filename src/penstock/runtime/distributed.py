@@ -374,6 +374,7 @@ class _KeptSends:
         self._in_flight.popleft()
 
 
+@dataclass(eq=False)
 class _ThreadedSends:
     """Holds sent tensors until their work is complete, known by waiting in a thread (gloo's works cannot be polled).
 
@@ -383,36 +384,28 @@ class _ThreadedSends:
     """
 
     #: the channel, and the longest that a message may take
-    _channel: Line
-    _timeout_s: float
+    channel: Line
+    timeout_s: float
     #: sends that the thread has not been given yet, and their bytes
-    _kept: _Sends
-    _kept_bytes: int
+    _kept: _Sends = field(default_factory=deque, init=False)
+    _kept_bytes: int = field(default=0, init=False)
     #: the thread's work: sends to wait for, a call to make behind them, or None for the end
-    _queue: queue.SimpleQueue[_Sends | Callable[[], None] | None]
+    _queue: queue.SimpleQueue[_Sends | Callable[[], None] | None] = field(init=False)
     #: sends so far, and those that have left
-    _num_added: int
-    _num_left: int
+    _num_added: int = field(default=0, init=False)
+    _num_left: int = field(default=0, init=False)
     #: the reason why a message has not left
-    _error: TransportError | None
+    _error: TransportError | None = field(default=None, init=False)
     #: set once all sends that `settle` waits for have left, or when the link is cut
-    _settled: threading.Event
-    #: waits for one send after another
-    _thread: threading.Thread
+    _settled: threading.Event = field(default_factory=threading.Event, init=False)
 
-    def __init__(self, channel: Line, timeout_s: float) -> None:
-        self._channel, self._timeout_s = channel, timeout_s
+    def __post_init__(self) -> None:
         self._queue = queue.SimpleQueue()
-        self._kept = deque()
-        self._kept_bytes = 0
-        self._num_added = self._num_left = 0
-        self._error, self._settled = None, threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name=f"penstock sends {describe_message(channel)}", daemon=True
-        )
-        self._thread.start()
+        name = f"penstock sends {describe_message(self.channel)}"
+        thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        thread.start()
         # At the interpreter's end too: a thread that comes back from torch then would abort the process.
-        weakref.finalize(self, _end_thread, self._queue, self._thread)
+        weakref.finalize(self, _end_thread, self._queue, thread)
 
     def _watch(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -422,7 +415,7 @@ class _ThreadedSends:
             while item:
                 try:
                     if self._error is None:
-                        _wait_until_left(self._channel, item[0])
+                        _wait_until_left(self.channel, item[0])
                 except TransportError as error:
                     self._error = error
                 item.popleft()
@@ -448,15 +441,15 @@ class _ThreadedSends:
             self._kept, self._kept_bytes = deque(), 0
             self._queue.put(settled.set)
             # The works have the same limit; the margin lets their own, more specific error come first.
-            if self._error is None and not settled.wait(self._timeout_s + 5.0):
-                raise TransportError(f"{describe_message(self._channel)} were not taken after {self._timeout_s:.1f} s")
+            if self._error is None and not settled.wait(self.timeout_s + 5.0):
+                raise TransportError(f"{describe_message(self.channel)} were not taken after {self.timeout_s:.1f} s")
         if self._error is not None:
             raise self._error
 
     def abort(self) -> None:
         """Let nobody wait for sends of a link that was cut: gloo may forget one that it has written in part."""
         self._error = self._error or TransportError(
-            f"{describe_message(self._channel)} were not taken before the link was cut"
+            f"{describe_message(self.channel)} were not taken before the link was cut"
         )
         self._settled.set()
 

@@ -90,11 +90,8 @@ class Alarm:
 class Recovery:
     """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point.
 
-    Args:
-        group: all ranks of the engine, on host memory; None for one that is alone.
-        recorder: knows what the rank is doing.
-        state: put back after a failure.
-        place: this rank's coordinates, for messages; empty where there is one pipeline.
+    `group` are all ranks of the engine, on host memory; None for one that is alone. `place` gives this rank's
+    coordinates, for messages; empty where there is one pipeline.
     """
 
     #: rung by the failure of any rank

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch.distributed import ProcessGroup
@@ -27,64 +28,42 @@ _SAME_SIGNAL_S = 1.0
 _ASK_AGAIN_S = 2.5
 
 
+@dataclass(eq=False)
 class Watchdog:
-    """Watches one rank's recorder until `close`.
-
-    Args:
-        recorder: what the rank is doing.
-        timeout_s: an action under way for longer than this, and a margin in which the backend's own, more specific
-            error may come first, ends the process with `EXIT_CODE` after one sentence on standard error.
-        grace_s: how long after a SIGTERM or SIGINT an action may still be under way where some process of the run has
-            ended or does not answer, so that the step cannot be finished; and after a second signal in any case.
-        shutdown_timeout_s: the process ends this long after its first signal in any case.
-        end: ends the process; for tests.
-    """
+    """Watches one rank's recorder until `close`."""
 
     #: says where the rank is
     recorder: Recorder
-    #: the longest that a wait may last; the longest that an action may go on once it cannot be finished
+    #: an action under way for longer than this, and a margin in which the backend's own, more specific error may come
+    #: first, ends the process with `EXIT_CODE` after one sentence on standard error
     timeout_s: float
-    grace_s: float
-    #: the longest that the rank may go on once it was asked to end
-    shutdown_timeout_s: float
-    #: how much longer than `timeout_s` a wait may seem to the watchdog
-    _margin_s: float
-    #: ends the process
-    _end: Callable[[int], object]
+    #: how long after a SIGTERM or SIGINT an action may still be under way where some process of the run has ended or
+    #: does not answer, so that the step cannot be finished; and after a second signal in any case
+    grace_s: float = 4.0
+    #: the process ends this long after its first signal in any case
+    shutdown_timeout_s: float = math.inf
+    #: ends the process; another for tests
+    end: Callable[[int], object] = os._exit
     #: when signals asked the rank to end; those within a second of each other count as one
-    _signalled_at: list[float]
+    _signalled_at: list[float] = field(default_factory=list, init=False)
     #: when peers were last asked, and those that did not answer, in words
-    _asked_at: float
-    _absent: str
+    _asked_at: float = field(default=-math.inf, init=False)
+    _absent: str = field(default="", init=False)
     #: a pair of sockets by which signals wake the thread
-    _reader: socket.socket
-    _writer: socket.socket
+    _reader: socket.socket = field(init=False)
+    _writer: socket.socket = field(init=False)
     #: the interpreter's wake-up descriptor before this one
-    _previous_fd: int | None
+    _previous_fd: int | None = field(default=None, init=False)
     #: where other processes ask for the rank's place
-    _listener: socket.socket | None
+    _listener: socket.socket | None = field(default=None, init=False)
     #: set by `close`
-    _closed: threading.Event
+    _closed: threading.Event = field(default_factory=threading.Event, init=False)
     #: the thread that watches
-    _thread: threading.Thread
+    _thread: threading.Thread = field(init=False)
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        timeout_s: float,
-        grace_s: float = 4.0,
-        shutdown_timeout_s: float = math.inf,
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        self.recorder, self._end = recorder, end
-        self.timeout_s, self.grace_s, self.shutdown_timeout_s = timeout_s, grace_s, shutdown_timeout_s
-        self._margin_s = max(2.0, 0.1 * timeout_s)
-        self._signalled_at, self._asked_at, self._absent = [], -math.inf, ""
+    def __post_init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous_fd = None
-        self._listener = None
-        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="penstock watchdog", daemon=True)
         self._thread.start()
 
@@ -152,11 +131,11 @@ class Watchdog:
             if reason is not None and not self._closed.is_set():
                 sys.stderr.write(f"penstock: {self.recorder.where()}; {reason}\n")
                 sys.stderr.flush()
-                self._end(EXIT_CODE)
+                self.end(EXIT_CODE)
                 return
 
     def _reason_to_end(self) -> str | None:
-        if self.recorder.busy_since_s() > self.timeout_s + self._margin_s:
+        if self.recorder.busy_since_s() > self.timeout_s + max(2.0, 0.1 * self.timeout_s):
             return f"this is over the limit of {self.timeout_s:g} s{self.recorder.missing()}"
         if not self._signalled_at:
             return None

@@ -42,14 +42,9 @@ class DecodeForm(NamedValue):
 
 @dataclass(eq=False)
 class StageDecoder:
-    """A stage with the KV caches of its units; decodes the live rows of a batch.
+    """A stage with the KV caches of its units; decodes the live rows of a batch."""
 
-    Args:
-        stage: any whose units can read chunk by chunk.
-        caches: of its units.
-    """
-
-    #: the local stage
+    #: the local stage, whose units can read chunk by chunk
     stage: Stage
     #: its units' KV caches
     caches: Sequence[Any]
@@ -116,37 +111,22 @@ class _Fixed:
         return self.decoder.stage.decode(self.x, self.decoder.caches, rows)
 
 
+@dataclass(eq=False)
 class FixedDecoder(StageDecoder):
-    """Decodes over fixed shapes; owns inputs and graphs, which are made when they are first needed.
-
-    Args:
-        stage: one that `takes` accepts.
-        caches: of its units.
-        num_cached: tokens of a row of the cache.
-        capture_stream: for CUDA graphs; None to run computations as they are.
-    """
+    """Decodes over fixed shapes a stage that `takes` accepts; owns inputs and graphs, which are made when needed."""
 
     #: tokens of a row of the cache
     num_cached: int
-    #: the stream on which CUDA graphs are captured; None if computations run as they are
-    capture_stream: torch.cuda.Stream | None
+    #: the stream on which CUDA graphs are captured; None to run computations as they are
+    capture_stream: torch.cuda.Stream | None = None
     #: memory of all graphs of the stage, which never run at the same time
-    pool: Any
+    pool: Any = field(default=None, init=False)
     #: slot and number of tokens that are looked at -> the computation, if it has been made
-    _fixed: dict[tuple[range, int], _Fixed]
+    _fixed: dict[tuple[range, int], _Fixed] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        stage: Stage,
-        caches: Sequence[Any],
-        num_cached: int,
-        capture_stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        super().__init__(stage, caches)
-        self.num_cached = num_cached
-        self.capture_stream = capture_stream
-        self.pool = None if capture_stream is None else torch.cuda.graph_pool_handle()
-        self._fixed = {}
+    def __post_init__(self) -> None:
+        if self.captures:
+            self.pool = torch.cuda.graph_pool_handle()
 
     @staticmethod
     def takes(stage: Stage) -> bool:

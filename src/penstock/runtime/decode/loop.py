@@ -91,48 +91,38 @@ class LocalBatch:
         return [own for item, own in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
 
 
+@dataclass(eq=False)
 class DecodeLoop:
-    """One rank's part in one generation.
-
-    Args:
-        ring: links to the other ranks.
-        decoders: of the local stages, in order.
-        generation: its sequences, and on the rank of the first stage what decides and listens.
-    """
+    """One rank's part in one generation."""
 
     #: links to the other ranks
     ring: Ring
     #: local stages with their KV caches, in order
     decoders: Sequence[StageDecoder]
-    #: what is generated
+    #: what is generated, and on the rank of the first stage what decides and listens
     generation: Generation
     #: number -> sequence, from the batch that says it has arrived to the one that says it has ended
-    known: dict[int, schedule.Sequence]
+    known: dict[int, schedule.Sequence] = field(init=False)
     #: passes headers and tokens on
-    relay: HeaderRelay
+    relay: HeaderRelay = field(init=False)
     #: local stage -> where its input comes from and its output goes to
-    _wires: dict[int, Wire]
+    _wires: dict[int, Wire] = field(init=False)
     #: the work that this rank has done so far
-    report: DecodeReport
+    report: DecodeReport = field(default_factory=DecodeReport, init=False)
     #: computes the step whose input is awaited
-    _prepared: Callable[[], Tensor | None] | None
+    _prepared: Callable[[], Tensor | None] | None = field(default=None, init=False)
     #: the rows of each slot
-    _slots: list[range]
+    _slots: list[range] = field(init=False)
     #: (stage, slot) -> its output for this rank's next stage
-    _outputs: dict[tuple[int, int], Tensor]
+    _outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
-    def __init__(self, ring: Ring, decoders: Sequence[StageDecoder], generation: Generation) -> None:
-        self.ring = ring
-        self.decoders = decoders
-        self.generation = generation
-        self.known = {sequence.number: sequence for sequence in generation.sequences}
-        self.relay = HeaderRelay(ring, generation.shape.rows_per_slot)
-        placement, local = ring.placement, [decoder.stage.index for decoder in decoders]
+    def __post_init__(self) -> None:
+        shape, placement = self.generation.shape, self.ring.placement
+        self.known = {sequence.number: sequence for sequence in self.generation.sequences}
+        self.relay = HeaderRelay(self.ring, shape.rows_per_slot)
+        local = [decoder.stage.index for decoder in self.decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
-        self._slots = [generation.shape.rows_of(slot) for slot in range(generation.shape.num_slots)]
-        self.report = DecodeReport()
-        self._prepared = None
-        self._outputs = {}
+        self._slots = [shape.rows_of(slot) for slot in range(shape.num_slots)]
 
     def run(self) -> DecodeReport:
         """Take part until all sequences have ended, or the generation is interrupted. Blocks in the transport.
