@@ -142,12 +142,6 @@ class Ties:
         return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= local}
 
 
-def lend_weights(parameters: Mapping[str, nn.Parameter], loans: Mapping[str, str]) -> None:
-    """Let copies, the keys of `loans`, use the storage of their owners; their own is freed."""
-    for borrower, owner in loans.items():
-        parameters[borrower].data = parameters[owner].data
-
-
 def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement) -> None:
     """Refuse ties that no group of ranks can add up: all copies lie on one rank, their owner there or on its mirror.
 
@@ -201,7 +195,13 @@ def build_stages(
         ConfigError: the options recompute a layer that the model does not have.
         ValueError: tokens are to be reproducible, and a layer cannot.
     """
-    _check_recompute(units, options)
+    if not isinstance(options.recompute, str):
+        layers = {layer for unit in units if (layer := _layer_of(unit.name)) is not None}
+        if wrong := [layer for layer in options.recompute if layer not in layers]:
+            possible = (
+                f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
+            )
+            raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
     stages, build = {}, _builder(options, device)
     for number in numbers:
         members = cut[number % len(cut)]
@@ -273,15 +273,6 @@ def _layer_of(unit: str) -> int | None:
     return int(layer[0]) if layer and layer[0].isdigit() else None
 
 
-def _check_recompute(units: Sequence[UnitSpec], options: EngineOptions) -> None:
-    if isinstance(options.recompute, str):
-        return
-    layers = {layer for unit in units if (layer := _layer_of(unit.name)) is not None}
-    if wrong := [layer for layer in options.recompute if layer not in layers]:
-        possible = f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
-        raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
-
-
 @checked
 def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
     """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
@@ -297,7 +288,17 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
     """
     if not len(layers):
         raise ValueError("a model needs at least one layer")
-    modules = [_module_of(i, layer) for i, layer in enumerate(layers)]
+    modules: list[nn.Module] = []
+    for number, layer in enumerate(layers):
+        if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
+            layer = BoundLayer(layer)
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
+        switch_linears(layer)
+        switch_sequentials(layer)
+        if is_compiled(layer):
+            keep_linears_eager(layer)
+        modules.append(layer)
     tied = _tied(modules)
     return tuple(replace(_unit_of_layer(f"layers.{i}", module), tied=tied[i]) for i, module in enumerate(modules))
 
@@ -327,18 +328,6 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
         owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
         found.append(shared)
     return found
-
-
-def _module_of(number: int, layer: Any) -> nn.Module:
-    if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
-        layer = BoundLayer(layer)
-    if not isinstance(layer, nn.Module):
-        raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
-    switch_linears(layer)
-    switch_sequentials(layer)
-    if is_compiled(layer):
-        keep_linears_eager(layer)
-    return layer
 
 
 def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:

@@ -77,9 +77,26 @@ class EngineOptions(Settings):
         object.__setattr__(self, "optimizer", OptimizerConfig.of(self.optimizer))
         object.__setattr__(self, "precision", self.precision or Precision.FP32)
         super().__post_init__()
-        _check_read_only(self)
-        if self.reproducible:
-            _check_reproducible(self)
+
+    def _check(self) -> None:
+        if self.packs_for_good:
+            given = f"quantize = {self.quantize}" if self.quantize is not Quantize.NONE else "read_only"
+            if self.learns:
+                raise ConfigError(f"{given} leaves no weights to train; give learns=False as well")
+            if self.adapter is not None or self.precision is Precision.BF16_AUTOCAST:
+                what = "an adapter" if self.adapter is not None else "precision bf16-autocast"
+                raise ConfigError(
+                    f"{given} packs weights as they are, and {what} needs them itself; leave out one of them"
+                )
+        # Each of these gives a token other bits in training than in generation.
+        changes_bits = {
+            f"precision is {self.precision}; possible is fp32": self.precision is not Precision.FP32,
+            "compiled layers do not have the bits of generation; leave one out": self.compile,
+            f"quantize = {self.quantize} changes bits; leave one out": self.quantize is not Quantize.NONE,
+            "LoRA adapters are other layers than Penstock's own; leave one out": self.adapter is not None,
+        }
+        if self.reproducible and (wrong := [why for why, is_given in changes_bits.items() if is_given]):
+            raise ConfigError(f"reproducible = true: {wrong[0]}")
 
     @property
     def packs_for_good(self) -> bool:
@@ -101,7 +118,9 @@ class EngineOptions(Settings):
         ours = [own for own in walk_settings(cls()) if len(own.path) == 1 and own.name in SETTINGS]
         same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in ours}
         sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
-        lengths = _typical_lengths(config) if config.schedule.measure else None
+        # Those of a full microbatch.
+        num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
+        lengths = (config.data.sequence_length,) * num_sequences if config.schedule.measure else None
         return cls(**same, **sections, adapter=config.adapter, measure_lengths=lengths)
 
     @property
@@ -115,30 +134,6 @@ class EngineOptions(Settings):
         return self.choice.settings.cut
 
 
-def _check_read_only(options: EngineOptions) -> None:
-    """Refuse weights that are packed for good where they are needed as they were. Raises: ConfigError."""
-    if not options.packs_for_good:
-        return
-    given = f"quantize = {options.quantize}" if options.quantize is not Quantize.NONE else "read_only"
-    if options.learns:
-        raise ConfigError(f"{given} leaves no weights to train; give learns=False as well")
-    if options.adapter is not None or options.precision is Precision.BF16_AUTOCAST:
-        what = "an adapter" if options.adapter is not None else "precision bf16-autocast"
-        raise ConfigError(f"{given} packs weights as they are, and {what} needs them itself; leave out one of them")
-
-
-def _check_reproducible(options: EngineOptions) -> None:
-    """Refuse what gives a token other bits in training than in generation. Raises: ConfigError naming it."""
-    if options.precision is not Precision.FP32:
-        raise ConfigError(f"reproducible = true: precision is {options.precision}; possible is fp32")
-    if options.compile:
-        raise ConfigError("reproducible = true: compiled layers do not have the bits of generation; leave one out")
-    if options.quantize is not Quantize.NONE:
-        raise ConfigError(f"reproducible = true: quantize = {options.quantize} changes bits; leave one out")
-    if options.adapter is not None:
-        raise ConfigError("reproducible = true: LoRA adapters are other layers than Penstock's own; leave one out")
-
-
 def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
     """Refuse ranks that would learn by different rules, or cut and run the model differently.
 
@@ -148,7 +143,8 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
     """
     views = gather({name: _described(value) for name, value in _rules(options)})
     for rank, theirs in enumerate(views):
-        if found := differences(views[0], theirs, "on rank 0", f"on rank {rank}"):
+        if theirs != views[0]:
+            found = differences(views[0], theirs, "on rank 0", f"on rank {rank}")
             raise ConfigError(f"ranks were given different settings: {found[0]}; give all the same")
 
 
@@ -180,9 +176,3 @@ def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> Engine
     if unknown := sorted(changes.keys() - known):
         raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}")
     return replace(options, **changes) if changes else options
-
-
-def _typical_lengths(config: RunConfig) -> tuple[int, ...]:
-    """The lengths of a full microbatch's sequences."""
-    num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
-    return (config.data.sequence_length,) * num_sequences

@@ -22,7 +22,6 @@ from penstock.engine.build import (
     check_same_units,
     check_ties,
     cut_units,
-    lend_weights,
     parameter_dtype,
 )
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
@@ -323,7 +322,9 @@ class Pipeline:
 
     def lend_weights(self) -> None:
         """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
-        lend_weights(self.parameters(), self.loans)
+        parameters = self.parameters()
+        for borrower, owner in self.loans.items():
+            parameters[borrower].data = parameters[owner].data
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by full name: state of the modules that no gradient changes."""
@@ -349,7 +350,13 @@ class Pipeline:
             own, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
         else:
             own, sequences = self.context.shard(microbatch)
-        if "positions" in own and _is_per_token(own, "positions"):
+        # With another shape than a whole number for each token, positions are a user's own, for his layers.
+        if (
+            "positions" in own
+            and own.lengths["positions"] == own.lengths["tokens"]
+            and not own.trailing_shapes["positions"]
+            and not own.dtypes["positions"].is_floating_point
+        ):
             sequences = sequences.with_positions(own["positions"])
         randomness = None
         if training_number is not None:
@@ -454,26 +461,21 @@ class Pipeline:
         if not (fused and self.choice.settings.overlap):
             return None
         # A rank's own stages may be dense while another's exchange a lot.
-        (num_exchanging,) = self.sum_over_ranks(float(any(map(_exchanges, self.stages.values()))))
+        parts = (
+            part
+            for stage in self.stages.values()
+            if stage.exchanges
+            for _, module in stage.units
+            for part in module.modules()
+        )
+        shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
+        (num_exchanging,) = self.sum_over_ranks(float(any(collectives.size > 1 for collectives in shared)))
         if num_exchanging:
             return None
         return (
             f"{program.schedule.name} fuses forwards with backwards, so that one computes while the other's exchange "
             "with its peers is under way; here no layer exchanges anything, so overlap gains nothing"
         )
-
-
-def _exchanges(stage: Stage) -> bool:
-    """True where lanes of the stage are suspended while ranks exchange data."""
-    parts = (part for _, module in stage.units for part in module.modules())
-    shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
-    return stage.exchanges and any(collectives.size > 1 for collectives in shared)
-
-
-def _is_per_token(batch: PackedBatch, key: str) -> bool:
-    """True if the key has a whole number for each token; with another shape it is a user's own, for his layers."""
-    is_alike = batch.lengths[key] == batch.lengths["tokens"] and not batch.trailing_shapes[key]
-    return is_alike and not batch.dtypes[key].is_floating_point
 
 
 def _no_reduction(stage: int) -> None:

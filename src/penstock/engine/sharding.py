@@ -67,13 +67,27 @@ class Sharding:
         """The sharding of this rank's parameters, given by full name."""
         shards = {unit.full_name(own): shard for unit in units for own, shard in unit.sharding.items()}
         partial = {unit.full_name(own) for unit in units for own in unit.partial}
-        # Both copies of a bidirectional model are sharded alike.
-        plain = {name: name.removesuffix(SECOND_COPY) for name in parameters}
-        return cls(
-            {name: shards[of] for name, of in plain.items() if of in shards},
-            {name: _reduction(shards.get(of), of in partial, grid) for name, of in plain.items()},
-            {name: _norm_name(name, shards.get(of), grid) for name, of in plain.items()},
-        )
+        own: dict[str, Shard] = {}
+        reductions: dict[str, Reduction] = {}
+        norm_names: dict[str, str | None] = {}
+        for name in parameters:
+            # Both copies of a bidirectional model are sharded alike.
+            plain = name.removesuffix(SECOND_COPY)
+            shard = shards.get(plain)
+            over_experts = shard is not None and shard.axis == "ep"
+            group = grid.edp_group if over_experts else grid.dp_cp_group
+            if plain not in partial:
+                reductions[name] = Reduction(group)
+            elif shard is None or over_experts:
+                reductions[name] = Reduction(group, grid.tp_group)
+            else:
+                reductions[name] = Reduction(group, grid.tp_group, shard.index, shard.count)
+            # Among ranks holding the same part, only the first counts it in the norm.
+            counts = (grid.ep_rank == 0 or over_experts) and _is_first_with(shard, grid)
+            norm_names[name] = None if not counts else name if shard is None else f"{name}[{shard.index}]"
+            if shard is not None:
+                own[name] = shard
+        return cls(own, reductions, norm_names)
 
     def lending(self, loans: Mapping[str, str]) -> Sharding:
         """The same, where copies (the keys of `loans`) use another parameter's values and have only a gradient."""
@@ -147,24 +161,6 @@ def _owners(whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties:
         owners[name] = load.index(min(load))
         load[owners[name]] += whole[name]
     return owners
-
-
-def _reduction(shard: Shard | None, partial: bool, grid: Grid) -> Reduction:
-    over_experts = shard is not None and shard.axis == "ep"
-    group = grid.edp_group if over_experts else grid.dp_cp_group
-    if not partial:
-        return Reduction(group)
-    if shard is None or over_experts:
-        return Reduction(group, grid.tp_group)
-    return Reduction(group, grid.tp_group, shard.index, shard.count)
-
-
-def _norm_name(name: str, shard: Shard | None, grid: Grid) -> str | None:
-    """Among ranks holding the same shard, only the first counts it in the norm."""
-    is_first_of_ep = grid.ep_rank == 0 or (shard is not None and shard.axis == "ep")
-    if not (is_first_of_ep and _is_first_with(shard, grid)):
-        return None
-    return name if shard is None else f"{name}[{shard.index}]"
 
 
 def _is_first_with(shard: Shard | None, grid: Grid) -> bool:

@@ -273,7 +273,9 @@ class WeightTransfer:
                 works.append(self.group.send([_bytes(leaving[piece.part])], self.ranks.index(piece.target), 0))
             else:
                 assert self.group is not None
-                buffer = _landing(places[0])
+                # A slice arrives in its place, if that is a run of host memory.
+                lands = places[0].device.type == "cpu" and places[0].is_contiguous()
+                buffer = places[0] if lands else torch.empty(places[0].shape, dtype=places[0].dtype)
                 works.append(self.group.recv([_bytes(buffer)], self.ranks.index(piece.source), 0))
                 arriving.append((buffer, places))
         for work in works:
@@ -286,13 +288,6 @@ class WeightTransfer:
 
 def _contains(outer: TensorSlice, part: TensorSlice) -> bool:
     return outer.overlap(part) == part
-
-
-def _landing(place: Tensor) -> Tensor:
-    """The memory that a slice arrives in: its place, if that is a run of host memory."""
-    return (
-        place if place.device.type == "cpu" and place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype)
-    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:
