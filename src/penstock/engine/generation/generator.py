@@ -59,7 +59,8 @@ class Generator:
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
         self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
         pipeline.at_close(self.close)
-        pipeline.recovery.around_renewal(undo=self._end_relay)
+        # No thread of a failed generation uses the links that come after.
+        pipeline.recovery.around_renewal(undo=lambda: self._loop.relay.join() if self._loop is not None else None)
 
     @cached_property
     def ring(self) -> Ring:
@@ -164,7 +165,14 @@ class Generator:
         with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
             generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
-            result = self._result(self._run(generation, options, longest))
+            loop = self._run(generation, options, longest)
+            group, report = pipeline.grid.pp_control, loop.report
+            with pipeline.recorder.collective("hand out the sequences", group):
+                loop.share_answers(group)
+                reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
+        busy_s, wall_s, num_forwards = zip(*reports, strict=True)
+        answers = tuple(loop.generation.sequences)
+        result = GenerateResult(answers, wall_s[0], busy_s, num_forwards, report.num_rounds)
         # A listener may have failed on one of the ranks that hold the same stages alone.
         layout, group = pipeline.layout, pipeline.grid.batch_control
         if layout.tp * layout.cp > 1:
@@ -176,8 +184,15 @@ class Generator:
         return result
 
     def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
-        ring, interrupts = self.ring, self._interrupts(listeners)
-        shape = options.shape(len(sequences) - len(options.skip), self._pipeline.layout.pp)
+        ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
+        ask, interrupts = listeners.interrupt, None
+        if ask is not None:
+            interrupts = lambda: bool(ask())  # noqa: E731
+            if layout.tp * layout.cp > 1 and grid.batch_control is not None:
+                # Of ranks that share layers the first asks for all.
+                first = ask if grid.tp_rank == grid.cp_rank == 0 else None
+                interrupts = AgreedInterrupt(first, unique_number(grid.batch_control), ring.alarm)
+        shape = options.shape(len(sequences) - len(options.skip), layout.pp)
         if ring.rank > 0:
             return Generation(sequences, shape)
         any_goes_on = self._any_goes_on if ring.lockstep else None
@@ -186,16 +201,6 @@ class Generator:
         stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
         listen = partial(listeners.hear, scheduler, stops)
         return Generation(sequences, shape, scheduler, listen, interrupts=interrupts)
-
-    def _interrupts(self, listeners: Listeners) -> Callable[[], bool] | None:
-        """Ask the user whether to interrupt; of ranks that share layers the first asks for all."""
-        ask, grid, group = listeners.interrupt, self._pipeline.grid, self._pipeline.grid.batch_control
-        if ask is None:
-            return None
-        if self._pipeline.layout.tp * self._pipeline.layout.cp == 1 or group is None:
-            return lambda: bool(ask())
-        is_first = grid.tp_rank == grid.cp_rank == 0
-        return AgreedInterrupt(ask if is_first else None, unique_number(group), self.ring.alarm)
 
     def _run(self, generation: Generation, options: GenerateOptions, longest: int) -> DecodeLoop:
         """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
@@ -209,11 +214,6 @@ class Generator:
         self._loop = loop = DecodeLoop(self.ring, self.decoders.of(options.form(pipeline.device)), generation)
         loop.run()
         return loop
-
-    def _end_relay(self) -> None:
-        """Let no thread of a failed generation use the links that come after."""
-        if self._loop is not None:
-            self._loop.relay.join()
 
     # ---- before the loop
 
@@ -270,14 +270,3 @@ class Generator:
         with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):
             dist.all_reduce(num_left, group=pipeline.grid.ep_group)
         return bool(num_left)
-
-    # ---- after the loop
-
-    def _result(self, loop: DecodeLoop) -> GenerateResult:
-        """The result on all ranks of the pipeline, once they have the answers."""
-        pipeline, group, report = self._pipeline, self._pipeline.grid.pp_control, loop.report
-        with pipeline.recorder.collective("hand out the sequences", group):
-            loop.share_answers(group)
-            reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
-        busy_s, wall_s, num_forwards = zip(*reports, strict=True)
-        return GenerateResult(tuple(loop.generation.sequences), wall_s[0], busy_s, num_forwards, report.num_rounds)

@@ -273,17 +273,16 @@ class RequestQueue:
         with self._changed:
             for sequence in grown:
                 text = self._texts.get(sequence.number)
-                if text is not None:
-                    deltas.append(self._delta(sequence, text))
+                if text is None:
+                    continue
+                token, ending = sequence.generated[-1], sequence.ending
+                shown = text.add(token.id)
+                if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
+                    ending = Ending.STOPPED
+                    self._stopped.append(sequence.number)
+                if ending is not None:
+                    shown += text.finish()
+                    del self._texts[sequence.number]
+                deltas.append(TokenDelta(sequence.number, token, shown, ending))
         if deltas:
             self._publish(deltas)
-
-    def _delta(self, sequence: schedule.Sequence, text: AnswerText) -> TokenDelta:
-        shown, ending = text.add(sequence.generated[-1].id), sequence.ending
-        if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
-            ending = Ending.STOPPED
-            self._stopped.append(sequence.number)
-        if ending is not None:
-            shown += text.finish()
-            del self._texts[sequence.number]
-        return TokenDelta(sequence.number, sequence.generated[-1], shown, ending)
