@@ -207,7 +207,15 @@ def write_folder(
     staging = folder.with_name(f".{folder.name}.writing")
     form.describe()
     gather = partial(gather_json, group=control)
-    on_all_ranks(lambda: _stage(folder, staging) if rank == 0 else None, gather, ValueError)
+
+    def begin() -> None:
+        refuse_used(folder)
+        if not folder.parent.is_dir():
+            raise ValueError(f"cannot write {folder}: there is no folder {folder.parent}")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+
+    on_all_ranks(begin if rank == 0 else lambda: None, gather, ValueError)
     try:
         ours = [parameter for parameter in parameters if parameter.is_ours]
         files = list(_cut(ours, form, options))
@@ -303,14 +311,6 @@ def _write(
         _logger.warning("%s with weights that are NaN or infinite, such as %s", count, not_finite[0])
 
 
-def _stage(folder: Path, staging: Path) -> None:
-    refuse_used(folder)
-    if not folder.parent.is_dir():
-        raise ValueError(f"cannot write {folder}: there is no folder {folder.parent}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-
-
 def _publish(
     staging: Path,
     folder: Path,
@@ -377,22 +377,18 @@ def to_hugging_face(
     units_from_files(found.units, found.names, found.files)
     parameters = tuple(_parameters(found))
     expect(sum(map(options.num_bytes, parameters)))
-    if found.has_adapters:
-        _export_with_adapters(found, destination, options, progress)
-    else:
+    if not found.has_adapters:
         write_folder(destination, found.form, parameters, options, progress=progress)
-    return found.step
-
-
-def _export_with_adapters(model: ModelFolder, destination: Path, options: ExportOptions, progress: Progress) -> None:
-    units, hidden_size, layout, own, _ = model.arguments(ParallelConfig(device="cpu"))
-    pipeline = Pipeline(with_adapter(units, own.adapter, model.form, layout), hidden_size, layout, own)
+        return found.step
+    units, hidden_size, layout, own, _ = found.arguments(ParallelConfig(device="cpu"))
+    pipeline = Pipeline(with_adapter(units, own.adapter, found.form, layout), hidden_size, layout, own)
     state = ModelState(pipeline, Trainer(pipeline))
     try:
-        model.load(state)
-        export_model(state, model.form, destination, options, progress)
+        found.load(state)
+        export_model(state, found.form, destination, options, progress)
     finally:
         pipeline.close()
+    return found.step
 
 
 def _parameters(found: ModelFolder) -> Iterator[ExportedParameter]:

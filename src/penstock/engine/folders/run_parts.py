@@ -21,7 +21,7 @@ from penstock.data.store import PairPacking, TokenStore
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.folders.model_folder import EngineArguments, ModelFolder, open_folder
+from penstock.engine.folders.model_folder import EngineArguments, open_folder
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER
 from penstock.engine.options import EngineOptions
@@ -65,13 +65,6 @@ def engine_arguments(config: RunConfig, vocab_size: int) -> EngineArguments:
     return open_folder(source, native=True, quiet=True).arguments_from_files(config.parallel, options, shape)
 
 
-def _reward_model(config: RunConfig) -> ModelFolder | None:
-    """The reward model that a run begins with; None where it begins with none."""
-    source = config.model.pretrained
-    found = None if source is None or config.model.native is not False else open_folder(source, native=False)
-    return found if found is not None and found.is_reward_model else None
-
-
 def check_parts(config: RunConfig) -> "RunData":
     """The run's data, once every part of the run has been described and found possible; nothing is started.
 
@@ -112,7 +105,10 @@ class RunData:
         Raises:
             ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
         """
-        data, reward_model = config.data, _reward_model(config)
+        data, source, reward_model = config.data, config.model.pretrained, None
+        if source is not None and config.model.native is False:
+            found = open_folder(source, native=False)
+            reward_model = found if found.is_reward_model else None
         spec = CorpusSpec(
             source=data.corpus,
             validation_source=data.validation_corpus,
@@ -134,11 +130,11 @@ class RunData:
                 f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
             ) from None
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
-        found = cls(config, corpus, rewards=reward_model is not None)
+        run = cls(config, corpus, rewards=reward_model is not None)
         # Both sides are packed once here, so that too little text is refused before anything starts.
-        found.loader(DataShard(), with_data=False)
-        found.validation(DataShard(0, config.parallel.dp), with_data=False)
-        return found
+        run.loader(DataShard(), with_data=False)
+        run.validation(DataShard(0, config.parallel.dp), with_data=False)
+        return run
 
     def loader(self, shard: DataShard, with_data: bool = True) -> Loader:
         """This data-parallel rank's training batches, one a step."""

@@ -93,7 +93,17 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
         raise ConfigError(
             f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
         )
-    _check_writable(folder, config.log.tensorboard)
+    metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
+    if metrics.is_dir():
+        raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
+    if metrics.exists():
+        open_file(metrics).close()
+    tensorboard = config.log.tensorboard
+    if tensorboard and board.exists() and not board.is_dir():
+        raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
+    for path in (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,):
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"{path} cannot be written: permission denied")
     _refuse_lost_checkpoints(folder, theirs.checkpoint.every)
     return True
 
@@ -118,21 +128,6 @@ def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
             f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is its "
             "disk there?), or start anew with another --output"
         )
-
-
-def _check_writable(folder: Path, tensorboard: bool) -> None:
-    """Raises: ConfigError or OSError for logs or checkpoints of a run that it cannot go on writing."""
-    metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
-    if metrics.is_dir():
-        raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
-    if metrics.exists():
-        open_file(metrics).close()
-    if tensorboard and board.exists() and not board.is_dir():
-        raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
-    written = (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,)
-    for path in written:
-        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 class RunLock:
