@@ -373,5 +373,6 @@ def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, Gra
 
     for number, buckets in found.items():
         # The owner of a lent weight may lie in any stage of this rank.
-        pipeline.stages[number].weights_ready = settle_all if pipeline.loans else buckets.settle
+        if pipeline.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
+            pipeline.stages[number].weights_ready = settle_all if pipeline.loans else buckets.settle
     return found
