@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -89,7 +88,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the prompts or the output cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(words)
-    show_log(logging.WARNING)
+    show_log("WARNING")
     if arguments.output is not None:
         refuse_to_overwrite(arguments.output, otherwise="give another --output")
     again = "gives the same answers" if arguments.output is None else "continues where it was stopped"

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import math
 import os
 import sys
@@ -85,30 +84,26 @@ _STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-class _EachWarningOnce(logging.Filter):
-    """Lets each warning pass once: a command may open the same folder several times."""
+def show_log(level: str = "INFO") -> None:
+    """Show the package's log on standard error, such as the rounds of a long search, from a level on.
 
-    #: warnings that have passed
-    _shown: set[str]
+    Each warning is shown once: a command may open the same folder several times.
+    """
+    # --help does without it.
+    import logging
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shown = set()
+    shown: set[str] = set()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
+    def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        is_new = text not in self._shown
-        self._shown.add(text)
-        return is_new
+        if record.levelno < logging.WARNING or text not in shown:
+            shown.add(text)
+            return True
+        return False
 
-
-def show_log(level: int = logging.INFO) -> None:
-    """Show the package's log on standard error, such as the rounds of a long search, from a level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_EachWarningOnce())
+    handler.addFilter(is_new)
     logger = logging.getLogger("penstock")
     logger.handlers = [handler]  # so that a second command in one process shows each line once, too
     logger.setLevel(level)

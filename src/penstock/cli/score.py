@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
     """
     arguments = read_arguments(words)
-    show_log(logging.WARNING)
+    show_log("WARNING")
     refuse_to_overwrite(arguments.output, otherwise="give another --output")
     return ModelCommand(_WORKERS, read_arguments, _opened, _score).run(words, arguments)
 

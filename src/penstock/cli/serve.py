@@ -1,7 +1,6 @@
 """`penstock serve MODEL`: answers over HTTP, by OpenAI's interface."""
 
 import importlib.util
-import logging
 import os
 import signal
 import sys
@@ -78,7 +77,7 @@ def main(words: Sequence[str]) -> int:
         ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
     """
     arguments = read_arguments(words)
-    show_log(logging.WARNING)
+    show_log("WARNING")
     for library in ("starlette", "uvicorn"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")

@@ -4,7 +4,6 @@ Every setting of the file can also be given on the command line, by its name.
 """
 
 import dataclasses
-import logging
 import os
 import sys
 import textwrap
@@ -161,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     dry, given, group = arguments.switches.dry_run, arguments.config, find_group(os.environ)
     # Workers that we launch ourselves follow a process that has said so.
     speaks = group is None or (group.rank == 0 and not group.is_ours)
-    show_log(logging.INFO if speaks else logging.ERROR)
+    show_log("INFO" if speaks else "ERROR")
     config = with_pretrained(given)
     if group is not None and not dry:
         config = config.fit(group.world_size)

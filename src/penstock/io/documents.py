@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +84,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     if long := _LONG_NAME.search(text):
         raise ValueError(f"a name of more than 32 parts, {long[1][:40]!r}...")
+    # Imported where it is used: most commands read none.
+    import tomllib
+
     try:
         content = tomllib.loads(text)
     except RecursionError:

@@ -3,7 +3,6 @@
 Files, the command line, requests and public functions all ask `match`; what it refuses, `mismatch` puts in a sentence.
 """
 
-import difflib
 import enum
 import functools
 import inspect
@@ -201,6 +200,9 @@ def type_in_words(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
     """The known name most similar to `name`, capitals aside; the first one on a tie, none if all are below `least`."""
+    # Only mistakes need it.
+    import difflib
+
     matcher = difflib.SequenceMatcher(None, "", name.lower())
 
     def similarity(other: str) -> float:
