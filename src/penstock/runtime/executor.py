@@ -267,10 +267,10 @@ class Executor:
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
         stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
-        awaited = stage.arriving(wire.direction, feed.num_tokens, feed.given.num_rows)
-        self._arrivals[wire.direction, action.stage, action.microbatch] = [
-            self.transport.receive(wire.arriving, shape, dtype) for shape, dtype in awaited
-        ]
+        receipts: list[Receipt] = []
+        for shape, dtype in stage.arriving(wire.direction, feed.num_tokens, feed.given.num_rows):
+            receipts.append(self.transport.receive(wire.arriving, shape, dtype))
+        self._arrivals[wire.direction, action.stage, action.microbatch] = receipts
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:

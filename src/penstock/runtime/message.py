@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.schedule import Direction
 from penstock.settings.types import type_in_words
 
 SEQUENCES = "sequences"
 """The name by which a microbatch's sequences are counted, beside the keys of the batch."""
+
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shape and dtype of each of several tensors."""
 
 
 class Form(enum.Enum):
@@ -65,13 +70,19 @@ class Message:
             return dict(zip(self.names, tensors, strict=True))
         return tensors[0] if self.form is Form.ONE else tensors
 
+    def shapes(self, num_rows: Mapping[str, int], direction: Direction = Direction.FORWARD) -> Shapes:
+        """Shape and dtype of each tensor, or, the other way, of the gradients of those that can have one."""
+        return tuple(
+            (part.shape(num_rows), part.dtype)
+            for part in self.parts
+            if direction is Direction.FORWARD or part.dtype.is_floating_point
+        )
+
     def check(self, tensors: tuple[Tensor, ...], num_rows: Mapping[str, int]) -> None:
         """Refuse tensors of other shapes. Raises: ValueError."""
-        for tensor, part in zip(tensors, self.parts, strict=True):
-            if tensor.shape != part.shape(num_rows) or tensor.dtype != part.dtype:
-                raise ValueError(
-                    f"{list(tensor.shape)} of {tensor.dtype} instead of {list(part.shape(num_rows))} of {part.dtype}"
-                )
+        for tensor, (shape, dtype) in zip(tensors, self.shapes(num_rows), strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} instead of {list(shape)} of {dtype}")
 
     def __str__(self) -> str:
         named = zip(self.names, self.parts, strict=True) if self.names else enumerate(self.parts)

@@ -35,7 +35,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
-from penstock.runtime.message import Form, Message
+from penstock.runtime.message import Form, Message, Shapes
 from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
@@ -391,13 +391,12 @@ class Stage:
                 f"layer goes {list(shape)} of {dtype}, the hidden size being {self.boundary.hidden_size}"
             )
 
-    def arriving(
-        self, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]
-    ) -> list[tuple[Sequence[int], torch.dtype]]:
+    def arriving(self, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]) -> Shapes:
         """Shape and dtype of each tensor of a microbatch's input in that direction; a plain stream is one tensor."""
-        return self._shapes(
-            self.takes if direction is Direction.FORWARD else self.gives, direction, num_tokens, num_rows
-        )
+        message = self.takes if direction is Direction.FORWARD else self.gives
+        if message is None:
+            return ((self.boundary.shape(num_tokens), self.boundary.dtype),)
+        return message.shapes(num_rows, direction)
 
     def leaving(
         self,
@@ -412,7 +411,10 @@ class Stage:
             ValueError: saying what the stage gives, and what its neighbour awaits.
         """
         message = self.gives if direction is Direction.FORWARD else self.takes
-        awaited = self._shapes(message, direction, num_tokens, num_rows)
+        if message is None:
+            awaited = ((self.boundary.shape(num_tokens), self.boundary.dtype),)
+        else:
+            awaited = message.shapes(num_rows, direction)
         tensors = result if isinstance(result, tuple) else (result,)
         for tensor, (shape, dtype) in zip(tensors, awaited, strict=True):
             if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
@@ -425,15 +427,6 @@ class Stage:
                     f"of {dtype}"
                 )
         return tensors  # pyright: ignore[reportReturnType]  # each is a tensor
-
-    def _shapes(
-        self, message: Message | None, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]
-    ) -> list[tuple[Sequence[int], torch.dtype]]:
-        if message is None:
-            return [(self.boundary.shape(num_tokens), self.boundary.dtype)]
-        # The other way go the gradients of those tensors that can have one.
-        back = direction is Direction.BACKWARD
-        return [(p.shape(num_rows), p.dtype) for p in message.parts if p.dtype.is_floating_point or not back]
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
