@@ -196,7 +196,7 @@ class Engine(ModelState, WeightEndpoint):
             TransportError: a peer did not send or receive in time.
         """
         taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        if self.pipeline.is_watched_anywhere and self.watchers.saw_step(taken):
+        if self.pipeline.is_watched_anywhere and self.watchers.saw("on_step", taken):
             self.request_stop()
         return taken
 
@@ -216,7 +216,7 @@ class Engine(ModelState, WeightEndpoint):
         Raises: as `Engine.forward`.
         """
         loss = self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches)
-        if self.pipeline.is_watched_anywhere and self.watchers.saw_evaluation(loss):
+        if self.pipeline.is_watched_anywhere and self.watchers.saw("on_evaluation", self.step, loss):
             self.request_stop()
         return loss
 
@@ -321,7 +321,7 @@ class Engine(ModelState, WeightEndpoint):
             saved = Checkpointer(path, grid, {}, keep, self.aliases, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, self.state(), values, wait=True)
-        self.watchers.saw_checkpoint(self.step, Path(path) / folder_name(self.step))
+        self.watchers.saw("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
@@ -412,7 +412,7 @@ class Engine(ModelState, WeightEndpoint):
         """Stop helper threads; process groups belong to torch.distributed."""
         super().close()
         try:
-            self.watchers.saw_end()
+            self.watchers.call("on_end", self.step)
         finally:
             self.pipeline.close()
 

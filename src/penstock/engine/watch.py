@@ -57,34 +57,20 @@ class Watchers:
             self.callbacks.append(found)
             self.pipeline.is_watched = True
 
-    def saw_step(self, result: TrainResult) -> bool:
-        """Show a step to the callbacks of all ranks; returns True if one of this rank asks to stop."""
-        return self._call_together("on_step", result)
+    def saw(self, event: str, *values: Any) -> bool:
+        """Call the method of that name of this rank's callbacks; all ranks do so at one point.
 
-    def saw_evaluation(self, loss: EvaluationLoss) -> bool:
-        """The same for an evaluation."""
-        return self._call_together("on_evaluation", self.pipeline.step, loss)
-
-    def saw_checkpoint(self, step: int, path: Path) -> None:
-        """Show a checkpoint to the callbacks."""
-        self._call_together("on_checkpoint", step, path)
-
-    def saw_end(self) -> None:
-        """Show the end to the callbacks of this rank."""
-        self._call("on_end", self.pipeline.step)
-
-    def _call_together(self, event: str, *values: Any) -> bool:
-        """Call this rank's callbacks; all ranks do so at one point.
+        Returns whether one of them returned True.
 
         Raises: CallbackError on all ranks, where one raised on some; the exception itself on a rank that is alone.
         """
         grid, recorder = self.pipeline.grid, self.pipeline.recorder
         if grid.control is None:
-            return self._call(event, *values)
+            return self.call(event, *values)
 
         def act() -> bool:
             try:
-                return self._call(event, *values)
+                return self.call(event, *values)
             except Exception as error:
                 raise CallbackError(
                     f"rank {grid.rank} failed in {event}, step {self.pipeline.step}: {type(error).__name__}: {error}"
@@ -97,8 +83,8 @@ class Watchers:
         with self.pipeline.recovery.joined():
             return on_all_ranks(act, gather, CallbackError, message="{error}")
 
-    def _call(self, event: str, *values: Any) -> bool:
-        """Call the method of that name where there is one; returns whether one of them returned True."""
+    def call(self, event: str, *values: Any) -> bool:
+        """The same on this rank alone."""
         asked = False
         for callback in self.callbacks:
             method = getattr(callback, event, None)
@@ -219,7 +205,9 @@ class PrometheusFile:
         lines = []
         for name, value in self._values.items():
             gauge = f"penstock_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
-            lines += [f"# TYPE {gauge} gauge", f"{gauge} {_spelt(value)}"]
+            # Python's words for what is not finite are other ones.
+            spelt = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))
+            lines += [f"# TYPE {gauge} gauge", f"{gauge} {spelt}"]
         new = self._path.with_suffix(".new")
         with naming(self._path):
             new.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -311,9 +299,3 @@ class Trackers:
     def on_end(self, step: int) -> None:
         """Close all of them."""
         self.close()
-
-
-def _spelt(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return repr(value) if math.isfinite(value) else "+Inf" if value > 0 else "-Inf"
