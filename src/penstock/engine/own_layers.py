@@ -77,7 +77,12 @@ class OwnLayers:
         Raises:
             ValueError: a layer of this rank needs more, or gives what cannot go on; names the layer.
         """
-        if all(unit.is_own for unit in self._units) and (shapes := _shapes_of_keys(batch)) != self._keys:
+        alike = {batch.lengths["tokens"]: "tokens"}
+        shapes = tuple(
+            (key, batch.dtypes[key], batch.trailing_shapes[key], alike.setdefault(batch.lengths[key], key))
+            for key in batch.keys
+        )
+        if all(unit.is_own for unit in self._units) and shapes != self._keys:
             layers = [(unit.name, unit.build()) for unit in self._units]
             boundary = next(iter(self._stages.values())).boundary
             autocast = autocast_of(self._precision, torch.device("cpu"))
@@ -91,11 +96,8 @@ class OwnLayers:
                         call.gives, call.not_found = found[member]
                 stage.takes, stage.gives = stage.calls[0].takes, stage.calls[-1].gives
             self._checked = None
-        if (keys := (frozenset(batch.keys), batch.data is None)) != self._checked:
-            self._check_keys(batch)
-            self._checked = keys
-
-    def _check_keys(self, batch: PackedBatch) -> None:
+        if (given := (frozenset(batch.keys), batch.data is None)) == self._checked:
+            return
         for call in self.calls:
             if missing := call.missing(batch.keys):
                 raise ValueError(
@@ -109,6 +111,7 @@ class OwnLayers:
                 )
             if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
                 raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")
+        self._checked = given
 
 
 # ---- The tensors that a user's own layers give each other, found by running the layers once without data
@@ -121,14 +124,6 @@ _LENGTHS = ((5, 2, 4, 6), (3, 7, 2, 4, 11))
 
 _KeyShapes = tuple[tuple[str, torch.dtype, tuple[int, ...], str], ...]
 """A batch's keys with dtype, shape after the first dimension, and the first key that has as many rows in each item."""
-
-
-def _shapes_of_keys(batch: PackedBatch) -> _KeyShapes:
-    found, groups = [], {batch.lengths["tokens"]: "tokens"}
-    for key in batch.keys:
-        group = groups.setdefault(batch.lengths[key], key)
-        found.append((key, batch.dtypes[key], batch.trailing_shapes[key], group))
-    return tuple(found)
 
 
 _Found = tuple[Message | None, str]

@@ -250,7 +250,20 @@ class WeightTransfer:
         """This rank's part in each tensor's way, in one order on all ranks. Raises: ValueError if models differ."""
         given, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
         wanted, takers = _tensors({rank: by_rank[rank][1] for rank in self.targets})
-        _check_same(given, wanted)
+        for name in [*given, *wanted]:
+            own, theirs = given.get(name), wanted.get(name)
+            if own is None or theirs is None:
+                lacks = "sends" if own is None else "receives"
+                raise ValueError(
+                    f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
+                    "with the same adapters"
+                )
+            if own != theirs:
+                words = [f"{dtype} {list(shape)}" for dtype, shape in (own, theirs)]
+                raise ValueError(
+                    f"weights cannot be sent, because {name} is {words[0]} in the engine that sends, and {words[1]} in "
+                    "the one that receives; both need the same model in the same precision"
+                )
         return {
             name: [p for p in _pieces(holders[name], takers[name]) if self.rank in (p.source, p.target)]
             for name in given
@@ -330,24 +343,6 @@ def _tensors(by_rank: Mapping[int, Any]) -> tuple[dict[str, _Form], dict[str, di
                 part = TensorSlice(tuple(start), tuple(shape), tuple(full_shape))
                 holders.setdefault(name, {}).setdefault(part, []).append(rank)
     return forms, holders
-
-
-def _check_same(given: Mapping[str, _Form], wanted: Mapping[str, _Form]) -> None:
-    """Refuse to send to a model with other tensors. Raises: ValueError naming the first that differs."""
-    for name in [*given, *wanted]:
-        own, theirs = given.get(name), wanted.get(name)
-        if own is None or theirs is None:
-            lacks = "sends" if own is None else "receives"
-            raise ValueError(
-                f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
-                "with the same adapters"
-            )
-        if own != theirs:
-            words = [f"{dtype} {list(shape)}" for dtype, shape in (own, theirs)]
-            raise ValueError(
-                f"weights cannot be sent, because {name} is {words[0]} in the engine that sends, and {words[1]} in "
-                "the one that receives; both need the same model in the same precision"
-            )
 
 
 def _pieces(

@@ -159,7 +159,12 @@ class Adapter:
                 full_name = unit.full_name(f"{name}.{own}" if name else own)
                 known = self.name_of(full_name, tuple(parameter.shape))
                 stored = [weight.removesuffix(".weight") for weight in known if weight.endswith(".weight")]
-                can = _can_adapt(unit, module, name, base) and len(stored) == 1
+                # Linear layers of the model's layers that are called as such.
+                owner = module.get_submodule(name.rpartition(".")[0])
+                ours = type(owner).__module__.startswith("penstock.model.layers")
+                called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
+                linear = isinstance(base, nn.Linear) or _is_transposed(base)
+                can = unit.name.startswith("layers.") and name != "" and linear and called and len(stored) == 1
                 found = (can or not self.takes_all) and any(map(self._is_target, stored))
                 if found and not can:
                     raise ValueError(
@@ -372,15 +377,6 @@ def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _set(module: nn.Module, name: str, part: nn.Module) -> None:
     path, _, own = name.rpartition(".")
     setattr(module.get_submodule(path), own, part)
-
-
-def _can_adapt(unit: UnitSpec, module: nn.Module, name: str, part: nn.Module) -> bool:
-    """True for a linear layer of a layer of the model that is called as one."""
-    owner = module.get_submodule(name.rpartition(".")[0])
-    ours = type(owner).__module__.startswith("penstock.model.layers")
-    called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
-    linear = isinstance(part, nn.Linear) or _is_transposed(part)
-    return unit.name.startswith("layers.") and name != "" and linear and called
 
 
 def _is_transposed(part: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
-
-T = TypeVar("T")
 
 
 class EngineArguments(NamedTuple):
@@ -424,7 +422,16 @@ class ModelFolder(ABC):
             own = options or EngineOptions(precision=self.stored_precision)
             return EngineArguments(units, self.shape.hidden_size, layout or Layout(), own, form)
 
-        return _on_every_process(check)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return check()
+        # Engines make their groups later; this one is destroyed again.
+        wait_for_all()
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        try:
+            return on_all_ranks(check, partial(gather_json, group=group), MissingFile, ValueError)
+        finally:
+            dist.destroy_process_group(group)
 
     def _units_from_files(self, shape: ModelConfig) -> Callable[[ModelGroups], Sequence[UnitSpec]]:
         if not self.is_native:
@@ -670,16 +677,3 @@ class RunFolder(ModelFolder):
             )
         saved.load(found, state.state(optimizer=False))
         return f"step {found.step} of {self.run.digest()}"
-
-
-def _on_every_process(act: Callable[[], T]) -> T:
-    """Act together with all processes, before an engine has its groups; the group made here is destroyed again."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return act()
-    wait_for_all()
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    try:
-        return on_all_ranks(act, partial(gather_json, group=group), MissingFile, ValueError)
-    finally:
-        dist.destroy_process_group(group)

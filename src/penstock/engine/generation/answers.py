@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -206,7 +206,12 @@ class AnswerText:
         self.text += now[len(before) :]
         self._begin, self._end = self._end, len(self._tokens)
         self._cut()
-        return self._show(0 if self.stopped else self._num_doubtful())
+        # The end of the text may begin a stop string.
+        longest = 0 if self.stopped else min(max(map(len, self._stop), default=1) - 1, len(self.text))
+        ends = (
+            length for length in range(longest, 0, -1) if any(s.startswith(self.text[-length:]) for s in self._stop)
+        )
+        return self._show(next(ends, 0))
 
     def finish(self) -> str:
         """End the answer; returns the text that was held back."""
@@ -220,14 +225,6 @@ class AnswerText:
         found = [place for stop in self._stop if (place := self.text.find(stop)) >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
-
-    def _num_doubtful(self) -> int:
-        """Number of characters at the end that may begin a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
-                return length
-        return 0
 
     def _show(self, num_held: int) -> str:
         shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)
@@ -282,12 +279,6 @@ def _token_ids(prompts: Any) -> list[list[int]]:
                 raise ValueError(f"prompt {number} has {token!r} at its place {place}; token ids are whole numbers")
             found[-1].append(int(token))
     return found
-
-
-def check_skipped(skip: Set[int], num_answers: int) -> None:
-    for number in sorted(skip):
-        if not 0 <= number < num_answers:
-            raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
 
 
 def check_prompts(

@@ -15,7 +15,6 @@ from penstock.engine.generation.answers import (
     AnswerText,
     GenerateOptions,
     GenerateResult,
-    check_skipped,
     checked_prompts,
 )
 from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue
@@ -231,7 +230,10 @@ class Generator:
                 raise ValueError(f"options={options!r} is {type_in_words(options)}; give GenerateOptions")
             listeners.check(pipeline.layout)
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
-            check_skipped(options.skip, sum(own.num_samples for own in checked[1]))
+            num_answers = sum(own.num_samples for own in checked[1])
+            for number in sorted(options.skip):
+                if not 0 <= number < num_answers:
+                    raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
             if options.tokenizer is None and any(own.stop for own in checked[1]):
                 raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
             asks = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1

@@ -104,10 +104,11 @@ class AgreedInterrupt:
             default_store().set(self._key, f"{self._round} {int(interrupts)}")
             return interrupts
         while True:
-            newest, interrupts = self._read()
-            # Had the answer to an earlier round been yes, there would be no later one.
-            if newest >= self._round:
-                return newest == self._round and interrupts
+            if default_store().check([self._key]):
+                newest, interrupts = map(int, default_store().get(self._key).split())
+                # Had the answer to an earlier round been yes, there would be no later one.
+                if newest >= self._round:
+                    return newest == self._round and bool(interrupts)
             self._alarm.check()
             time.sleep(_ASK_AGAIN_S)
 
@@ -115,13 +116,6 @@ class AgreedInterrupt:
         """Take the answer out of the store, once all of these ranks have ended; the rank that asks does so."""
         if self._ask is not None:
             default_store().delete_key(self._key)
-
-    def _read(self) -> tuple[int, bool]:
-        store = default_store()
-        if not store.check([self._key]):
-            return 0, False
-        number, interrupts = store.get(self._key).split()
-        return int(number), bool(int(interrupts))
 
 
 # ---- Requests that come while a model generates
