@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -163,43 +163,36 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 8
 
 
+@dataclass(eq=False)
 class AnswerText:
     """The text of one answer, token by token.
 
     tokenizer: None leaves the text empty. stop: texts of which the first to appear ends the answer and is cut off.
     """
 
-    #: the text so far
-    text: str
-    #: True once it holds one of the texts that end it
-    stopped: bool
     #: None if answers are shown as token ids
-    _tokenizer: Decodes | None
+    tokenizer: Decodes | None
     #: the texts that end it
-    _stop: tuple[str, ...]
+    stop: Sequence[str] = ()
+    #: the text so far
+    text: str = field(default="", init=False)
+    #: True once it holds one of the texts that end it
+    stopped: bool = field(default=False, init=False)
     #: the tokens so far
-    _tokens: list[int]
+    _tokens: list[int] = field(default_factory=list, init=False)
     #: tokens are decoded in their context, from the last position at which text and tokens ended together
-    _begin: int
-    _end: int
+    _begin: int = field(default=0, init=False)
+    _end: int = field(default=0, init=False)
     #: characters of the text that have been shown
-    _shown: int
-
-    def __init__(self, tokenizer: Decodes | None, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens = []
-        self._begin = self._end = 0
-        self._shown = 0
-        self.text = ""
-        self.stopped = False
+    _shown: int = field(default=0, init=False)
 
     def add(self, token: int) -> str:
         """Add a token; returns the text that can be shown from now on."""
-        if self._tokenizer is None or self.stopped:
+        if self.tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._begin : self._end])
-        now = self._tokenizer.decode(self._tokens[self._begin :])
+        before = self.tokenizer.decode(self._tokens[self._begin : self._end])
+        now = self.tokenizer.decode(self._tokens[self._begin :])
         num_held = len(self._tokens) - self._end
         if len(now) <= len(before) or (now.endswith(_UNFINISHED) and num_held < _MAX_HELD_TOKENS):
             return ""
@@ -207,22 +200,20 @@ class AnswerText:
         self._begin, self._end = self._end, len(self._tokens)
         self._cut()
         # The end of the text may begin a stop string.
-        longest = 0 if self.stopped else min(max(map(len, self._stop), default=1) - 1, len(self.text))
-        ends = (
-            length for length in range(longest, 0, -1) if any(s.startswith(self.text[-length:]) for s in self._stop)
-        )
+        longest = 0 if self.stopped else min(max(map(len, self.stop), default=1) - 1, len(self.text))
+        ends = (length for length in range(longest, 0, -1) if any(s.startswith(self.text[-length:]) for s in self.stop))
         return self._show(next(ends, 0))
 
     def finish(self) -> str:
         """End the answer; returns the text that was held back."""
-        if self._tokenizer is not None and not self.stopped:
-            before = self._tokenizer.decode(self._tokens[self._begin : self._end])
-            self.text += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
+        if self.tokenizer is not None and not self.stopped:
+            before = self.tokenizer.decode(self._tokens[self._begin : self._end])
+            self.text += self.tokenizer.decode(self._tokens[self._begin :])[len(before) :]
             self._cut()
         return self._show(0)
 
     def _cut(self) -> None:
-        found = [place for stop in self._stop if (place := self.text.find(stop)) >= 0]
+        found = [place for stop in self.stop if (place := self.text.find(stop)) >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
 

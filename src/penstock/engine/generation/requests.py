@@ -72,35 +72,33 @@ class Listeners:
                 self.on_answer(sequence.number, sequence)
 
 
+@dataclass(eq=False)
 class AgreedInterrupt:
     """Lets ranks that share layers interrupt after the same round: one of them asks, and all act on its answer.
 
     Each of them decides every batch for itself, so they must end after the same one; the first writes its answer to the
     store where the processes met, and may already be a round ahead.
-
-    Args:
-        ask: the user's function, on the rank that asks; None on the others.
-        number: of this generation, the same on these ranks and on no others.
-        alarm: rings when another rank has failed.
     """
 
-    #: the user's function; None where the answer is read
-    _ask: Interrupt | None
-    #: the place of the newest answer: after which round, and 1 to interrupt
-    _key: str
+    #: the user's function, on the rank that asks; None where the answer is read
+    ask: Interrupt | None
+    #: the number of this generation, the same on these ranks and on no others
+    number: int
     #: rings when the rank that asks may not answer any more
-    _alarm: Alarm
+    alarm: Alarm
     #: rounds so far
-    _round: int
+    _round: int = 0
 
-    def __init__(self, ask: Interrupt | None, number: int, alarm: Alarm) -> None:
-        self._ask, self._key, self._alarm, self._round = ask, f"penstock/interrupts/{number}", alarm, 0
+    @property
+    def _key(self) -> str:
+        """The place of the newest answer: after which round, and 1 to interrupt."""
+        return f"penstock/interrupts/{self.number}"
 
     def __call__(self) -> bool:
         """Ask after a round, or wait for the answer. Raises: StepError if another rank has failed."""
         self._round += 1
-        if self._ask is not None:
-            interrupts = bool(self._ask())
+        if self.ask is not None:
+            interrupts = bool(self.ask())
             default_store().set(self._key, f"{self._round} {int(interrupts)}")
             return interrupts
         while True:
@@ -109,12 +107,12 @@ class AgreedInterrupt:
                 # Had the answer to an earlier round been yes, there would be no later one.
                 if newest >= self._round:
                     return newest == self._round and bool(interrupts)
-            self._alarm.check()
+            self.alarm.check()
             time.sleep(_ASK_AGAIN_S)
 
     def forget(self) -> None:
         """Take the answer out of the store, once all of these ranks have ended; the rank that asks does so."""
-        if self._ask is not None:
+        if self.ask is not None:
             default_store().delete_key(self._key)
 
 
