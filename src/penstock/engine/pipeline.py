@@ -227,7 +227,12 @@ class Pipeline:
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         build_on_all_ranks(self._build_stages, self.grid.control)
-        self._find_ends()
+        self.holds_first_stage = any(map(self.placement.is_first, self.stages))
+        self.holds_last_stage = any(map(self.placement.is_last, self.stages))
+        output_rank = self.placement.output_rank
+        self.gives_results = self.grid.pp_rank == output_rank
+        self.output_ranks = tuple(self.layout.rank_of(dp=dp, pp=output_rank) for dp in range(self.layout.dp))
+        self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
         own_layers = OwnLayers(self.units, self.cut, self.stages, self.options.precision, self.device)
         self.own_layers = None if own_layers.are_plain else own_layers
         self._check_whole_model()
@@ -278,15 +283,6 @@ class Pipeline:
             if self.options.optimizer.zero:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
-
-    def _find_ends(self) -> None:
-        """Find out which ranks have tokens, labels and results."""
-        layout, placement = self.layout, self.placement
-        self.holds_first_stage = any(map(placement.is_first, self.stages))
-        self.holds_last_stage = any(map(placement.is_last, self.stages))
-        self.gives_results = self.grid.pp_rank == placement.output_rank
-        self.output_ranks = tuple(layout.rank_of(dp=dp, pp=placement.output_rank) for dp in range(layout.dp))
-        self.ranks_by_batch = layout.groups("pp", "cp", "tp")
 
     def _check_whole_model(self) -> None:
         own = {name: own for name, own in (self.parameters() | self.buffers()).items() if name not in self.loans}
