@@ -2,6 +2,7 @@
 
 import argparse
 import fcntl
+import glob
 import json
 import math
 import os
@@ -275,12 +276,7 @@ class Unfinished:
 
 def unfinished_of(path: Path) -> list[Path]:
     """The hidden files of calls that were to write this file, with any digest."""
-    return sorted(path.parent.glob(f".{_literal(path.name)}.*.unfinished"))
-
-
-def _literal(name: str) -> str:
-    """A glob pattern that matches only this name."""
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"))
 
 
 # ---- Completion of commands and options in a shell, as shtab writes it from the commands' own parsers

@@ -179,10 +179,11 @@ def machine() -> dict[str, str]:
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     optional = [name for name in ("transformers", "tokenizers", "safetensors", "matplotlib") if find_spec(name)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "machine": f"{platform.node()}: {platform.system()} {platform.release()}, {platform.machine()}",
         "processor": processor_name(),
-        "cores": f"{_num_cores()} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
+        "cores": f"{cores} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
         "python": f"{platform.python_version()}, penstock {__version__}, torch {torch.__version__}",
         "backends": ", ".join(backends) or "none",
         "GPUs": ", ".join(found) or "none",
@@ -215,10 +216,6 @@ def products() -> dict[str, float]:
         return {name: round(seconds * 1e6, 1) for name, seconds in measured_products().items()}
     finally:
         torch.set_num_threads(before)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _link_rows(links: "Links") -> list[tuple[str, str]]:

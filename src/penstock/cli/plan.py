@@ -136,21 +136,18 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
 
 
 def _workload_of(config: RunConfig) -> planner.Workload:
-    model = config.model.whole(_vocabulary(config))
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        # A tokenizer decides it.
+        from penstock.data.tokenizer import load_tokenizer
+
+        vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
+    model = config.model.whole(vocab_size)
     precision = config.train.precision or Precision.FP32
     autocast = precision is Precision.BF16_AUTOCAST
     dtype = "bf16" if autocast else str(precision)
     shape = planner.ModelShape.of(model)
     return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype, autocast)
-
-
-def _vocabulary(config: RunConfig) -> int:
-    """The number of tokens, which a tokenizer may decide."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
-    from penstock.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
 
 
 def _calibrated(given: argparse.Namespace) -> planner.Constants:

@@ -46,7 +46,11 @@ def main(arguments: list[str]) -> int:
     config = read_config(options.run)
     ranks = _ranks(options.rank, config.parallel)
     if options.picture is not None:
-        _check_picture(options.picture, ranks, options.force)
+        if len(ranks) > 1:
+            raise ValueError("--picture shows one rank's memory; name one with --rank")
+        if options.picture.suffix.lower() not in (".svg", ".png"):
+            raise ValueError(f"--picture {options.picture}: the file's ending must be .svg or .png")
+        refuse_to_overwrite(options.picture, force=options.force)
     # Only now, since it loads PyTorch.
     from penstock.engine.rehearsal.step import rehearse_run
 
@@ -77,14 +81,6 @@ def _ranks(text: str, layout: Layout) -> list[int]:
             )
         found.append(int(word))
     return list(dict.fromkeys(found))
-
-
-def _check_picture(path: Path, ranks: Sequence[int], force: bool) -> None:
-    if len(ranks) > 1:
-        raise ValueError("--picture shows one rank's memory; name one with --rank")
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"--picture {path}: the file's ending must be .svg or .png")
-    refuse_to_overwrite(path, force=force)
 
 
 def _to_json(rehearsal: Rehearsal) -> dict[str, Any]:

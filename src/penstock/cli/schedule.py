@@ -325,7 +325,11 @@ def show_command(arguments: list[str]) -> int:
         command = shlex.join(["penstock", "schedule", "show", *arguments])
         write_drawing(options.output, [Layer.simulated(timeline)], command=command)
     if options.json:
-        print_json(_summary_of(options, timeline) | {"events": _events(timeline)} | _written(options))
+        events = [
+            [{"action": str(event.action), "start": event.start, "end": event.end} for event in of_rank]
+            for of_rank in timeline.events
+        ]
+        print_json(_summary_of(options, timeline) | {"events": events} | _written(options))
     elif options.output is not None:
         print(f"drew {timeline.title} into {options.output}")
     else:
@@ -487,8 +491,11 @@ def compare_command(arguments: list[str]) -> int:
     rows.sort(key=lambda row: (row["bubble_rate"], row["peak_live_microbatches"]))
     if options.json:
         print_json(rows)
-    else:
-        _print_comparison(rows)
+        return 0
+    shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
+    cells = [[head for _, head, _ in shown]]
+    cells += [[_UNKNOWN if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
+    print_table(cells)
     return 0
 
 
@@ -525,13 +532,6 @@ def _summary_of(options: argparse.Namespace, timeline: schedule.Timeline) -> dic
     }
 
 
-def _events(timeline: schedule.Timeline) -> list[list[dict[str, object]]]:
-    return [
-        [{"action": str(event.action), "start": event.start, "end": event.end} for event in events]
-        for events in timeline.events
-    ]
-
-
 def _written(options: argparse.Namespace) -> dict[str, object]:
     return {} if options.output is None else {"written": str(options.output)}
 
@@ -555,7 +555,10 @@ def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
             "different numbers of stages, give --units, the work of the model's units, from which each cuts its own"
         )
     timeline = schedule.simulate(program, costs)
-    least = _span_bound(program, costs, max(timeline.peak_live_microbatches))
+    least = None
+    if costs.pair is None:  # fused pairs are not covered
+        limit = max(1.0, *timeline.peak_live_microbatches)
+        least = bound(program.placement, program.schedule.num_microbatches, costs, limit)
     num_messages = schedule.verify(program).num_messages
     return {
         "schedule": name,
@@ -571,17 +574,3 @@ def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
         "num_messages": num_messages,
         "message_bytes": num_messages * options.message_bytes,
     }
-
-
-def _span_bound(program: schedule.Program, costs: schedule.Costs, limit: float) -> float | None:
-    """The lower bound on the span of every order within a limit; None for times that it does not cover."""
-    if costs.pair is not None:
-        return None
-    return bound(program.placement, program.schedule.num_microbatches, costs, max(1.0, limit))
-
-
-def _print_comparison(rows: list[dict[str, Any]]) -> None:
-    shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
-    cells = [[head for _, head, _ in shown]]
-    cells += [[_UNKNOWN if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
-    print_table(cells)

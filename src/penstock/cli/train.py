@@ -236,7 +236,10 @@ def read_arguments(argv: Sequence[str]) -> TrainArguments:
         if name in SETTINGS:
             values[name] = from_words(SETTINGS[name], words)
         elif name not in SWITCHES:
-            raise _unknown_flag(flag, name)
+            if "." in name:
+                raise unknown_setting(name)
+            known = [f"--{other}".replace("_", "-") for other in [*SWITCHES, *SETTINGS]]
+            raise ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")
         elif words:
             raise ConfigError(f"{flag} is a switch and takes no value, but {words[0]!r} follows it")
         else:
@@ -258,10 +261,3 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
         else:
             groups[-1].append(word)
     return groups
-
-
-def _unknown_flag(flag: str, name: str) -> ConfigError:
-    if "." in name:
-        return unknown_setting(name)
-    known = [f"--{other}".replace("_", "-") for other in [*SWITCHES, *SETTINGS]]
-    return ConfigError(f"there is no {flag}; the nearest one is {nearest(flag, known)}")

@@ -117,14 +117,14 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def _timeline_from_json(values: dict[str, Any], stages_per_rank: int) -> Timeline:
-    events = [[_event(*row) for row in rank] for rank in values["ranks"]]
+
+    def event(text: str, start: float, end: float) -> Event:
+        action = parse_step(text)
+        if action is None or not 0 <= start <= end:
+            raise ValueError(f"{[text, start, end]} is no event")
+        return Event(action, float(start), float(end))
+
+    events = [[event(*row) for row in rank] for rank in values["ranks"]]
     return Timeline.from_events(
         events, stages_per_rank=stages_per_rank, compute=float(values["compute"]), title=escaped(str(values["title"]))
     )
-
-
-def _event(text: str, start: float, end: float) -> Event:
-    action = parse_step(text)
-    if action is None or not 0 <= start <= end:
-        raise ValueError(f"{[text, start, end]} is no event")
-    return Event(action, float(start), float(end))

@@ -48,27 +48,19 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
         "layers": [_layer(layer, in_bytes) for layer in layers],
     }
     assets = resources.files("penstock.draw") / "assets"
+    *others, last = layers
+    # In the data nothing can end the script element that holds it.
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(_title(layers)),
+        title=html.escape(", and ".join([last.timeline.title, *(layer.name for layer in others)])),
         command=html.escape(command),
         definitions=html.escape("; ".join(DEFINITIONS)),
         style=(assets / "page.css").read_text(encoding="utf-8"),
-        data=_json(content),
+        data=data,
         script="\n".join((assets / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     )
     with whole_file(path) as new:
         new.write_text(page, encoding="utf-8")
-
-
-def _title(layers: Sequence[Layer]) -> str:
-    """The last layer's title, and the names of the others."""
-    *others, last = layers
-    return ", and ".join([last.timeline.title, *(layer.name for layer in others)])
-
-
-def _json(value: object) -> str:
-    """Compact JSON in which nothing can end the enclosing script element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:

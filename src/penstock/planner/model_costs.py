@@ -122,13 +122,9 @@ class UnitSize:
 
 def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
     """The units of a model in order: embedding, a unit for each block, head."""
-    known = {kind: _block(kind, shape, size) for kind in dict.fromkeys(shape.pattern)}
+    makers = {ATTENTION: _attention, MLP: _mlp, EXPERTS: _experts, MAMBA: _mamba}
+    known = {kind: makers[kind](shape, size) for kind in dict.fromkeys(shape.pattern)}
     return [_embedding(shape, size), *(known[kind] for kind in shape.pattern), _head(shape, size)]
-
-
-def _block(kind: str, shape: ModelShape, size: UnitSize) -> UnitCosts:
-    make = {ATTENTION: _attention, MLP: _mlp, EXPERTS: _experts, MAMBA: _mamba}[kind]
-    return make(shape, size)
 
 
 def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:

@@ -240,7 +240,12 @@ class _Search:
                 for zero in (0, 1) if layout.dp * layout.cp > 1 else (0,):
                     yield from self._of_layout(layout, recompute, zero)
         if not found:
-            raise NothingFits(_impossible(self.workload, self.cluster))
+            workload, shape = self.workload, self.workload.shape
+            raise NothingFits(
+                f"no layout of {self.cluster.num_devices} devices can share {workload.num_sequences} sequences of a "
+                f"step and {len(shape.pattern)} blocks of {shape.num_heads} heads: some product of pp, tp and cp must "
+                "leave a number of data-parallel ranks that divides the sequences"
+            )
 
     def _of_layout(self, layout: Layout, recompute: RecomputedPart, zero: int) -> Iterator[Bounded]:
         workload, share = self.workload, self.workload.num_sequences // layout.dp
@@ -286,7 +291,9 @@ class _Search:
         num_left = self.num_actions
         for number, one in enumerate(bounded):
             worst = best[num_best - 1].step_s if len(best) >= num_best else math.inf
-            size = _num_actions(one.candidate)
+            # The actions that are simulated, transfers included.
+            candidate = one.candidate
+            size = 4 * candidate.layout.pp * candidate.stages_per_rank * candidate.order.num_simulated
             if one.bound_s > worst:
                 self.left_out["no order can be among the best"] += 1
             elif num_left <= 0 or size > _NUM_ACTIONS_OF_ONE:
@@ -377,14 +384,6 @@ class _Search:
             return False
 
 
-def _impossible(workload: Workload, cluster: Cluster) -> str:
-    return (
-        f"no layout of {cluster.num_devices} devices can share {workload.num_sequences} sequences of a step and "
-        f"{len(workload.shape.pattern)} blocks of {workload.shape.num_heads} heads: some product of pp, tp and cp "
-        "must leave a number of data-parallel ranks that divides the sequences"
-    )
-
-
 @dataclass(frozen=True)
 class _RankCosts:
     """The mean rank of a layout: seconds of a microbatch and after all of them, bytes of state and of a microbatch."""
@@ -421,11 +420,6 @@ class _RankCosts:
         owned = dense / (groups.dp[0] if zero else 1) + experts / (groups.edp[0] if zero else 1)
         least_s = clock.memory_s(workload.optimizer_bytes * owned)
         return cls(seconds, least_s, state_bytes(workload, candidate, dense, experts).total, kept)
-
-
-def _num_actions(candidate: Candidate) -> int:
-    """The actions that are simulated for a candidate, transfers included."""
-    return 4 * candidate.layout.pp * candidate.stages_per_rank * candidate.order.num_simulated
 
 
 def schedules() -> tuple[str, ...]:

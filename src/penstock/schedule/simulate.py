@@ -79,7 +79,8 @@ class Timeline:
         busy = [sum(event.end - event.start for event in rank if _computes(event.action)) for rank in events]
         if compute is None:
             compute = max(busy, default=0.0)
-        steps = [sum(event.end - event.start for event in rank if _op(event.action) is Op.STEP) for rank in events]
+        of_steps = [[event for event in rank if event.action == Action(Op.STEP)] for rank in events]
+        steps = [sum(event.end - event.start for event in rank) for rank in of_steps]
         return cls(
             events=tuple(map(tuple, events)),
             makespan=makespan,
@@ -137,10 +138,6 @@ def _over_time(found: Iterator[tuple[float, int, float]], unit: float) -> tuple[
     for time, _, change in found:
         changes[time] = changes.get(time, 0) + change
     return tuple((time, live * unit) for time, live in zip(changes, accumulate(changes.values())))
-
-
-def _op(step: Step) -> Op | None:
-    return step.op if isinstance(step, Action) else None
 
 
 def _computes(step: Step) -> bool:

@@ -62,8 +62,9 @@ class ServerMetrics:
     def text(self) -> str:
         """All figures."""
         queue, lines = self.counts_of_queue(), []
+        requests = [f'{{path="{path}",status="{status}"}} {n}' for (path, status), n in sorted(self.requests.items())]
         for name, kind, help_text, samples in (
-            ("requests_total", "counter", "Requests by path and status.", self._of_requests()),
+            ("requests_total", "counter", "Requests by path and status.", requests),
             ("prompt_tokens_total", "counter", "Tokens of prompts that were taken.", [f" {self.num_prompt_tokens}"]),
             ("generated_tokens_total", "counter", "New tokens.", [f" {self.num_new_tokens}"]),
             ("cancelled_answers_total", "counter", "Answers whose client had gone.", [f" {self.num_cancelled}"]),
@@ -80,6 +81,3 @@ class ServerMetrics:
             lines += [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} histogram"]
             lines += histogram.lines(f"penstock_{name}")
         return "\n".join(lines) + "\n"
-
-    def _of_requests(self) -> list[str]:
-        return [f'{{path="{path}",status="{status}"}} {n}' for (path, status), n in sorted(self.requests.items())]

@@ -163,13 +163,10 @@ class Meter(TorchDispatchMode):
             self._blocks[key] = block
             self._change(block, None, MemoryKind.TRANSIENT)
         elif block.num_bytes != storage.nbytes():
-            self._resize(block, storage.nbytes())
+            self._change(block, block.kind, None)
+            block.num_bytes = storage.nbytes()
+            self._change(block, None, block.kind)
         return block
-
-    def _resize(self, block: _LiveStorage, num_bytes: int) -> None:
-        self._change(block, block.kind, None)
-        block.num_bytes = num_bytes
-        self._change(block, None, block.kind)
 
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)

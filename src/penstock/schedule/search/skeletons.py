@@ -132,15 +132,15 @@ class Pattern:
         """The order of each rank's actions if microbatches start a period apart."""
         skeleton = []
         for stages in problem.stages_of:
-            starts = [(start[stage], 2 * stage + op) for stage in stages for op, start in enumerate(self._starts)]
+            starts = [
+                (start[stage], 2 * stage + op)
+                for stage in stages
+                for op, start in enumerate((self.forward, self.backward))
+            ]
             numbers = range(problem.num_microbatches)
             timed = sorted((start + number * self.period, step) for start, step in starts for number in numbers)
             skeleton.append([step for _, step in timed])
         return skeleton
-
-    @property
-    def _starts(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return self.forward, self.backward
 
 
 def patterns(problem: Problem) -> list[Pattern]:
