@@ -143,12 +143,14 @@ class Setting:
         return taken
 
 
-def setting(
-    default: T, help: str, bounds: Bounds | None = None, *, key: str = "", is_newer: bool = False, kw_only: bool = False
-) -> T:
+def declared(help: str, bounds: Bounds | None = None, *, key: str = "", is_newer: bool = False) -> dict[str, Setting]:
+    """The metadata of a field that is a setting; for one given by name alone, which type checkers must see."""
+    return {_KEY: Setting(help, bounds, key, is_newer)}
+
+
+def setting(default: T, help: str, bounds: Bounds | None = None, *, key: str = "", is_newer: bool = False) -> T:
     """Declare a setting, as the value of a dataclass's field; see `Setting`."""
-    own = Setting(help, bounds, key, is_newer)
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={_KEY: own})
+    return dataclasses.field(default=default, metadata=declared(help, bounds, key=key, is_newer=is_newer))
 
 
 def argument(default: T, bounds: Bounds) -> T:

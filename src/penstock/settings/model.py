@@ -1,7 +1,7 @@
 """Settings of a decoder of the Llama, Qwen2, Qwen3 and Mistral family, of its experts and its rotary positions."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from penstock.settings.declare import (
@@ -13,6 +13,7 @@ from penstock.settings.declare import (
     Bounds,
     ConfigError,
     Settings,
+    declared,
     refuse_divisor,
     setting,
 )
@@ -183,17 +184,21 @@ class ModelConfig(Settings, section="model"):
     (16, 6)
     """
 
-    pretrained: str | None = setting(
-        None,
-        "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below.",
+    pretrained: str | None = field(
+        default=None,
         kw_only=True,
+        metadata=declared(
+            "Folder of a Hugging Face model or a run whose weights training starts from; it decides the settings below."
+        ),
     )
-    native: Native = setting(
-        "auto",
-        "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it knows "
-        "the family (auto).",
-        is_newer=True,
+    native: Native = field(
+        default="auto",
         kw_only=True,
+        metadata=declared(
+            "Run a Hugging Face model by Penstock's own layers (true), by transformers' (false), or by its own if it "
+            "knows the family (auto).",
+            is_newer=True,
+        ),
     )
     vocab_size: int | None = setting(
         None, "Tokens of the vocabulary; left out, as many as the tokenizer has.", AT_LEAST_1
