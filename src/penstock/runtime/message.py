@@ -1,5 +1,7 @@
 """A layer's output for the next, where it is not the plain stream: several tensors, or one with other rows.
 
+The plain stream's shape is that of `Boundary` in `stage.py`.
+
 The shapes follow from the microbatch's metadata, so that receives are posted early: each tensor has as many rows as the
 microbatch has tokens, sequences, or rows of one of its keys. A message's tensors travel over one channel, in order.
 """

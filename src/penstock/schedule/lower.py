@@ -1,7 +1,7 @@
 """The passes that turn a schedule into a program.
 
     early_gradients   schedule -> schedule   split each B whose gradient leaves its rank, to send it earlier
-    add_transfers     schedule -> steps      add the sends, and receives posted ahead of need (`transfers.py`)
+    add_transfers     schedule -> steps      add the sends, and receives posted ahead of need
     add_reductions    steps -> steps         add each stage's gradient reduction
     add_step          steps -> steps         add the optimizer step
 

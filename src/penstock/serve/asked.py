@@ -4,6 +4,7 @@
 and the setting of `SamplingParams` that it gives. A field that is in neither is refused.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -97,8 +98,8 @@ class Field:
 
     #: the type of its value
     kind: Any = Any
-    #: the numbers that are possible; a name is that of a limit, see `ServedModel.most`
-    least: float = 0
+    #: the numbers that are possible, where there is a largest; a name is that of a limit, see `ServedModel.most`
+    least: float = -math.inf
     most: float | str | None = None
     #: the setting of `SamplingParams` that it gives
     sets: str | None = None
