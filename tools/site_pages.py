@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.settings import SETTINGS
-from penstock.settings.declare import plain
-from penstock.settings.read import section_summaries
-from penstock.settings.types import in_words
+from penstock.settings.declare import in_words, plain
+from penstock.settings.run import section_summaries
 
 ROOT = Path(__file__).parents[1]
 #: columns of a line of code, for which a wide window has room

@@ -10,7 +10,7 @@ import pytest
 from penstock import schedule
 from penstock.schedule import Action, Costs, Op, Pair, Placement, Program, Schedule
 from penstock.settings import LearningRate, OptimizerConfig, ScheduleConfig
-from penstock.settings.types import check_argument, checked
+from penstock.settings.declare import check_argument, checked
 
 ORDER = schedule.build("1f1b", ranks=2, microbatches=2)
 PROGRAM = schedule.lower(ORDER)

@@ -16,9 +16,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
-from penstock.io.documents import parse_json
-from penstock.io.files import check_file, naming, whole_file
-from penstock.settings.types import nearest, suggestion
+from penstock.io.files import check_file, naming, parse_json, whole_file
+from penstock.settings.declare import nearest, suggestion
 
 #: columns of every help, which a terminal has at the least
 WIDTH = 80

@@ -14,9 +14,8 @@ from penstock.settings import (
     TrainConfig,
     walk_settings,
 )
-from penstock.settings.declare import plain
-from penstock.settings.read import from_words
-from penstock.settings.types import is_table, parts_of, possible
+from penstock.settings.declare import is_table, parts_of, plain, possible
+from penstock.settings.run import from_words
 
 Options = Mapping[str, Setting]
 """Settings by the names of their options, with underscores."""

@@ -14,8 +14,7 @@ from penstock.cli.commands import Parser, print_json, print_table, refuse_to_ove
 from penstock.planner.search import NUM_BEST
 from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError
-from penstock.settings.read import Values, from_values, read_values
-from penstock.settings.run import check_sections
+from penstock.settings.run import Values, check_sections, from_values, read_values
 
 _GIB = 2**30
 _SECONDS_BETWEEN_LINES = 10.0

@@ -25,8 +25,8 @@ from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
 from penstock.settings import SETTINGS
+from penstock.settings.declare import parts_of
 from penstock.settings.objects import is_reference
-from penstock.settings.types import parts_of
 
 # ---- The arguments that the schedule commands share: which schedule, of what size, at what costs
 

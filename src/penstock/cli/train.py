@@ -21,8 +21,8 @@ from penstock.cli.progress import show_log
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
-from penstock.settings.read import from_values, from_words, read_values, section_summaries, unknown_setting
-from penstock.settings.types import nearest
+from penstock.settings.declare import nearest
+from penstock.settings.run import from_values, from_words, read_values, section_summaries, unknown_setting
 
 # ---- The options of `penstock train`: its switches and every setting, with help that shows a section at a time
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 ItemId = int | str
 Lengths = tuple[tuple[int, ...], ...]

@@ -21,7 +21,7 @@ from penstock.data.checks import CorpusError
 from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
 from penstock.data.sources import ROW_ENDINGS, Row, Source
 from penstock.data.store import EncodedDocument
-from penstock.io.documents import parse_json
+from penstock.io.files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")

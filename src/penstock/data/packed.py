@@ -31,8 +31,8 @@ from penstock.data.checks import (
     checked_lengths,
     checked_metadata,
 )
-from penstock.io.documents import parse_json
-from penstock.settings.types import type_in_words
+from penstock.io.files import parse_json
+from penstock.settings.declare import type_in_words
 
 NO_LABEL = -100  # the default `ignore_index` of PyTorch's cross entropy
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.data.checks import CorpusError
-from penstock.io.documents import parse_json
-from penstock.io.files import lines_of, open_file
+from penstock.io.files import lines_of, open_file, parse_json
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})

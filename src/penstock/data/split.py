@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.data.checks import ItemTooLong, Lengths, PartitionError, SplitError, TooFewItems
 from penstock.data.packed import PackedBatch
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 # ---- Grouping of items into nearly equal loads, none above a capacity: pure functions on whole numbers
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.data.checks import CorpusError, Lengths
 from penstock.data.packed import NO_LABEL
-from penstock.io.documents import read_json_object
+from penstock.io.files import read_json_object
 from penstock.settings import PackingKind
 
 TOKEN_FILE, LEARNED_FILE = "tokens.bin", "learned.bin"

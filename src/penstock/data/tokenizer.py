@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.checks import CorpusError
-from penstock.io.documents import read_json_object
-from penstock.io.files import read_bytes
+from penstock.io.files import read_bytes, read_json_object
 
 END_ENTRY = "<|end|>"
 """How the vocabulary of `ByteTokenizer` writes its end token."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.io.documents import parse_json
-from penstock.io.files import read_bytes, whole_file
+from penstock.io.files import parse_json, read_bytes, whole_file
 from penstock.schedule import Event, Timeline
 from penstock.schedule.recording import Recording, Wait, escaped
 from penstock.schedule.text import parse_step

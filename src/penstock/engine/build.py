@@ -24,7 +24,7 @@ from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Precision, Quantize, checked
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 # ---- Compilation of units with torch.compile: once per kind of layer, for any number of tokens
 

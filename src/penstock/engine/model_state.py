@@ -17,7 +17,7 @@ from penstock.engine.training.trainer import Trainer
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import check_same_calls, gather_json, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
-from penstock.settings.types import check_argument, nearest
+from penstock.settings.declare import check_argument, nearest
 
 
 @dataclass(eq=False)

@@ -26,8 +26,7 @@ from penstock.settings import (
     differences,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument, value_of, walk_settings
-from penstock.settings.types import nearest
+from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, walk_settings
 
 
 @dataclass(frozen=True)

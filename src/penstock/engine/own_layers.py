@@ -20,7 +20,7 @@ from penstock.model import Given, Parameters, Randomness, Sequences, UnitSpec
 from penstock.runtime import Boundary, Message, Stage, UnitCall
 from penstock.runtime.message import SEQUENCES, Form, MessagePart
 from penstock.settings import Precision
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from penstock.model import Logits, ModelGroups, Sequences, ShardedLogits, Spread
 from penstock.parallel import Grid, Reduction, gather_json, gather_uneven
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings import ConfigError, Layout, ParameterGroup
-from penstock.settings.types import check_argument
+from penstock.settings.declare import check_argument
 
 UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
 """A model's units, or a function that makes them for the groups that share them."""

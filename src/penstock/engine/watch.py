@@ -20,8 +20,8 @@ from penstock.io.files import naming, read_text
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import CallbackError
 from penstock.settings import ConfigError, LogConfig
+from penstock.settings.declare import checked
 from penstock.settings.objects import load_object
-from penstock.settings.types import checked
 
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 

@@ -26,7 +26,7 @@ from penstock.runtime import PipelineError
 from penstock.runtime.distributed import default_store
 from penstock.runtime.errors import TransportError
 from penstock.settings import Layout
-from penstock.settings.types import check_argument
+from penstock.settings.declare import check_argument
 
 _ASK_AGAIN_S = 0.002
 

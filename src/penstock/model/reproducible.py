@@ -20,7 +20,7 @@ from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBloc
 from penstock.model.linear import Linear, OneDnnMatmul, WeightCasts
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 LENGTHS = (163, 37, 1, 90)
 """Tokens of the sequences of the check: more than a tile of keys, more than a vector, one, and others."""

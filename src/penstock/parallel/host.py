@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 T = TypeVar("T")
 

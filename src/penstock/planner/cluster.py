@@ -11,9 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from penstock.io.documents import parse_toml
-from penstock.io.files import read_text
-from penstock.settings.types import suggestion
+from penstock.io.files import parse_toml, read_text
+from penstock.settings.declare import suggestion
 
 _GIB = 2**30
 

@@ -17,7 +17,7 @@ from penstock.planner.shape import EXPERTS
 from penstock.planner.times import Clock, Constants
 from penstock.schedule import builders
 from penstock.settings import Layout
-from penstock.settings.types import checked
+from penstock.settings.declare import checked
 
 # ---- A planned layout as settings of a run, which `penstock train` takes
 

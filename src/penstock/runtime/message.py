@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.schedule import Direction
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 SEQUENCES = "sequences"
 """The name by which a microbatch's sequences are counted, beside the keys of the batch."""

@@ -40,7 +40,7 @@ from penstock.runtime.tape import GraphSegment, Tape
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 # ---- The call of a unit without collectives: with what its `forward` asks for, from its own random numbers
 

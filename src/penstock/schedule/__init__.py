@@ -35,7 +35,7 @@ from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step
 from penstock.schedule.simulate import Event, Timeline, critical_path, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import Proof, verify
-from penstock.settings.types import checked as _checked
+from penstock.settings.declare import checked as _checked
 
 __all__ = [
     "NO_ROW",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
-from penstock.settings.types import check_argument
+from penstock.settings.declare import check_argument
 
 
 class ScheduleError(ValueError):

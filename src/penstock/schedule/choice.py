@@ -14,7 +14,7 @@ from penstock.schedule.partition import check_cut
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
 """All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""

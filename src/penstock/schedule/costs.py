@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step
 from penstock.schedule.rules import partner
-from penstock.settings.types import checked
+from penstock.settings.declare import checked
 
 PerStage: TypeAlias = float | Sequence[float]
 PerLink: TypeAlias = float | Sequence[float]

@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from penstock.schedule.actions import ALL, TRANSFERS, Action, Direction, Op, Pair, Placement, Schedule, Step
-from penstock.settings.types import check_argument
+from penstock.settings.declare import check_argument
 
 
 class FactKind(IntEnum):

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.generation.requests import TokenDelta
-from penstock.io.documents import parse_json
+from penstock.io.files import parse_json
 from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
 from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics

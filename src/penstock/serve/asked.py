@@ -17,7 +17,7 @@ from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
 from penstock.settings import SamplingParams, ServeConfig
-from penstock.settings.types import match, mismatch, suggestion
+from penstock.settings.declare import match, mismatch, suggestion
 
 MOST_LOG_PROBS, _MOST_STOPS, _MOST_STOP_LENGTH, _MOST_BIASES = 20, 16, 256, 1024
 # What a completion has where nothing is said, as in OpenAI's interface.

@@ -10,29 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.settings.declare import ConfigError, Setting, Settings, same_as, setting, walk_settings
+    from penstock.settings.declare import ConfigError, Setting, Settings, checked, same_as, setting, walk_settings
     from penstock.settings.model import (
         AdapterConfig,
         ExpertConfig,
         GroupScore,
+        InferenceConfig,
+        LogitBias,
         ModelConfig,
         Native,
+        Quantize,
+        RingConfig,
         RopeKind,
         RopeScaling,
+        SamplingParams,
         Scores,
+        ServeConfig,
     )
-    from penstock.settings.optimizer import (
-        Arguments,
-        Decay,
-        LearningRate,
-        OptimizerConfig,
-        OptimizerName,
-        ParameterGroup,
-        Ramp,
-        WeightDecay,
-    )
-    from penstock.settings.parallel import AXES, ContextForm, Coordinates, Device, Groups, Layout, ParallelConfig
-    from penstock.settings.read import from_dict, read_config
     from penstock.settings.run import (
         SETTINGS,
         CheckpointConfig,
@@ -51,10 +45,28 @@ if TYPE_CHECKING:
         check_sections,
         check_world,
         differences,
+        from_dict,
+        read_config,
     )
-    from penstock.settings.sampling import InferenceConfig, LogitBias, Quantize, RingConfig, SamplingParams, ServeConfig
-    from penstock.settings.schedule import ScheduleConfig, SearchedPlacement
-    from penstock.settings.types import checked
+    from penstock.settings.training import (
+        AXES,
+        Arguments,
+        ContextForm,
+        Coordinates,
+        Decay,
+        Device,
+        Groups,
+        Layout,
+        LearningRate,
+        OptimizerConfig,
+        OptimizerName,
+        ParallelConfig,
+        ParameterGroup,
+        Ramp,
+        ScheduleConfig,
+        SearchedPlacement,
+        WeightDecay,
+    )
 
 __all__ = [
     "AXES",
@@ -117,10 +129,7 @@ __all__ = [
 ]
 
 # Each file after those that it imports.
-_FILES = (
-    *("types", "declare", "schedule", "model", "optimizer"),
-    *("parallel", "sampling", "run", "read"),
-)
+_FILES = ("declare", "training", "model", "run")
 
 
 def __getattr__(name: str) -> Any:

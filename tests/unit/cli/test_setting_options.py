@@ -10,7 +10,7 @@ from penstock.cli import doctor, generate, score, session
 from penstock.cli.main import main
 from penstock.cli.options import Options, add_options, values_of
 from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
-from penstock.settings.types import possible
+from penstock.settings.declare import possible
 
 COMMANDS: dict[str, tuple[tuple[Options, ...], list[str]]] = {
     "generate": ((generate._PARALLEL, session.RING_OPTIONS), ["MODEL", "a"]),

@@ -11,7 +11,7 @@ from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import rehearse_run
 from penstock.schedule.rehearsal import STATE
 from penstock.settings import RunConfig
-from penstock.settings.read import from_values
+from penstock.settings.run import from_values
 
 RUN: dict[str, Any] = {
     "model.hidden_size": 32,

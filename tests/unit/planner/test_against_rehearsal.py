@@ -15,7 +15,7 @@ from penstock.planner.times import Constants
 from penstock.schedule import Op
 from penstock.schedule.recording import CollectiveKind
 from penstock.schedule.rehearsal import CollectiveTraffic
-from penstock.settings.read import from_values
+from penstock.settings.run import from_values
 
 RUN: dict[str, Any] = {
     "output": "runs/none",

@@ -20,7 +20,7 @@ from penstock.settings import (
     from_dict,
     read_config,
 )
-from penstock.settings.types import possible
+from penstock.settings.declare import possible
 
 NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.

@@ -35,9 +35,8 @@ from penstock.settings import (
     from_dict,
     walk_settings,
 )
-from penstock.settings.declare import Bounds, plain, value_of
-from penstock.settings.read import from_words, section_summaries
-from penstock.settings.types import parts_of, possible
+from penstock.settings.declare import Bounds, parts_of, plain, possible, value_of
+from penstock.settings.run import from_words, section_summaries
 from tests.unit.settings.test_config import another_value, with_setting
 
 SAMPLING = {own.name: own for own in walk_settings(SamplingParams())}

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.checkpoint.rank_values import check_rank_values
-from penstock.io.documents import parse_json
-from penstock.io.files import open_file, read_bytes, write_durably
+from penstock.io.files import open_file, parse_json, read_bytes, write_durably
 from penstock.model.hf.files import Names, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
-from penstock.settings.types import check_kinds
+from penstock.settings.declare import check_kinds
 
 MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"

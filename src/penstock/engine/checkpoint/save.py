@@ -34,8 +34,7 @@ from penstock.engine.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from penstock.io.documents import read_json_object
-from penstock.io.files import naming, remove, sync_folder, write_durably
+from penstock.io.files import naming, read_json_object, remove, sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, local_slices

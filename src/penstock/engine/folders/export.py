@@ -48,7 +48,7 @@ from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice, TensorSlice, copies
 from penstock.settings import DataConfig, ModelConfig, ParallelConfig, Precision, RunConfig, TrainConfig
-from penstock.settings.types import checked
+from penstock.settings.declare import checked
 
 # ---- A model written as a Hugging Face folder that transformers loads: whole, or not at all
 

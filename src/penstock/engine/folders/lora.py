@@ -23,15 +23,14 @@ from torch import Tensor, nn
 
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import UnitSource, units_for
-from penstock.io.documents import read_json_object
-from penstock.io.files import refuse_used
+from penstock.io.files import read_json_object, refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears
 from penstock.model.hf.config_json import HuggingFaceForm
 from penstock.model.hf.files import WeightFiles, refuse_unfit_files
 from penstock.model.layers.dense import AttentionBlock, MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.settings import AdapterConfig, Layout
-from penstock.settings.types import check_kinds
+from penstock.settings.declare import check_kinds
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -11,8 +11,7 @@ from typing import Any, TextIO
 
 import tomli_w
 
-from penstock.io.documents import parse_json
-from penstock.io.files import lines_of, naming, open_file, refuse_link_out, unfinished, write_durably
+from penstock.io.files import lines_of, naming, open_file, parse_json, refuse_link_out, unfinished, write_durably
 from penstock.settings import ConfigError, RunConfig, differences, read_config
 
 RUN_FILE = "run.toml"

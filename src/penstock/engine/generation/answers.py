@@ -14,7 +14,7 @@ from penstock.model import Limits
 from penstock.runtime import DecodeForm, Stage
 from penstock.schedule import RingShape
 from penstock.settings import RingConfig, SamplingParams
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 # ---- The way in which answers are generated, and the answers
 

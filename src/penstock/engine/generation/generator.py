@@ -32,7 +32,7 @@ from penstock.runtime import (
 from penstock.runtime.distributed import unique_number
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from penstock.engine.optimizer.steppers import STEPPERS, FlatStepper, Values
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
-from penstock.settings.optimizer import Course
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
+from penstock.settings.training import Course
 
 # ---- The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide
 

@@ -45,7 +45,7 @@ from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
 from penstock.settings import ConfigError, Groups, Layout, Precision, RunConfig, read_config
-from penstock.settings.types import checked
+from penstock.settings.declare import checked
 
 # ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
 

@@ -21,7 +21,7 @@ from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
 from penstock.runtime import Feed
 from penstock.settings import Normalize
-from penstock.settings.types import NamedValue, type_in_words
+from penstock.settings.declare import NamedValue, type_in_words
 
 # ---- The default loss function and its weight, and what the loss is divided by
 

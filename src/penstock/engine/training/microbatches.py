@@ -24,7 +24,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
-from penstock.settings.types import type_in_words
+from penstock.settings.declare import type_in_words
 
 # ---- Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds
 

@@ -25,7 +25,7 @@ from penstock.engine.training.microbatches import (
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
-from penstock.settings.types import check_argument, checked, type_in_words
+from penstock.settings.declare import check_argument, checked, type_in_words
 
 PostHook = Callable[[Any, PackedBatch], Any]
 """A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""

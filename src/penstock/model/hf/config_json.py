@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from penstock.io.documents import read_json_object
+from penstock.io.files import read_json_object
 from penstock.model.hf.families import FAMILIES, MIXTRAL_EXPERTS, Family, Windows, names_of
 from penstock.model.hf.files import MissingFile, Names, is_quantized, refuse_unfit_files
 from penstock.settings import ConfigError, ExpertConfig, ModelConfig, RopeKind, RopeScaling
-from penstock.settings.types import check_kinds
+from penstock.settings.declare import check_kinds
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from penstock.io.documents import read_json_object
-from penstock.io.files import check_file, refuse_link_out
+from penstock.io.files import check_file, read_json_object, refuse_link_out
 from penstock.model.units import UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice, copies
 

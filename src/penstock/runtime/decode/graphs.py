@@ -19,7 +19,7 @@ from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, spare_posit
 from penstock.runtime.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
-from penstock.settings.types import NamedValue
+from penstock.settings.declare import NamedValue
 
 _FEWEST_SEEN = 64
 """Tokens of the smallest attention that is worth a graph of its own."""

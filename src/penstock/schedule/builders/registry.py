@@ -14,8 +14,8 @@ from os.path import isdir
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
+from penstock.settings.declare import suggestion, type_in_words
 from penstock.settings.objects import is_reference, load_object
-from penstock.settings.types import suggestion, type_in_words
 
 Builder: TypeAlias = Callable[..., Schedule]
 """A function from the numbers of ranks and microbatches, and options that have defaults, to a schedule."""

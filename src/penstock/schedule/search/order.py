@@ -31,7 +31,7 @@ from penstock.schedule.search.skeletons import (
 from penstock.schedule.search.weave import latest_starts, weave
 from penstock.schedule.verify import verify
 from penstock.settings import ScheduleConfig, SearchedPlacement, Settings, same_as
-from penstock.settings.types import checked
+from penstock.settings.declare import checked
 
 
 @checked
