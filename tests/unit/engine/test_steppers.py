@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from penstock.engine.optimizer.groups import Division, ParameterGroups
 from penstock.engine.optimizer.optimizer import Optimizer
-from penstock.engine.optimizer.steppers import STEPPERS, BlockState, FlatStepper, Values
-from penstock.engine.optimizer.torch_steppers import all_state_kinds, state_kinds
+from penstock.engine.optimizer.steppers import STEPPERS, Block, FlatStepper, Values, all_state_kinds, state_kinds
 from penstock.parallel import GradientBuckets
 from penstock.settings import Arguments, ConfigError, LearningRate, OptimizerConfig, OptimizerName, WeightDecay
 
@@ -29,10 +28,10 @@ class Lion(FlatStepper):
     state_kinds = ("exp_avg",)
     hyperparameters: ClassVar[Values] = {"betas": (0.9, 0.99), "weight_decay": 0.0}
 
-    def step_group(self, states: Sequence[BlockState], values: Values) -> None:
+    def step_group(self, blocks: Sequence[Block], values: Values) -> None:
         first, second = values["betas"]
-        for state in states:
-            master, gradient, mean = state.block.master, state.block.gradient, state.values["exp_avg"]
+        for block in blocks:
+            master, gradient, mean = block.master, block.gradient, block.state["exp_avg"]
             master.mul_(1 - values["lr"] * values["weight_decay"])
             master.sub_(mean.lerp(gradient, 1 - first).sign_(), alpha=values["lr"])
             mean.lerp_(gradient, 1 - second)

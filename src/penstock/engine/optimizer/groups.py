@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,103 +10,16 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from penstock.engine.optimizer.steppers import STEPPERS, FlatStepper, Values
+from penstock.engine.optimizer.steppers import STEPPERS, Division, GroupRule, OptimizerKind, Values
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.declare import type_in_words
 from penstock.settings.training import Course
 
 # ---- The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide
-
-
-Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes an optimizer from torch's parameter groups."""
-
-_PROBE_RATE = 0.01
-# In float64, where any other way to divide an update differs by far more.
-_PROBE_TOLERANCE = 1e-6
-
-
-class Division(enum.Enum):
-    """The finest parts of which an optimizer steps each by itself, as it would step them together."""
-
-    ELEMENTS = enum.auto()
-    PARAMETERS = enum.auto()
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerKind:
-    """An optimizer that steps one or several groups."""
-
-    #: for messages
-    label: str
-    #: makes it as one of torch; of a rule of the package's own, one that only has its hyperparameters
-    make: Make
-    #: the rule of the package's own, which steps flat buckets
-    stepper: type[FlatStepper] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class GroupRule:
-    """One group's optimizer and hyperparameters."""
-
-    kind: OptimizerKind
-    #: course of the learning rate; None for that with which the optimizer is made
-    rate: Course | None
-    #: course of the weight decay; None for that with which the optimizer is made
-    decay: Course | None
-    #: further keys of torch's parameter group
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def division(self) -> Division:
-        """The parts that the optimizer steps independently, found by stepping small tensors.
-
-        Raises:
-            ConfigError: it cannot step parameters independently, or without a closure; named with the reason.
-        """
-        if self.kind.stepper is not None:
-            return Division.ELEMENTS
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(6, 8), (4, 4)]
-        values, *gradients = [
-            [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4)
-        ]
-        try:
-            together = self._stepped(values, gradients)
-            apart = [self._stepped([v], [[g[i]] for g in gradients])[0] for i, v in enumerate(values)]
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the optimizer says
-            raise ConfigError(
-                f"the optimizer {self.kind.label} cannot step a model in parts: with two small matrices it raises "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not all(map(_agree, together, apart, values)):
-            raise ConfigError(
-                f"the optimizer {self.kind.label} steps all parameters jointly, so no rank can step its own alone"
-            )
-        flat, cuts = values[0].flatten(), [20]
-        try:
-            pieces = self._stepped(flat.tensor_split(cuts), [g[0].flatten().tensor_split(cuts) for g in gradients])
-        except Exception:  # it takes whole matrices only
-            return Division.PARAMETERS
-        return Division.ELEMENTS if _agree(torch.cat(list(pieces)), apart[0].flatten(), flat) else Division.PARAMETERS
-
-    def _stepped(self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The values after one step for each of the gradients."""
-        parameters = [nn.Parameter(value.clone()) for value in values]
-        optimizer = self.kind.make([{"params": parameters, **self.options}])
-        for of_step in gradients:
-            for group in optimizer.param_groups:
-                group["lr"] = _PROBE_RATE
-            for parameter, gradient in zip(parameters, of_step, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-        return [parameter.detach() for parameter in parameters]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +92,11 @@ def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]
             f"the optimizer factory {label} gave an optimizer of other parameters than those of the parameter groups "
             "that it is called with; optimizer.groups freezes parameters by name"
         )
+    if len(made.param_groups) != len(groups):
+        raise ConfigError(
+            f"the optimizer factory {label} made {len(made.param_groups)} parameter groups of the {len(groups)} that "
+            "it was given; it must keep them"
+        )
     return made
 
 
@@ -208,10 +125,20 @@ def _kind(name: OptimizerName, has_arguments: bool) -> OptimizerKind:
 
 def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup, is_vector: bool = False) -> GroupRule:
     """The rule of a pattern's parameters, or only of its matrices, or of its norms and biases."""
-    options, rate, decay = dict(pattern.arguments), _rate(config, pattern), _decay(config, pattern, is_vector)
-    if rate is None and (base := _base_rate(config, pattern)) is not None:
-        options["lr"] = base
-    betas = tuple(own if own is not None else usual for own, usual in _betas(config, pattern))
+    options, rate, decay = dict(pattern.arguments), _rate(config, pattern), pattern.weight_decay
+    if decay is None:
+        decay = 0.0 if is_vector else config.weight_decay
+    decay = _course(decay)
+    if rate is None:
+        # The learning rate from which a scheduler starts; without one, the optimizer's own.
+        if isinstance(pattern.learning_rate, int | float):
+            options["lr"] = pattern.learning_rate
+        elif isinstance(config.learning_rate, LearningRate):
+            options["lr"] = config.learning_rate.peak
+    betas = tuple(
+        own if own is not None else usual
+        for own, usual in ((pattern.beta1, config.beta1), (pattern.beta2, config.beta2))
+    )
     if config.factory is not None:
         if pattern.beta1 is not None or pattern.beta2 is not None:
             options["betas"] = betas
@@ -229,28 +156,9 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
     return GroupRule(kind, rate, decay, options)
 
 
-def _betas(config: OptimizerConfig, pattern: ParameterGroup) -> tuple[tuple[float | None, float], ...]:
-    return (pattern.beta1, config.beta1), (pattern.beta2, config.beta2)
-
-
-def _decay(config: OptimizerConfig, pattern: ParameterGroup, is_vector: bool) -> Course | None:
-    """The course of a group's weight decay; None where the optimizer decides."""
-    own = pattern.weight_decay
-    if own is None:
-        return _course(0.0 if is_vector else config.weight_decay)
-    return _course(own)
-
-
 def _course(value: Course | float | None) -> Course | None:
     """A number as a course of one value."""
     return value if value is None or callable(value) else lambda step: value
-
-
-def _base_rate(config: OptimizerConfig, pattern: ParameterGroup) -> float | None:
-    """The learning rate from which a scheduler starts; None for the optimizer's own."""
-    if isinstance(pattern.learning_rate, int | float):
-        return pattern.learning_rate
-    return config.learning_rate.peak if isinstance(config.learning_rate, LearningRate) else None
 
 
 def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
@@ -292,12 +200,6 @@ def _check_arguments(kind: OptimizerKind, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"optimizer.arguments: {kind.label} refuses {dict(options)}: {error}") from None
 
 
-def _agree(one: Tensor, other: Tensor, before: Tensor) -> bool:
-    """True if two updates of the same values are equal up to rounding."""
-    update = (one - before).norm()
-    return bool((one - other).norm() <= _PROBE_TOLERANCE * update)
-
-
 # ---- The hyperparameters of every parameter group at any step: functions of the step's number alone
 
 
@@ -314,82 +216,58 @@ class Rates:
 
     #: the groups by number
     _rules: Sequence[GroupRule]
-    #: for each optimizer of torch's kind, and with a scheduler for the others too
-    _probes: Sequence[_Probe]
+    #: makes the scheduler of an optimizer; None without one
+    _make_scheduler: Any
+    #: the probe of each optimizer of torch's kind, and with a scheduler of the others too, and its scheduler
+    _probes: Mapping[OptimizerKind, tuple[torch.optim.Optimizer, Any]]
+    #: the step that the schedulers have reached
+    _step: int
 
     def __init__(self, groups: ParameterGroups) -> None:
-        self._rules = groups.rules
-        scheduler = groups.config.scheduler
-        kinds = list(dict.fromkeys(rule.kind for rule in groups.rules))
-        self._probes = [
-            _Probe(kind, groups.rules, scheduler) for kind in kinds if kind.stepper is None or scheduler is not None
-        ]
+        self._rules, self._make_scheduler = groups.rules, groups.config.scheduler
+        self._restart()
 
     def at(self, step: int) -> list[Values]:
         """The groups' hyperparameters at step `step` >= 1, by number."""
-        found: dict[int, Values] = {}
-        for probe in self._probes:
-            found |= probe.at(step)
-        for number, rule in enumerate(self._rules):
-            if number not in found:
-                assert rule.rate is not None and rule.kind.stepper is not None, "others have rates of their own"
-                decay = {} if rule.decay is None else {"weight_decay": rule.decay(step)}
-                found[number] = {**rule.kind.stepper.hyperparameters, **rule.options, "lr": rule.rate(step), **decay}
-        return [found[number] for number in range(len(self._rules))]
-
-
-class _Probe:
-    """An optimizer of one small parameter for each of its groups, whose hyperparameters a scheduler may change."""
-
-    #: makes the optimizer
-    _kind: OptimizerKind
-    #: makes the scheduler of an optimizer; None without one
-    _make_scheduler: Any
-    #: the optimizer's groups by number
-    _rules: dict[int, GroupRule]
-
-    def __init__(self, kind: OptimizerKind, rules: Sequence[GroupRule], scheduler: Any) -> None:
-        self._kind, self._make_scheduler = kind, scheduler
-        self._rules = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
-        self._restart()
-
-    def _restart(self) -> None:
-        groups = [{"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in self._rules.values()]
-        self._optimizer = self._kind.make(groups)
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
-            given = type_in_words(self._optimizer)
-            raise ConfigError(f"the optimizer's factory gave {given}; it must give a torch.optim.Optimizer")
-        if len(self._optimizer.param_groups) != len(groups):
-            raise ConfigError(
-                f"the optimizer's factory made {len(self._optimizer.param_groups)} parameter groups of the "
-                f"{len(groups)} that it was given; it must keep them"
-            )
-        self._scheduler = None if self._make_scheduler is None else self._make_scheduler(self._optimizer)
-        if self._make_scheduler is not None and (
-            not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau)
-        ):
-            raise ConfigError(
-                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not "
-                f"{type_in_words(self._scheduler)}"
-            )
-        self._step = 1
-
-    def at(self, step: int) -> dict[int, Values]:
-        """The hyperparameters at a step, by the number of the group."""
-        if self._scheduler is not None:
+        if self._make_scheduler is not None:
             if step < self._step:
                 self._restart()
             with warnings.catch_warnings():
                 # It expects its optimizer to step, which the real ones do.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                while self._step < step:
-                    self._scheduler.step()
-                    self._step += 1
-        found = {}
-        for (number, rule), group in zip(self._rules.items(), self._optimizer.param_groups, strict=True):
-            if rule.rate is not None:
-                group["lr"] = rule.rate(step)
-            if rule.decay is not None:
-                group["weight_decay"] = rule.decay(step)
-            found[number] = {key: value for key, value in group.items() if key not in _NO_VALUES}
+                for _ in range(self._step, step):
+                    for _, scheduler in self._probes.values():
+                        scheduler.step()
+            self._step = step
+        groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._probes.items()}
+        found: list[Values] = []
+        for rule in self._rules:
+            own = rule.kind.stepper
+            values = {**own.hyperparameters, **rule.options} if own else {}
+            if rule.kind in groups:
+                values = {key: value for key, value in next(groups[rule.kind]).items() if key not in _NO_VALUES}
+            courses = {"lr": rule.rate, "weight_decay": rule.decay}
+            found.append(values | {key: course(step) for key, course in courses.items() if course is not None})
         return found
+
+    def _restart(self) -> None:
+        """Make the probes, whose schedulers are then at step 1."""
+        self._step, self._probes = 1, {}
+        for kind in dict.fromkeys(rule.kind for rule in self._rules):
+            if kind.stepper is None or self._make_scheduler is not None:
+                self._probes[kind] = self._probe(kind)
+
+    def _probe(self, kind: OptimizerKind) -> tuple[torch.optim.Optimizer, Any]:
+        groups = [
+            {"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in self._rules if rule.kind is kind
+        ]
+        optimizer = kind.make(groups)
+        if self._make_scheduler is None:
+            return optimizer, None
+        scheduler = self._make_scheduler(optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not "
+                f"{type_in_words(scheduler)}"
+            )
+        return optimizer, scheduler

@@ -18,8 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
-from penstock.engine.optimizer.steppers import STEPPERS, Block, OwnedState, Stepper, Values
-from penstock.engine.optimizer.torch_steppers import all_state_kinds, steppers_for
+from penstock.engine.optimizer.steppers import (
+    STEPPERS,
+    Block,
+    FlatStepper,
+    OwnedState,
+    TorchStepper,
+    Values,
+    all_state_kinds,
+    steppers_for,
+)
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.host import gather_json
 from penstock.settings import LearningRate, OptimizerConfig
@@ -27,6 +35,9 @@ from penstock.settings import LearningRate, OptimizerConfig
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
 _MASTER = "master"
+WholeState = Mapping[str, tuple[bool, Tensor]]
+"""``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor."""
+
 _KINDS = (*(kind for stepper in STEPPERS.values() for kind in stepper.state_kinds), _MASTER)
 
 
@@ -114,7 +125,7 @@ class Update:
 class Optimizer:
     """Steps the parameters of this rank's stages, from gradients that are reduced and whose ties are summed.
 
-    Norm, clipping, loss scale and fp32 masters are here; the update rule is that of a `Stepper`.
+    Norm, clipping, loss scale and fp32 masters are here; the update rules are those of steppers.
 
     Args:
         stages: gradient buckets of the local stages.
@@ -159,7 +170,7 @@ class Optimizer:
     #: the number of the group of matrices that no pattern matches
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
-    _steppers: list[Stepper]
+    _steppers: list[FlatStepper | TorchStepper]
     #: gradients that this rank counts in the norm, by the order of their names
     _counted: list[Tensor]
     #: the largest number of gradients that any rank counts
@@ -189,7 +200,8 @@ class Optimizer:
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
-        self._masters = [_master(bucket) for bucket in self._stepped]
+        # This rank's parameters themselves, or an fp32 copy of 16-bit ones.
+        self._masters = [bucket.parameters[bucket.owned].to(bucket.gradients.dtype) for bucket in self._stepped]
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self.rates = Rates(self.groups)
@@ -292,6 +304,46 @@ class Optimizer:
         masters = [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
         return sum(stepper.state_bytes for stepper in self._steppers) + sum(master.nbytes for master in masters)
 
+    def whole_state(self, device: torch.device, group: dist.ProcessGroup | None) -> WholeState:
+        """Collect the state of this rank's parameters, whole although ranks step them in parts.
+
+        All ranks of `group`, which hold the model between them, call it at one point.
+        """
+        owned = self.owned_state()
+        if not self.config.zero or group is None:
+            return {name: (state.place is not None, state.values.clone()) for name, state in owned.items()}
+        by_rank = gather_json({name: _described(state) for name, state in owned.items()}, group)
+        found = {}
+        for name in sorted({name for theirs in by_rank for name in theirs}):
+            reduction = self.reductions.get(name.split(".", 2)[2])
+            holders = (
+                [] if reduction is None else [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
+            )
+            if reduction is None or not holders:
+                continue
+            known = by_rank[holders[0]][name]
+            whole = torch.zeros(known["shape"], dtype=getattr(torch, known["dtype"]), device=device)
+            # A tensor of another shape is the same on every rank that has it.
+            if name in owned and (known["elements"] or holders[0] == group.rank()):
+                place = owned[name].place
+                (whole if place is None else whole[place.first : place.last]).copy_(owned[name].values)
+            if reduction.group is not None:
+                # All but one rank's values are zero bits, so the sum is exact.
+                flat = whole.reshape(-1).view(torch.uint8)
+                dist.all_reduce(flat, group=reduction.group)
+                whole.copy_(flat.view(whole.dtype).view(whole.shape))
+            found[name] = known["elements"], whole
+        return found
+
+    def take_whole_state(self, whole: WholeState) -> None:
+        """Copy what is stepped here from the state of another optimizer; what it does not know stays as it is."""
+        for name, state in self.owned_state().items():
+            if name in whole:
+                elements, values = whole[name]
+                assert elements == (state.place is not None), f"{name} has changed its form"
+                own = values.view(-1)[state.place.first : state.place.last] if state.place is not None else values
+                state.values.copy_(own)
+
     def progress(self) -> dict[str, Any]:
         """The numbers that a resumed run needs beside `state`, as JSON values."""
         return {
@@ -357,9 +409,17 @@ def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = _KINDS) -> dic
     return {prefix + copy: prefix + owner for prefix in prefixes for copy, owner in ties.items()}
 
 
-def _master(bucket: Bucket) -> Tensor:
-    """The flat tensor that is stepped: this rank's parameters themselves, or an fp32 copy of 16-bit ones."""
-    return bucket.parameters[bucket.owned].to(bucket.gradients.dtype)
+def _described(state: OwnedState) -> dict[str, Any]:
+    place = state.place
+    shape = list(state.values.shape) if place is None else [place.parameter.numel()]
+    return {"elements": place is not None, "shape": shape, "dtype": str(state.values.dtype).removeprefix("torch.")}
+
+
+def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:
+    """The members of a part of a group, as ranks of the group; this rank's own without one."""
+    if members is None:
+        return [group.rank()]
+    return [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(members)]
 
 
 def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:

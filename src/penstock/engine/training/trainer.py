@@ -19,7 +19,6 @@ from penstock.engine.build import build_on_all_ranks
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.freezing import WholeState, agree_on_trained
 from penstock.engine.training.losses import (
     AuxLossReport,
     AuxLossTracker,
@@ -123,7 +122,24 @@ class Trainer:
         pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
 
     def _agree_on_names(self) -> None:
-        self._names = agree_on_trained(self._parameters, self.pipeline.ties.owners, self.pipeline.grid.control)
+        """Learn what requires a gradient on any rank. Raises: see `refit`."""
+        own = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
+        trained: dict[str, tuple[int, int]] = {}
+        for rank, theirs in enumerate(gather_json(own, self.pipeline.grid.control)):
+            for name, value in theirs.items():
+                other, known = trained.setdefault(name, (rank, value))
+                if known != value:
+                    raise ValueError(
+                        f"{name} requires a gradient on rank {rank if value else other} and none on rank "
+                        f"{other if value else rank}; freeze it on every rank that holds it, or on none"
+                    )
+        for copy, owner in sorted(self.pipeline.ties.owners.items()):
+            if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
+                frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
+                raise ValueError(
+                    f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither"
+                )
+        self._names = {name for name, (_, value) in trained.items() if value}
         self._required = [parameter.requires_grad for parameter in self._parameters.values()]
 
     def _build(self, since: Mapping[str, int]) -> None:
@@ -154,7 +170,8 @@ class Trainer:
         `train_batch` does where a parameter was frozen or thawed. since: see `Optimizer.since`.
 
         Raises:
-            ValueError: ranks disagree on a parameter, or on two that are tied; on all ranks alike.
+            ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
+                ranks alike.
         """
         pipeline, old = self.pipeline, self.optimizer
         before, progress = self._names, old.progress()
@@ -163,7 +180,7 @@ class Trainer:
             new, num_updates = self._names - before, int(progress["num_updates"])
             kept = {name: number for name, number in old.since.items() if name in self._names - new}
             since = {**kept, **{name: num_updates for name in new if num_updates}}
-        state = WholeState.of(old, pipeline.device, pipeline.grid.control)
+        state = old.whole_state(pipeline.device, pipeline.grid.control)
         places = [place for of_stage in self.gradients.values() for place in of_stage.places]
         for of_stage in self.gradients.values():
             of_stage.close()
@@ -172,7 +189,7 @@ class Trainer:
                 # The bucket's memory goes.
                 place.parameter.data = place.parameter.detach().clone()
         self._build(since)
-        state.give(self.optimizer)
+        self.optimizer.take_whole_state(state)
         self.optimizer.load_progress(progress | {"since": since})
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
