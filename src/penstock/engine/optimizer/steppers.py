@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from penstock.parallel import Place
 from penstock.settings import ConfigError
-from penstock.settings.optimizer import Course
+from penstock.settings.training import Course
 
 Values = Mapping[str, Any]
 """A group's hyperparameters under torch's names: `lr`, `weight_decay`, `betas` and the like."""
