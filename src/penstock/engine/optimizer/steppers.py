@@ -65,6 +65,8 @@ class FlatStepper(ABC):
     state_kinds: ClassVar[tuple[str, ...]]
     #: the hyperparameters that it takes beside `lr`, with their defaults
     hyperparameters: ClassVar[Values]
+    #: what is stepped
+    _blocks: Sequence[Block]
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
