@@ -9,12 +9,16 @@ import torch
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
+from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.step import MeteredPipeline, RehearsedBatch, claim_state, rehearse
+from penstock.engine.rehearsal.step import MeteredRecorder, RehearsedBatch, claim_state, rehearse
 from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router
+from penstock.runtime import Recorder, Transport
+from penstock.runtime.transport import Line, Receipt
+from penstock.schedule import Placement
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint
 from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
@@ -45,6 +49,72 @@ class Case:
         return EngineOptions(self.schedule, device="cpu", timeout_s=60.0, **self.options)
 
 
+@dataclass(eq=False)
+class MeteredReceipt:
+    #: the receipt that is waited for, which the meter is shown
+    receipt: Receipt
+    meter: Meter
+
+    def ready(self) -> bool:
+        return self.receipt.ready()
+
+    def wait(self) -> torch.Tensor:
+        tensor = self.receipt.wait()
+        self.meter.claim(MemoryKind.TRANSIENT, [tensor])
+        return tensor
+
+
+class MeteredTransport:
+    """A real transport whose buffers a meter counts as the transport's, for the same figures of a real run."""
+
+    #: the real one
+    _inner: Transport
+    #: the rank in the pipeline
+    rank: int
+    #: counts the messages' memory
+    _meter: Meter
+
+    def __init__(self, inner: Transport, meter: Meter) -> None:
+        self._inner, self._meter, self.rank = inner, meter, inner.rank
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        receipt = self._inner.receive(channel, shape, dtype)
+        buffer: torch.Tensor = receipt.buffer  # type: ignore[attr-defined]
+        self._meter.claim(MemoryKind.TRANSPORT, [buffer])
+        return MeteredReceipt(receipt, self._meter)
+
+    def send(self, channel: Line, tensor: torch.Tensor) -> None:
+        self._meter.claim(MemoryKind.TRANSPORT, [tensor])
+        self._inner.send(channel, tensor)
+
+    def num_pending(self) -> int:
+        return self._inner.num_pending()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class MeteredPipeline(Pipeline):
+    """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
+
+    def __init__(self, meter: Meter, case: Case) -> None:
+        self.meter = meter
+        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
+        super().__init__(units, case.model.hidden_size, case.layout, case.engine_options)
+
+    def _make_recorder(self, place: str | None) -> Recorder:
+        return MeteredRecorder(self.meter, self.grid.pp_rank, place)
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return MeteredTransport(super().open_transport(lines, device), self.meter)
+
+
 def even_choice(router: Router, scores_TE: torch.Tensor) -> torch.Tensor:
     """Experts in turn, as a rehearsal has them: how many rows each gets is a matter of data, not of memory."""
     num_tokens, num_active = scores_TE.shape[0], router.config.num_active
@@ -59,8 +129,7 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
     batch = PackedBatch.from_documents([torch.arange(length) % 96 for length in LENGTHS])
     spec = MicroBatchSpec(num=4)
     with meter:
-        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
-        pipeline = MeteredPipeline(meter, units, case.model.hidden_size, case.layout, case.engine_options)
+        pipeline = MeteredPipeline(meter, case)
         trainer = Trainer(pipeline)
         run = trainer.run
 

@@ -214,13 +214,13 @@ def test_state_of_each_stage_follows_the_optimizer(settings: OptimizerConfig, nu
 
 def test_units_that_are_alike_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=12, num_heads=2, max_length=32)
-    runs, run = [], rehearsed._UnitRun.costs
+    runs, run = [], rehearsed._costs_alone
 
-    def counted(unit: Any) -> Any:
+    def counted(unit: Any, *others: Any) -> Any:
         runs.append(unit)
-        return run(unit)
+        return run(unit, *others)
 
-    monkeypatch.setattr(rehearsed._UnitRun, "costs", counted)
+    monkeypatch.setattr(rehearsed, "_costs_alone", counted)
     found = units_alone(decoder_units(config), 32, (8, 8), EngineOptions(device="cpu", recompute=(4,)))
     # Embedding, attention and MLP, both under recompute, head.
     assert len(found) == 26 and len(runs) == 6

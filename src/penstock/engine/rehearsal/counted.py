@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock.engine.rehearsal.meter import Meter
 from penstock.parallel.renewable import RenewableGroup
-from penstock.runtime import Transport
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Channel
 from penstock.schedule.recording import CollectiveKind
@@ -192,54 +191,3 @@ class CountedTransport:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-class MeteredTransport:
-    """A real transport whose buffers a meter counts as the transport's, for the same figures of a real run."""
-
-    #: the real one
-    _inner: Transport
-    #: the rank in the pipeline
-    rank: int
-    #: counts the messages' memory
-    _meter: Meter
-
-    def __init__(self, inner: Transport, meter: Meter) -> None:
-        self._inner, self._meter, self.rank = inner, meter, inner.rank
-
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
-        receipt = self._inner.receive(channel, shape, dtype)
-        buffer: Tensor = receipt.buffer  # type: ignore[attr-defined]
-        self._meter.claim(MemoryKind.TRANSPORT, [buffer])
-        return _MeteredReceipt(receipt, self._meter)
-
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        self._meter.claim(MemoryKind.TRANSPORT, [tensor])
-        self._inner.send(channel, tensor)
-
-    def num_pending(self) -> int:
-        return self._inner.num_pending()
-
-    def settle(self) -> None:
-        self._inner.settle()
-
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-@dataclass(eq=False)
-class _MeteredReceipt:
-    #: the receipt that is waited for, which the meter is shown
-    receipt: Receipt
-    meter: Meter
-
-    def ready(self) -> bool:
-        return self.receipt.ready()
-
-    def wait(self) -> Tensor:
-        tensor = self.receipt.wait()
-        self.meter.claim(MemoryKind.TRANSIENT, [tensor])
-        return tensor

@@ -34,13 +34,8 @@ class _LiveStorage:
     is_alive: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageChange:
-    """A block that was made (`before` is None), freed (`after` is None), or changed its kind."""
-
-    block: _LiveStorage
-    before: MemoryKind | None
-    after: MemoryKind | None
+_StorageChange = tuple[_LiveStorage, MemoryKind | None, MemoryKind | None]
+"""A block, and its kind before and after: None before where it was made, None after where it was freed."""
 
 
 @dataclass(slots=True)
@@ -183,12 +178,12 @@ class Meter(TorchDispatchMode):
             self._alive[before] -= block.num_bytes
         if after is not None:
             self._alive[after] += block.num_bytes
-        self._interval.changes.append(_StorageChange(block, before, after))
+        self._interval.changes.append((block, before, after))
 
     def _settle(self, rest: MemoryKind) -> BytesByKind:
         """Begin a new interval. What is alive and has no kind yet is `rest`. Returns bytes at the old one's peak."""
         interval = self._interval
-        for block in {id(c.block): c.block for c in interval.changes}.values():
+        for block in {id(block): block for block, _, _ in interval.changes}.values():
             if block.is_alive and block.kind is MemoryKind.TRANSIENT:
                 self._alive[MemoryKind.TRANSIENT] -= block.num_bytes
                 self._alive[rest] += block.num_bytes
@@ -202,18 +197,18 @@ def _at_peak(interval: _MeteredInterval) -> BytesByKind:
     """Bytes by kind when most was alive; what was made in the interval counts as what it is at the end of it."""
     total = most = sum(interval.start.values())
     num_until_peak = 0
-    for i, change in enumerate(interval.changes):
-        total += change.block.num_bytes * ((change.after is not None) - (change.before is not None))
+    for i, (block, before, after) in enumerate(interval.changes):
+        total += block.num_bytes * ((after is not None) - (before is not None))
         if total > most:
             most, num_until_peak = total, i + 1
     found = dict(interval.start)
-    for change in interval.changes[:num_until_peak]:
-        final = change.block.kind if change.block.is_alive else MemoryKind.TRANSIENT
-        before, after = (final if kind is MemoryKind.TRANSIENT else kind for kind in (change.before, change.after))
+    for block, *kinds in interval.changes[:num_until_peak]:
+        final = block.kind if block.is_alive else MemoryKind.TRANSIENT
+        before, after = (final if kind is MemoryKind.TRANSIENT else kind for kind in kinds)
         if before is not None:
-            found[before] -= change.block.num_bytes
+            found[before] -= block.num_bytes
         if after is not None:
-            found[after] += change.block.num_bytes
+            found[after] += block.num_bytes
     return _some(found)
 
 
@@ -255,20 +250,6 @@ def _is_view(func: Any) -> bool:
 # ---- arithmetic that torch's own counter does not know
 
 
-def _linear_pointwise(x: Tensor, weight_OI: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> float:
-    return 2.0 * out_val.numel() * weight_OI.shape[1]
-
-
-def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _attention_backward_on_cpu(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, out_val: Any, **kwargs: Any
-) -> float:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-
-
 def _attention_of_tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> float:
     """Torch's formula takes heads before tokens, but the kernel takes them after, unless sequences are packed."""
     if starts is not None:
@@ -283,26 +264,25 @@ def _attention_of_tiles_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, 
     return sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in (grad, q, k, v)))
 
 
-_PACKED_ATTENTION = flop_registry[torch.ops.aten._flash_attention_forward]
-_PACKED_ATTENTION_BACKWARD = flop_registry[torch.ops.aten._flash_attention_backward]
-
-
-def _grouped_products(a: Tensor, b: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
-    """Groups are runs of the rows of `a`, of the columns of `b`, or of what both are summed over."""
-    return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == b.dim() == 3 else 1)
-
-
-def _formulas() -> dict[Any, Callable[..., float]]:
-    aten, found = torch.ops.aten, {}
-    found[aten._scaled_dot_product_flash_attention_for_cpu] = _attention_on_cpu
-    found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward_on_cpu
-    found[aten._flash_attention_forward] = _attention_of_tiles
-    found[aten._flash_attention_backward] = _attention_of_tiles_backward
-    if hasattr(aten, "_grouped_mm"):
-        found[aten._grouped_mm] = _grouped_products
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found[torch.ops.mkldnn._linear_pointwise] = _linear_pointwise
-    return found
-
-
-_FORMULAS = _formulas()
+_ATEN = torch.ops.aten
+_PACKED_ATTENTION = flop_registry[_ATEN._flash_attention_forward]
+_PACKED_ATTENTION_BACKWARD = flop_registry[_ATEN._flash_attention_backward]
+_FORMULAS: dict[Any, Callable[..., float]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *args, **kwargs: (
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
+    _ATEN._flash_attention_forward: _attention_of_tiles,
+    _ATEN._flash_attention_backward: _attention_of_tiles_backward,
+}
+if hasattr(_ATEN, "_grouped_mm"):
+    # Groups are runs of the rows of `a`, of the columns of `b`, or of what both are summed over.
+    _FORMULAS[_ATEN._grouped_mm] = lambda a, b, *args, **kwargs: (
+        2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.dim() == b.dim() == 3 else 1)
+    )
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    _FORMULAS[torch.ops.mkldnn._linear_pointwise] = lambda x, weight_OI, *args, out_val, **kwargs: (
+        2.0 * out_val.numel() * weight_OI.shape[1]
+    )

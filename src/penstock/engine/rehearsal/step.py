@@ -28,7 +28,7 @@ from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.optimizer.groups import Division, ParameterGroups
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport, MeteredTransport
+from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
 from penstock.engine.sharding import UnitSource, units_for
@@ -124,7 +124,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
         raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {error}") from error
 
 
-# ---- The batch of a step, and pipelines that are measured: a real one, and one of a rank that is rehearsed alone
+# ---- The batch of a step, and the pipeline of a rank that is rehearsed alone
 
 
 @dataclass(frozen=True)
@@ -147,26 +147,7 @@ class RehearsedBatch:
         return split(self.data, self.micro_batches)
 
 
-class MeteredPipeline(Pipeline):
-    """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
-
-    #: measures this rank's step
-    meter: Meter
-
-    def __init__(
-        self, meter: Meter, units: UnitSource, hidden_size: int, layout: Layout, options: EngineOptions
-    ) -> None:
-        self.meter = meter
-        super().__init__(units, hidden_size, layout, options)
-
-    def _make_recorder(self, place: str | None) -> Recorder:
-        return _MeteredRecorder(self.meter, self.grid.pp_rank, place)
-
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return MeteredTransport(super().open_transport(lines, device), self.meter)
-
-
-class RehearsedPipeline(MeteredPipeline):
+class RehearsedPipeline(Pipeline):
     """The pipeline of one rank of a layout whose other ranks are not there; its groups and its transport count."""
 
     #: the rank, its device, and what measures it
@@ -184,7 +165,10 @@ class RehearsedPipeline(MeteredPipeline):
         options: EngineOptions,
     ) -> None:
         self.place, self.batch = place, batch
-        super().__init__(place.meter, units, hidden_size, layout, options)
+        super().__init__(units, hidden_size, layout, options)
+
+    def _make_recorder(self, place: str | None) -> Recorder:
+        return MeteredRecorder(self.place.meter, self.grid.pp_rank, place)
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         return self.batch.cut or super()._cut(units, hidden_size)
@@ -211,7 +195,7 @@ class RehearsedPipeline(MeteredPipeline):
         return self.place.device, grid
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return CountedTransport(self.grid.pp_rank, device, self.meter, self.place.traffic)
+        return CountedTransport(self.grid.pp_rank, device, self.place.meter, self.place.traffic)
 
     def _check_whole_model(self) -> None:
         """Compare nothing: there are no values, and no other rank."""
@@ -220,7 +204,9 @@ class RehearsedPipeline(MeteredPipeline):
         return self.place.stages(self.units, self.cut, numbers, self.boundary, self.options)
 
 
-class _MeteredRecorder(Recorder):
+class MeteredRecorder(Recorder):
+    """A recorder that also reports the end of each action to a meter."""
+
     #: hears of each action's end
     _meter: Meter
 
@@ -407,10 +393,10 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
         if optimizer.is_own:
             # One of torch makes its state in the first step; this is a later one.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
-        claim_state(trainer, pipeline.meter)
-        pipeline.meter.restart()
+        claim_state(trainer, pipeline.place.meter)
+        pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
-        with pipeline.meter.guarded(never_read):
+        with pipeline.place.meter.guarded(never_read):
             trainer.run(feeds)
         trainer.finish(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds

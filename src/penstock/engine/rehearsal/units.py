@@ -139,7 +139,7 @@ def rehearsed_costs(
                     {name} if again else (),
                 )
                 tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
-                known[kind] = _UnitRun(alone, replace(feed, tokens=tokens, finish=finish), place).costs()
+                known[kind] = _costs_alone(alone, replace(feed, tokens=tokens, finish=finish), place)
             num_bytes = sum(parameter.nbytes for parameter in module.parameters())
             found.append(UnitCost(name, number, num_bytes, known[kind]))
     return tuple(found)
@@ -160,54 +160,34 @@ def _kind(build: Any) -> Hashable:
     return build
 
 
-@dataclass(frozen=True, eq=False)
-class _UnitRun:
-    """One unit, as a stage of its own, with what enters the model there, and what ends it."""
+def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[ActionCost, ...]:
+    """The costs of F, of a whole backward B, and of its parts I and W, of one unit as a stage of its own."""
+    meter, traffic = place.meter, place.traffic
 
-    stage: Stage
-    feed: Feed
-    place: RehearsedPlace
+    def alive_bytes() -> int:
+        return sum(meter.point("").after.values())
 
-    def costs(self) -> tuple[ActionCost, ...]:
-        """The costs of F, of a whole backward B, and of its parts I and W."""
-        with self.place.traffic.apart():
-            empty_bytes, tape = self._alive_bytes(), Tape()
-            forward = self._measured(Op.F, partial(self._forward, tape), empty_bytes)
-            whole = self._measured(Op.B, partial(self._backward, tape, self._arriving()), empty_bytes)
-            # What layers derive from the sequences stays beside the tape.
-            tape = Tape()
-            empty_bytes = self._alive_bytes()
-            self._forward(tape)
-            inputs = self._measured(Op.I, partial(self._backward, tape, self._arriving(), split=True), empty_bytes)
-            weights = self._measured(Op.W, partial(self.stage.weight_backward, tape), empty_bytes)
-        return forward, whole, inputs, weights
-
-    def _alive_bytes(self) -> int:
-        return sum(self.place.meter.point("").after.values())
-
-    def _stream(self) -> Tensor:
+    def stream() -> Tensor:
         """A tensor as stages pass it on."""
-        boundary = self.stage.boundary
-        return torch.empty(boundary.shape(self.feed.num_tokens), dtype=boundary.dtype, device=self.place.device)
+        boundary = stage.boundary
+        return torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=place.device)
 
-    def _forward(self, tape: Tape) -> None:
-        feed = self.feed
-        x = self._stream() if feed.tokens is None else feed.tokens
-        drain(self.stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
+    def forward(tape: Tape) -> None:
+        x = stream() if feed.tokens is None else feed.tokens
+        drain(stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
 
-    def _arriving(self) -> list[Tensor]:
+    def arriving() -> list[Tensor]:
         """The gradient that comes before a backward, which takes it; none where the unit ends the model."""
-        return [self._stream()] if self.feed.finish is None else []
+        return [stream()] if feed.finish is None else []
 
-    def _backward(self, tape: Tape, arriving: list[Tensor], split: bool = False) -> None:
-        drain(self.stage.backward(tape, arriving.pop() if arriving else None, split))
+    def backward(tape: Tape, arrived: list[Tensor], split: bool = False) -> None:
+        drain(stage.backward(tape, arrived.pop() if arrived else None, split))
 
-    def _measured(self, op: Op, run: Callable[[], object], empty_bytes: int) -> ActionCost:
+    def measured(op: Op, run: Callable[[], object], empty_bytes: int) -> ActionCost:
         """The cost of an act, given what is alive without a tape."""
-        meter, traffic = self.place.meter, self.place.traffic
         traffic.restart()
         meter.restart()
-        before = self._alive_bytes()
+        before = alive_bytes()
         run()
         point = meter.point(op.name)
         return ActionCost(
@@ -219,3 +199,19 @@ class _UnitRun:
             point.peak_bytes - before,
             traffic.collectives,
         )
+
+    with traffic.apart():
+        empty_bytes, tape = alive_bytes(), Tape()
+        costs = [
+            measured(Op.F, partial(forward, tape), empty_bytes),
+            measured(Op.B, partial(backward, tape, arriving()), empty_bytes),
+        ]
+        # What layers derive from the sequences stays beside the tape.
+        tape = Tape()
+        empty_bytes = alive_bytes()
+        forward(tape)
+        costs += [
+            measured(Op.I, partial(backward, tape, arriving(), split=True), empty_bytes),
+            measured(Op.W, partial(stage.weight_backward, tape), empty_bytes),
+        ]
+    return tuple(costs)
