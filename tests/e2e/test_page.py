@@ -124,7 +124,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 
 
 def colour_of(action: Action) -> tuple[int, ...]:
-    return rgb(KIND_OF[action.op].value.colour)
+    return rgb(KIND_OF[action.op].colour)
 
 
 def boxes(timeline: Timeline, microbatch: int | None = None) -> Iterator[tuple[int, Event, Action]]:
@@ -170,7 +170,7 @@ def test_each_action_is_drawn_at_its_time_in_its_colour_and_idle_time_is_seen(sh
     for rank, event, action in drawn:
         for time in (event.start + 0.1, event.end - 0.1):
             assert at(picture, page, time, rank) == colour_of(action), (rank, str(action))
-    idle = rgb(Kind.IDLE.value.colour)
+    idle = rgb(Kind.IDLE.colour)
     for rank, events in enumerate(TIMELINE.events):
         steps = [event for event in events if event.end > event.start]
         gaps = [(a.end, b.start) for a, b in pairwise(steps) if b.start > a.end]
@@ -202,7 +202,7 @@ def test_following_a_microbatch_leaves_only_its_way_in_full_colour(show: Open):
         drawn = at(followed, page, event.start + 0.15, rank)
         assert (drawn == colour_of(action)) == (action.microbatch == 2), (rank, str(action))
     # Between rows there was nothing in these colours; now arrows cross from rank to rank.
-    forward = rgb(Kind.FORWARD.value.colour)
+    forward = rgb(Kind.FORWARD.colour)
     for rank in range(RANKS - 1):
         between = slice(page.y(rank, part=1.0) + 6, page.y(rank + 1, part=0.0) - 6)
         assert not (before[between] == forward).all(axis=2).any()
@@ -313,7 +313,7 @@ def test_a_measured_step_lies_under_the_simulated_one_on_one_axis(show: Open, sh
     if shown != "simulated":
         # What the rank waited is hatched: neither all idle nor all hatch.
         row = picture[page.y(3, len(seen) - 1), page.x(0.3) : page.x(3.0)]
-        assert 0.3 < (row == rgb(Kind.IDLE.value.colour)).all(axis=1).mean() < 0.95
+        assert 0.3 < (row == rgb(Kind.IDLE.colour)).all(axis=1).mean() < 0.95
     assert "+10%" in page.text("#figures")
     assert page.text("#show").split() == ["simulated", "measured", "both"]
     page.evaluate("document.querySelectorAll('#show input')[0].click()")
@@ -336,8 +336,8 @@ def test_a_fused_pair_is_a_forward_above_a_backward(show: Open):
     )
     page = show(Layer.simulated(timeline))
     picture = page.picture()
-    assert at(picture, page, 2.2, 0, part=0.2) == rgb(Kind.FORWARD.value.colour)
-    paler = [round(channel + (255 - channel) * 0.42) for channel in rgb(Kind.BACKWARD.value.colour)]
+    assert at(picture, page, 2.2, 0, part=0.2) == rgb(Kind.FORWARD.colour)
+    paler = [round(channel + (255 - channel) * 0.42) for channel in rgb(Kind.BACKWARD.colour)]
     assert np.abs(np.array(at(picture, page, 2.2, 0, part=0.7)) - paler).max() <= 1
     page.browser.click(page.x(2.2), page.y(0, part=0.7))
     assert page.text("#status").startswith("Microbatch 0:")
@@ -412,7 +412,7 @@ def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):
     page = show(Layer.simulated(big))
     assert page.complaints() == []
     picture = page.picture()
-    full = np.array([rgb(kind.value.colour) for kind in (Kind.FORWARD, Kind.BACKWARD)])
+    full = np.array([rgb(kind.colour) for kind in (Kind.FORWARD, Kind.BACKWARD)])
     # In the steady middle, columns are split between forward and backward by their shares of the time.
     left, _, width, _ = page.box("#body")
     middle = picture[:, int(left + 0.4 * width) : int(left + 0.6 * width)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
-from penstock.schedule import Action, Op, Timeline
+from penstock.schedule import Op, Timeline
 from penstock.schedule.actions import parts
 
 #: figures whose names do not say all, one a line
@@ -16,30 +16,23 @@ DEFINITIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The look of one kind of action: a letter, a word for the legend, a colour, and the colour of text on it."""
-
-    letter: str
-    word: str
-    colour: str
-    ink: str
-
-
 class Kind(Enum):
-    """The activities of a rank, in colours that colour-blind readers can tell apart.
+    """The activities of a rank, each with a letter, a word for the legend, a colour, and the colour of text on it.
 
-    Source: the palette of M. Okabe and K. Ito, "Color Universal Design" (2008), with a deeper blue so that white
-    figures are readable on it.
+    Colour-blind readers can tell the colours apart. Source: the palette of M. Okabe and K. Ito, "Color Universal
+    Design" (2008), with a deeper blue so that white figures are readable on it.
     """
 
-    FORWARD = Look("F", "forward", "#2F6DB5", "#FFFFFF")
-    BACKWARD = Look("B", "backward", "#E8A33D", "#1A1A1A")
-    BACKWARD_INPUT = Look("I", "input backward", "#CC6FA4", "#1A1A1A")
-    BACKWARD_WEIGHT = Look("W", "weight backward", "#2F9E77", "#FFFFFF")
-    REDUCE = Look("R", "gradient reduction", "#8FD0F0", "#1A1A1A")
-    STEP = Look("S", "optimizer step", "#4A4A4A", "#FFFFFF")
-    IDLE = Look("·", "idle", "#ECEEF1", "#9AA0A8")
+    FORWARD = "F", "forward", "#2F6DB5", "#FFFFFF"
+    BACKWARD = "B", "backward", "#E8A33D", "#1A1A1A"
+    BACKWARD_INPUT = "I", "input backward", "#CC6FA4", "#1A1A1A"
+    BACKWARD_WEIGHT = "W", "weight backward", "#2F9E77", "#FFFFFF"
+    REDUCE = "R", "gradient reduction", "#8FD0F0", "#1A1A1A"
+    STEP = "S", "optimizer step", "#4A4A4A", "#FFFFFF"
+    IDLE = "·", "idle", "#ECEEF1", "#9AA0A8"
+
+    def __init__(self, letter: str, word: str, colour: str, ink: str) -> None:
+        self.letter, self.word, self.colour, self.ink = letter, word, colour, ink
 
 
 KIND_OF = {
@@ -62,6 +55,15 @@ class Part:
     kind: Kind
     local_stage: int
     microbatch: int
+
+    @property
+    def colours(self) -> tuple[str, str]:
+        """The colour, a paler shade for every further local stage, and that of text on it."""
+        if not self.local_stage:
+            return self.kind.colour, self.kind.ink
+        paler = min(0.66, 0.42 * self.local_stage)
+        channels = [int(self.kind.colour[i : i + 2], 16) for i in (1, 3, 5)]
+        return "#" + "".join(f"{round(own + (255 - own) * paler):02x}" for own in channels), "#1A1A1A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,11 @@ def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
         local = {stage: index for index, stage in enumerate(stages)}
         rows.append(
             tuple(
-                Box(event.start, event.end, tuple(_part(action, local) for action in group))
+                Box(
+                    event.start,
+                    event.end,
+                    tuple(Part(KIND_OF[own.op], local.get(own.stage, 0), own.microbatch) for own in group),
+                )
                 for event, group in zip(events, actions, strict=True)
                 if event.end > event.start
             )
@@ -139,7 +145,3 @@ def list_by_rank(values: tuple[float, ...], *, at_most: int = 16) -> str:
     if len(values) > at_most:
         return " ".join([*map(short_number, values[: at_most - 2]), "...", short_number(values[-1])])
     return " ".join(map(short_number, values))
-
-
-def _part(action: Action, local: dict[int, int]) -> Part:
-    return Part(KIND_OF[action.op], local.get(action.stage, 0), action.microbatch)

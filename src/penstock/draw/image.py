@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -19,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, short_number
 from penstock.io.files import whole_file
 from penstock.schedule import Timeline
-from penstock.schedule.rehearsal import MemoryKind, MemoryPoint, Rehearsal
+from penstock.schedule.rehearsal import MemoryKind, Rehearsal
 
 FORMATS = (".svg", ".png")
 
@@ -58,8 +56,38 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
     check_path(path)
     if not timelines:
         raise ValueError("a picture needs at least one timeline")
+    drawn = [boxes_of(timeline) for timeline in timelines]
+    makespan = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
+    row_in = 0.3 if max(map(len, drawn)) <= 16 else 0.2
+    lengths = [box.end - box.start for rows in drawn for row in rows for box in row]
+    average = sum(lengths) / len(lengths) if lengths else makespan
+    # Enough for the number on an average box, within the limits of a page.
+    wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
+    width = min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
+    plot_width = width - _MARGIN_LEFT_IN - _MARGIN_RIGHT_IN
+    # Bands so that numbers can be read; one if they never could be.
+    num_bands = ceil(_READABLE / min(_font_size(rows, 72 * plot_width / makespan) for rows in drawn))
+    num_bands = num_bands if num_bands <= _MOST_BANDS else 1
+    heights = [row_in * len(rows) for rows in drawn for _ in range(num_bands)]
+    height = (
+        sum(heights) + _HEADING_IN * len(drawn) + _BAND_IN * (num_bands - 1) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
+    )
     with matplotlib.rc_context(STYLE):
-        figure = _figure(timelines, unit)
+        figure = Figure(figsize=(width, height), facecolor="white")
+        bottom, length = height, makespan / num_bands
+        for timeline, rows in zip(timelines, drawn, strict=True):
+            for band in range(num_bands):
+                size = plot_width, row_in * len(rows)
+                bottom -= size[1] + (_BAND_IN if band else _HEADING_IN)
+                axes = figure.add_axes((_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, size[1] / height))
+                axes.set_xlim(band * length, (band + 1) * length)
+                _rows(axes, 72 * plot_width / length, rows, timeline.makespan)
+                if not band:
+                    _heading(axes, size, timeline, unit)
+                last = rows is drawn[-1] and band == num_bands - 1
+                _axis(axes, len(rows), unit, shown=num_bands > 1 or last, last=last)
+            bottom -= _GAP_IN
+        _legend(figure, [row for rows in drawn for row in rows], _MARGIN_LEFT_IN / width)
         save(figure, path)
 
 
@@ -80,72 +108,12 @@ def check_path(path: Path) -> None:
         raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(FORMATS)}")
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """The axes of a timeline or of one band of it, from one time to another, and their size."""
-
-    axes: Axes
-    width_in: float
-    height_in: float
-    start: float
-    end: float
-
-    @property
-    def points_per_time(self) -> float:
-        return 72 * self.width_in / (self.end - self.start)
-
-
-def _figure(timelines: Sequence[Timeline], unit: str) -> Figure:
-    drawn = [boxes_of(timeline) for timeline in timelines]
-    makespan = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
-    row_in = 0.3 if max(map(len, drawn)) <= 16 else 0.2
-    width = _width(drawn, makespan)
-    plot_width = width - _MARGIN_LEFT_IN - _MARGIN_RIGHT_IN
-    num_bands = _num_bands(drawn, 72 * plot_width / makespan)
-    heights = [row_in * len(rows) for rows in drawn for _ in range(num_bands)]
-    height = (
-        sum(heights) + _HEADING_IN * len(drawn) + _BAND_IN * (num_bands - 1) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
-    )
-    figure = Figure(figsize=(width, height), facecolor="white")
-    bottom, length = height, makespan / num_bands
-    for timeline, rows in zip(timelines, drawn, strict=True):
-        for band in range(num_bands):
-            plot_height = row_in * len(rows)
-            bottom -= plot_height + (_BAND_IN if band else _HEADING_IN)
-            axes = figure.add_axes((_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, plot_height / height))
-            axes.set_xlim(band * length, (band + 1) * length)
-            panel = _Panel(axes, plot_width, plot_height, band * length, (band + 1) * length)
-            _rows(panel, rows, timeline.makespan)
-            if not band:
-                _heading(panel, timeline, unit)
-            last = rows is drawn[-1] and band == num_bands - 1
-            _axis(axes, len(rows), unit, shown=num_bands > 1 or last, last=last)
-        bottom -= _GAP_IN
-    _legend(figure, [row for rows in drawn for row in rows], _MARGIN_LEFT_IN / width)
-    return figure
-
-
-def _width(drawn: Sequence[tuple[Row, ...]], makespan: float) -> float:
-    """Inches: enough for the number on an average box, within the limits of a page."""
-    lengths = [box.end - box.start for rows in drawn for row in rows for box in row]
-    average = sum(lengths) / len(lengths) if lengths else makespan
-    wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
-    return min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
-
-
-def _num_bands(drawn: Sequence[tuple[Row, ...]], points_per_time: float) -> int:
-    """The number of bands into which time is cut so that numbers can be read; 1 if they never could be."""
-    size = min(_font_size(rows, points_per_time) for rows in drawn)
-    wanted = ceil(_READABLE / size)
-    return wanted if wanted <= _MOST_BANDS else 1
-
-
-def _rows(panel: _Panel, rows: tuple[Row, ...], makespan: float) -> None:
+def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: float) -> None:
     quads: dict[str, list[list[tuple[float, float]]]] = {}
-    fits = _font_size(rows, panel.points_per_time)
+    fits = _font_size(rows, points_per_time)
     size = next((size for size in _FONT_SIZES if size <= fits), _FONT_SIZES[-1])
     for rank, row in enumerate(rows):
-        quads.setdefault(Kind.IDLE.value.colour, []).append(_quad(0.0, makespan, rank, rank + 1))
+        quads.setdefault(Kind.IDLE.colour, []).append(_quad(0.0, makespan, rank, rank + 1))
         for box in sorted(row, key=lambda box: box.beside):
             step = 1 / len(box.parts)
             for index, part in enumerate(box.parts):
@@ -153,13 +121,15 @@ def _rows(panel: _Panel, rows: tuple[Row, ...], makespan: float) -> None:
                 if box.beside:
                     upper = lower - _BESIDE_HEIGHT
                 else:
-                    _label(panel, box, part, (upper + lower) / 2, size if step == 1 else 0.85 * size)
-                quads.setdefault(_colour(part), []).append(_quad(box.start, box.end, upper, lower))
-    width = _typical_width(rows) * panel.points_per_time
+                    _label(axes, points_per_time, box, part, (upper + lower) / 2, size if step == 1 else 0.85 * size)
+                quads.setdefault(part.colours[0], []).append(_quad(box.start, box.end, upper, lower))
+    # Lines between boxes are fitted to the time that nine of ten boxes with a microbatch reach.
+    lengths = sorted(box.end - box.start for row in rows for box in row if box.parts[0].microbatch >= 0)
+    width = lengths[len(lengths) // 10] * points_per_time if lengths else 0.0
     line = 0.7 if width > 8 else 0.3 if width > 2.5 else 0.0
     for colour, corners in quads.items():
-        edge = "white" if line and colour != Kind.IDLE.value.colour else "none"
-        panel.axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
+        edge = "white" if line and colour != Kind.IDLE.colour else "none"
+        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
 
 
 def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[float, float]]:
@@ -168,18 +138,6 @@ def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[fl
     upper = upper + inset if upper == int(upper) else upper
     lower = lower - inset if lower == int(lower) else lower
     return [(start, upper), (end, upper), (end, lower), (start, lower)]
-
-
-def _colour(part: Part) -> str:
-    paler = min(0.66, 0.42 * part.local_stage)
-    channels = [channel + (1 - channel) * paler for channel in to_rgb(part.kind.value.colour)]
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
-
-
-def _typical_width(rows: tuple[Row, ...]) -> float:
-    """The time that nine of ten boxes with a microbatch reach, to which the lines between boxes are fitted."""
-    lengths = sorted(box.end - box.start for row in rows for box in row if box.parts[0].microbatch >= 0)
-    return lengths[len(lengths) // 10] if lengths else 0.0
 
 
 def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
@@ -199,33 +157,35 @@ def _size_in(points: float, text: str) -> float:
     return points / (_EM_PER_FIGURE * len(text) + 0.2)
 
 
-def _label(panel: _Panel, box: Box, part: Part, y: float, size: float) -> None:
-    """Write a box's label into as much of the box as the panel shows, if it fits."""
-    text = str(part.microbatch) if part.microbatch >= 0 else part.kind.value.letter
-    start, end = max(box.start, panel.start), min(box.end, panel.end)
-    if _size_in((end - start) * panel.points_per_time, text) >= size:
-        ink = part.kind.value.ink if part.local_stage == 0 else "#1A1A1A"
-        panel.axes.text((start + end) / 2, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
+def _label(axes: Axes, points_per_time: float, box: Box, part: Part, y: float, size: float) -> None:
+    """Write a box's label into as much of the box as the axes show, if it fits."""
+    text = str(part.microbatch) if part.microbatch >= 0 else part.kind.letter
+    first, last = axes.get_xlim()
+    start, end = max(box.start, first), min(box.end, last)
+    if _size_in((end - start) * points_per_time, text) >= size:
+        color = part.colours[1]
+        axes.text((start + end) / 2, y, text, color=color, fontsize=size, ha="center", va="center_baseline")
 
 
-def _heading(panel: _Panel, timeline: Timeline, unit: str) -> None:
+def _heading(axes: Axes, size_in: tuple[float, float], timeline: Timeline, unit: str) -> None:
     """Title and figures above the rows, and each rank's own figures beside its row."""
     figures = [
         f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
         f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
         f"bubble {timeline.bubble_rate:.2%}",
     ]
-    inch = 1 / panel.height_in
-    idle_at, live_at = 1 + 0.55 / panel.width_in, 1 + 1.0 / panel.width_in
+    width_in, height_in = size_in
+    inch = 1 / height_in
+    idle_at, live_at = 1 + 0.55 / width_in, 1 + 1.0 / width_in
 
     def write(x: float, y: float, text: str, **style: Any) -> None:
-        panel.axes.text(x, 1 + y * inch, text, transform=panel.axes.transAxes, **style)
+        axes.text(x, 1 + y * inch, text, transform=axes.transAxes, **style)
 
     write(0, 0.30, timeline.title, fontsize=11, fontweight="bold")
     write(0, 0.10, "    ".join(figures), color=GREY)
     write(idle_at, 0.06, "idle", color=GREY, ha="right", fontsize=8)
     write(live_at, 0.06, "peak\nlive", color=GREY, ha="right", fontsize=8)
-    row = panel.height_in / len(timeline.events)
+    row = height_in / len(timeline.events)
     for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         share = idle / timeline.makespan if timeline.makespan else 0.0
         for x, text in ((idle_at, f"{share:.0%}"), (live_at, short_number(live))):
@@ -240,28 +200,38 @@ def _axis(axes: Axes, num_ranks: int, unit: str, *, shown: bool, last: bool) -> 
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", color=GREY, labelcolor=GREY, labelsize=8, labelbottom=shown)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#C5CAD1")
+    _spines(axes, "bottom")
     if last:
         axes.set_xlabel(f"time, {unit}" if unit else "time", color=GREY, fontsize=8, loc="right", labelpad=1)
 
 
+def _foot(figure: Figure, handles: list[Patch], left: float, bottom: float) -> None:
+    """One line of colours and their words."""
+    figure.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(left, bottom), ncols=len(handles), frameon=False,
+        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
+    )  # fmt: skip
+
+
+def _spines(axes: Axes, *shown: str) -> None:
+    """Show these sides of the axes alone, in grey."""
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in shown)
+        spine.set_color("#C5CAD1")
+
+
 def _legend(figure: Figure, rows: Sequence[Row], left: float) -> None:
     """The colours, and below them the figures that are not plain from their names."""
-    handles = [Patch(facecolor=kind.value.colour, label=kind.value.word) for kind in kinds_in(rows)]
+    handles = [Patch(facecolor=kind.colour, label=kind.word) for kind in kinds_in(rows)]
     parts = {part for row in rows for box in row for part in box.parts}
     later = [part for part in parts if part.local_stage > 0]
     if later:
         paler = min(later, key=lambda part: (part.local_stage, list(Kind).index(part.kind)))
         several = max(part.local_stage for part in later) > 1
         word = "paler: the rank's later stages" if several else "paler: the rank's second stage"
-        handles.append(Patch(facecolor=_colour(paler), label=word))
+        handles.append(Patch(facecolor=paler.colours[0], label=word))
     height = figure.get_size_inches()[1]
-    figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(left, 0.3 / height), ncols=len(handles), frameon=False,
-        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
-    )  # fmt: skip
+    _foot(figure, handles, left, 0.3 / height)
     figure.text(left, 0.08 / height, "\n".join(DEFINITIONS), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
 
 
@@ -291,72 +261,51 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
     """
     path = Path(path)
     check_path(path)
-    with matplotlib.rc_context(STYLE):
-        save(_memory_figure(rehearsal), path)
-
-
-def _memory_figure(rehearsal: Rehearsal) -> Figure:
-    points = rehearsal.timeline
-    width = min(max(_INCHES_PER_ACTION * len(points) + 1.5, _MEMORY_WIDTHS_IN[0]), _MEMORY_WIDTHS_IN[1])
-    figure = Figure(figsize=(width, _HEIGHT_IN), facecolor="white")
-    axes = figure.add_axes((0.75 / width, 0.24, 1 - 1.0 / width, 0.6))
-    scale, unit = _unit(rehearsal.peak_bytes)
+    points, (scale, unit) = rehearsal.timeline, _unit(rehearsal.peak_bytes)
     kinds = [kind for kind in _COLOURS if rehearsal.most(kind)]
-    _memory_bars(axes, points, kinds, scale)
-    _peak(axes, rehearsal, scale, unit)
-    _memory_axis(axes, points, unit)
-    title = f"rank {rehearsal.rank} ({rehearsal.place})"
-    figure.text(0.75 / width, 0.935, title, fontsize=11, fontweight="bold")
-    subtitle = f"{rehearsal.schedule}, {rehearsal.num_microbatches} microbatches, on {rehearsal.device}"
-    figure.text(0.75 / width, 0.88, subtitle, color=GREY)
-    handles = [Patch(facecolor=_COLOURS[kind], label=str(kind)) for kind in kinds]
-    figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0.75 / width, 0.0), ncols=len(handles), frameon=False,
-        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
-    )  # fmt: skip
-    return figure
+    width = min(max(_INCHES_PER_ACTION * len(points) + 1.5, _MEMORY_WIDTHS_IN[0]), _MEMORY_WIDTHS_IN[1])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, _HEIGHT_IN), facecolor="white")
+        axes = figure.add_axes((0.75 / width, 0.24, 1 - 1.0 / width, 0.6))
+        _memory_bars(axes, rehearsal, kinds, scale, unit)
+        axes.set_xlim(0, len(points))
+        axes.set_ylim(bottom=0)
+        axes.margins(y=0.08)
+        named = range(0, len(points), -(-len(points) // _MOST_NAMED))
+        axes.set_xticks([i + 0.5 for i in named])
+        axes.set_xticklabels([points[i].action for i in named], rotation=90, fontsize=6.5)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8))
+        axes.set_ylabel(f"{unit}, at the peak of each action; the line: after it", color=GREY, fontsize=8)
+        _quiet(axes)
+        title = f"rank {rehearsal.rank} ({rehearsal.place})"
+        figure.text(0.75 / width, 0.935, title, fontsize=11, fontweight="bold")
+        subtitle = f"{rehearsal.schedule}, {rehearsal.num_microbatches} microbatches, on {rehearsal.device}"
+        figure.text(0.75 / width, 0.88, subtitle, color=GREY)
+        _foot(figure, [Patch(facecolor=_COLOURS[kind], label=str(kind)) for kind in kinds], 0.75 / width, 0.0)
+        save(figure, path)
 
 
-def _memory_bars(axes: Axes, points: tuple[MemoryPoint, ...], kinds: list[MemoryKind], scale: float) -> None:
+def _memory_bars(axes: Axes, rehearsal: Rehearsal, kinds: list[MemoryKind], scale: float, unit: str) -> None:
+    """Kind upon kind at each action's peak, what remains after it, and the fullest one."""
+    points = rehearsal.timeline
     edges = list(range(len(points) + 1))
-    columns = [[point.at_peak.get(kind, 0) / scale for point in points] for kind in kinds]
-    tops = list(accumulate(columns, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]))
-    for i, (kind, top) in enumerate(zip(kinds, tops, strict=True)):
-        bottom = tops[i - 1] if i else [0.0] * len(points)
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=_COLOURS[kind], linewidth=0)
+    below = [0.0] * len(points)
+    for kind in kinds:
+        top = [under + point.at_peak.get(kind, 0) / scale for under, point in zip(below, points, strict=True)]
+        axes.stairs(top, edges, baseline=below, fill=True, color=_COLOURS[kind], linewidth=0)
+        below = top
     remains = [sum(point.after.values()) / scale for point in points]
     axes.stairs(remains, edges, baseline=None, color="#1A1A1A", linewidth=0.8)
-
-
-def _peak(axes: Axes, rehearsal: Rehearsal, scale: float, unit: str) -> None:
-    place, peak = rehearsal.timeline.index(rehearsal.fullest), rehearsal.peak_bytes / scale
+    place, peak = points.index(rehearsal.fullest), rehearsal.peak_bytes / scale
     axes.axhline(peak, color=GREY, linewidth=0.6, linestyle=(0, (4, 3)))
-    is_left = place < len(rehearsal.timeline) / 2
     axes.annotate(
         f"peak {peak:,.2f} {unit} in {rehearsal.fullest.action}",
         (place + 0.5, peak),
         xytext=(0, 4),
         textcoords="offset points",
-        ha="left" if is_left else "right",
+        ha="left" if place < len(points) / 2 else "right",
         fontsize=8.5,
     )
-
-
-def _memory_axis(axes: Axes, points: tuple[MemoryPoint, ...], unit: str) -> None:
-    axes.set_xlim(0, len(points))
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.08)
-    every = -(-len(points) // _MOST_NAMED)
-    named = range(0, len(points), every)
-    axes.set_xticks([i + 0.5 for i in named])
-    axes.set_xticklabels([points[i].action for i in named], rotation=90, fontsize=6.5)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8))
-    axes.set_ylabel(f"{unit}, at the peak of each action; the line: after it", color=GREY, fontsize=8)
-    axes.tick_params(color=GREY, labelcolor=GREY)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color("#C5CAD1")
 
 
 def _unit(num_bytes: int) -> tuple[float, str]:
@@ -469,7 +418,4 @@ def _bars(axes: Axes, best: Sequence[PlannedLayout]) -> None:
 
 def _quiet(axes: Axes) -> None:
     axes.tick_params(color=GREY, labelcolor=GREY)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color("#C5CAD1")
+    _spines(axes, "bottom", "left")

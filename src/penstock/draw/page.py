@@ -7,7 +7,6 @@ columns, with times as whole numbers of a tick, so that a page of a million acti
 import html
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from importlib import resources
 from itertools import chain, pairwise
 from math import floor, log10
@@ -44,7 +43,12 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
         "unit": unit,
         "command": command,
         "inBytes": in_bytes,
-        "looks": {kind.value.letter: asdict(kind.value) | {"dark": _DARK.get(kind)} for kind in Kind},
+        "looks": {
+            kind.letter: dict(
+                zip(("letter", "word", "colour", "ink", "dark"), (*kind.value, _DARK.get(kind)), strict=True)
+            )
+            for kind in Kind
+        },
         "layers": [_layer(layer, in_bytes) for layer in layers],
     }
     assets = resources.files("penstock.draw") / "assets"
@@ -105,7 +109,7 @@ def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
     first = [parts(event.action)[0] for event in events]
     backwards = [event.action.backward for event in events if isinstance(event.action, Pair)]
     letters = (
-        _PAIRS[event.action.backward.op] if isinstance(event.action, Pair) else KIND_OF[event.action.op].value.letter
+        _PAIRS[event.action.backward.op] if isinstance(event.action, Pair) else KIND_OF[event.action.op].letter
         for event in events
     )
     return {

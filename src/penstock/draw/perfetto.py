@@ -14,7 +14,7 @@ from typing import Any
 from penstock.draw.boxes import KIND_OF
 from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
 from penstock.io.files import whole_file
-from penstock.schedule import Event, Op
+from penstock.schedule import Op
 from penstock.schedule.actions import parts
 
 NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
@@ -55,7 +55,7 @@ def entries(layers: Sequence[Layer], unit: str = "") -> Iterator[Entry]:
         yield {"ph": "M", "name": "process_sort_index", "pid": _pid(rank), "args": {"sort_index": rank}}
     in_bytes = bytes_are_known(layers)
     for number, layer in enumerate(layers):
-        yield from _Track(number, layer, nanoseconds, alone=len(layers) == 1).entries(in_bytes)
+        yield from _entries_of(layer, number, nanoseconds, "" if len(layers) == 1 else f", {layer.name}", in_bytes)
 
 
 def _pid(rank: int) -> int:
@@ -63,83 +63,63 @@ def _pid(rank: int) -> int:
     return rank + 1
 
 
-class _Track:
-    """Converts one layer into entries of a trace."""
+def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_bytes: bool) -> Iterator[Entry]:
+    """The events of one layer, whose names end in `suffix`."""
 
-    #: the layer as a process of the trace, and the ending of names in it
-    number: int
-    suffix: str
-    #: the layer that is drawn
-    layer: Layer
-    #: nanoseconds of a unit of the layer's times
-    nanoseconds: float
-
-    def __init__(self, number: int, layer: Layer, nanoseconds: float, *, alone: bool) -> None:
-        self.number, self.layer, self.nanoseconds = number, layer, nanoseconds
-        self.suffix = "" if alone else f", {layer.name}"
-
-    def entries(self, in_bytes: bool) -> Iterator[Entry]:
-        for rank, events in enumerate(self.layer.timeline.events):
-            yield from self._threads(rank)
-            for event in events:
-                yield self._slice(rank, event)
-            for wait in self.layer.waits[rank] if self.layer.waits else ():
-                if wait.end > wait.start:
-                    name = f"wait for rank {wait.rank}"
-                    yield self._at(rank, "X", name, wait.start, cat="wait", **self._duration(wait.start, wait.end))
-            what = "bytes" if in_bytes else "microbatches"
-            for time, live in live_over_time(self.layer, rank, in_bytes=in_bytes):
-                yield self._at(rank, "C", f"live{self.suffix}", time, args={what: live})
-        yield from self._arrows()
-
-    def _threads(self, rank: int) -> Iterator[Entry]:
-        for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
-            ids = {"pid": _pid(rank), "tid": self._tid(rank, thread)}
-            yield {"ph": "M", "name": "thread_name", **ids, "args": {"name": f"{name}{self.suffix}"}}
-            yield {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": 10 * self.number + thread}}
-
-    def _slice(self, rank: int, event: Event) -> Entry:
-        first = parts(event.action)[0]
-        thread = _REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE
-        args = {"stage": first.stage, "microbatch": first.microbatch}
-        return self._at(
-            rank, "X", str(event.action), event.start, thread=thread,
-            cat=KIND_OF[first.op].value.word, **self._duration(event.start, event.end),
-            args={key: value for key, value in args.items() if value >= 0},
-        )  # fmt: skip
-
-    def _arrows(self) -> Iterator[Entry]:
-        """Arrows from the action that made a message to the one that needs it, if they are on two ranks."""
-        makers = {
-            (action.op in _FORWARD, action.stage, action.microbatch): (rank, event)
-            for rank, events in enumerate(self.layer.timeline.events)
-            for event in events
-            for action in parts(event.action)
-            if action.op in _FORWARD | _BACKWARD
-        }
-        number = self.number << 40
-        for (forward, stage, microbatch), (rank, event) in makers.items():
-            taker = makers.get((forward, stage + (1 if forward else -1), microbatch))
-            if taker is None or taker[0] == rank:
-                continue
-            number += 1
-            what = {"name": "output" if forward else "gradient", "cat": "message", "id": number}
-            # An arrow belongs to the slice that is open at its time: inside the maker, just before it ends.
-            leaves = max(event.start, event.end - 1 / self.nanoseconds)
-            yield self._at(rank, "s", time=leaves, **what)
-            yield self._at(taker[0], "f", time=taker[1].start, bp="e", **what)
-
-    def _at(self, rank: int, kind: str, name: str, time: float, *, thread: int = _COMPUTE, **more: Any) -> Entry:
-        ids = {"pid": _pid(rank), "tid": self._tid(rank, thread)}
-        return {"ph": kind, "name": name, **ids, "ts": self._nanoseconds(time) / 1000, **more}
-
-    def _tid(self, rank: int, thread: int) -> int:
-        """A number that is unique in the trace, since Perfetto identifies a thread by its number alone."""
-        return 100 * _pid(rank) + 10 * self.number + thread
-
-    def _duration(self, start: float, end: float) -> dict[str, Any]:
+    def at(
+        rank: int, kind: str, name: str, time: float, end: float | None = None, *, thread: int = _COMPUTE, **more: Any
+    ) -> Entry:
+        start = round(time * nanoseconds)
         # The difference of rounded times: slices that touch must not overlap, or one of them is dropped.
-        return {"dur": (self._nanoseconds(end) - self._nanoseconds(start)) / 1000}
+        took = {} if end is None else {"dur": (round(end * nanoseconds) - start) / 1000}
+        return {
+            "ph": kind,
+            "name": name,
+            "pid": _pid(rank),
+            "tid": tid(rank, thread),
+            "ts": start / 1000,
+            **took,
+            **more,
+        }
 
-    def _nanoseconds(self, time: float) -> int:
-        return round(time * self.nanoseconds)
+    def tid(rank: int, thread: int) -> int:
+        """A number that is unique in the trace, since Perfetto identifies a thread by its number alone."""
+        return 100 * _pid(rank) + 10 * number + thread
+
+    what = "bytes" if in_bytes else "microbatches"
+    for rank, events in enumerate(layer.timeline.events):
+        for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
+            ids = {"pid": _pid(rank), "tid": tid(rank, thread)}
+            yield {"ph": "M", "name": "thread_name", **ids, "args": {"name": f"{name}{suffix}"}}
+            yield {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": 10 * number + thread}}
+        for event in events:
+            first = parts(event.action)[0]
+            args = {"stage": first.stage, "microbatch": first.microbatch}
+            yield at(
+                rank, "X", str(event.action), event.start, event.end,
+                thread=_REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE,
+                cat=KIND_OF[first.op].word, args={key: value for key, value in args.items() if value >= 0},
+            )  # fmt: skip
+        for wait in layer.waits[rank] if layer.waits else ():
+            if wait.end > wait.start:
+                yield at(rank, "X", f"wait for rank {wait.rank}", wait.start, wait.end, cat="wait")
+        for time, live in live_over_time(layer, rank, in_bytes=in_bytes):
+            yield at(rank, "C", f"live{suffix}", time, args={what: live})
+    # Arrows from the action that made a message to the one that needs it, if they are on two ranks.
+    makers = {
+        (action.op in _FORWARD, action.stage, action.microbatch): (rank, event)
+        for rank, events in enumerate(layer.timeline.events)
+        for event in events
+        for action in parts(event.action)
+        if action.op in _FORWARD | _BACKWARD
+    }
+    arrow = number << 40
+    for (forward, stage, microbatch), (rank, event) in makers.items():
+        taker = makers.get((forward, stage + (1 if forward else -1), microbatch))
+        if taker is None or taker[0] == rank:
+            continue
+        arrow += 1
+        message = {"name": "output" if forward else "gradient", "cat": "message", "id": arrow}
+        # An arrow belongs to the slice that is open at its time: inside the maker, just before it ends.
+        yield at(rank, "s", time=max(event.start, event.end - 1 / nanoseconds), **message)
+        yield at(taker[0], "f", time=taker[1].start, bp="e", **message)

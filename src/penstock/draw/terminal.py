@@ -2,12 +2,11 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
 
-from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -47,14 +46,8 @@ class _Canvas:
         return min(self.columns, floor(time * self.scale + 0.5 + 1e-9))
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """One part of a box: its columns, and what is written into the first of them."""
-
-    part: Part
-    start: int
-    end: int
-    label: str
+Cell = tuple[Part, int, int, str]
+"""One part of a box: its columns, from the first to behind the last, and what is written into the first of them."""
 
 
 def in_terminal(timeline: Timeline, *, console: Console | None = None) -> None:
@@ -132,12 +125,12 @@ def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool
     return _Canvas(round(makespan * scale), scale, coloured)
 
 
-def _edges(cells: Sequence[Sequence[_Cell]], canvas: _Canvas, columns: int) -> list[list[int]]:
+def _edges(cells: Sequence[Sequence[Cell]], canvas: _Canvas, columns: int) -> list[list[int]]:
     """The columns at which bands of about equal width begin and end, for each rank.
 
     They go through as few labels as possible; a rank whose label would be cut has it in the later band.
     """
-    labels = [[(cell.start, cell.start + len(cell.label)) for cell in row] for row in cells]
+    labels = [[(start, start + len(label)) for _, start, _, label in row] for row in cells]
     cuts = Counter(column for row in labels for start, end in row for column in range(start + 1, end))
     edges = [[0] * len(cells)]
     while (left := canvas.columns - (first := min(edges[-1]))) > columns:
@@ -156,7 +149,7 @@ def _is_dense(rows: tuple[Row, ...], canvas: _Canvas, *, most: float = 0.5) -> b
 
 def _name(part: Part) -> str:
     """A part's letter, small but for the rank's first stage and numbered from its third, and its microbatch."""
-    letter = part.kind.value.letter if part.local_stage == 0 else part.kind.value.letter.lower()
+    letter = part.kind.letter if part.local_stage == 0 else part.kind.letter.lower()
     stage = str(part.local_stage + 1).translate(_SUPERSCRIPTS) if part.local_stage > 1 else ""
     return letter + stage + (str(part.microbatch) if part.microbatch >= 0 else "")
 
@@ -165,7 +158,7 @@ def _label(box: Box) -> str:
     return "+".join(map(_name, box.parts))
 
 
-def _cells(box: Box, canvas: _Canvas) -> list[_Cell]:
+def _cells(box: Box, canvas: _Canvas) -> list[Cell]:
     """The parts of a box with their labels, or letters alone where the label does not fit."""
     start, end = canvas.column(box.start), canvas.column(box.end)
     labels = [_name(part) for part in box.parts]
@@ -177,31 +170,24 @@ def _cells(box: Box, canvas: _Canvas) -> list[_Cell]:
     else:
         bounds = [start, end]
     return [
-        _Cell(part, left, right, label if len(label) <= right - left else label[: min(1, right - left)])
+        (part, left, right, label if len(label) <= right - left else label[: min(1, right - left)])
         for part, label, left, right in zip(box.parts, labels, bounds, bounds[1:])
     ]
 
 
-def _row(cells: Sequence[_Cell], canvas: _Canvas) -> Text:
+def _row(cells: Sequence[Cell], canvas: _Canvas) -> Text:
     line, at = Text(), 0
-    for cell in cells:
-        line.append_text(_idle(cell.start - at, canvas))
-        text = cell.label.ljust(cell.end - cell.start, " " if canvas.coloured else "─")
-        line.append(text, _style(cell.part) if canvas.coloured else "")
-        at = cell.end
+    for part, start, end, label in cells:
+        line.append_text(_idle(start - at, canvas))
+        colour, ink = part.colours
+        style = Style(color=ink, bgcolor=colour) if canvas.coloured else ""
+        line.append(label.ljust(end - start, " " if canvas.coloured else "─"), style)
+        at = end
     return line.append_text(_idle(canvas.columns - at, canvas))
 
 
 def _idle(columns: int, canvas: _Canvas) -> Text:
-    return Text(Kind.IDLE.value.letter * columns, style="dim" if canvas.coloured else "")
-
-
-def _style(part: Part) -> Style:
-    """A paler shade for every further local stage."""
-    look = part.kind.value
-    paler = min(0.66, 0.42 * part.local_stage)
-    channels = [round(channel + (255 - channel) * paler) for channel in Color.parse(look.colour).get_truecolor()]
-    return Style(color="#1A1A1A" if paler else look.ink, bgcolor=Color.from_rgb(*channels))
+    return Text(Kind.IDLE.letter * columns, style="dim" if canvas.coloured else "")
 
 
 def _dense_row(row: Row, makespan: float, canvas: _Canvas) -> Text:
@@ -221,17 +207,17 @@ def _dense_column(shares: dict[Kind, float], coloured: bool) -> Text:
     whole = sum(shares.values())
     order = sorted(shares, key=lambda kind: shares[kind], reverse=True)
     if whole <= 0 or shares.get(Kind.IDLE, 0.0) > 0.94 * whole:
-        return Text(Kind.IDLE.value.letter, style="dim" if coloured else "")
+        return Text(Kind.IDLE.letter, style="dim" if coloured else "")
     if coloured:
         lower, upper = sorted(order[:2] if len(order) > 1 else order * 2, key=list(Kind).index)
         eighths = round(8 * shares[lower] / (shares[lower] + shares[upper])) if lower is not upper else 8
-        above = Style() if upper is Kind.IDLE else Style(bgcolor=upper.value.colour)
-        return Text(_HEIGHTS[eighths], style=above + Style(color=lower.value.colour))
+        above = Style() if upper is Kind.IDLE else Style(bgcolor=upper.colour)
+        return Text(_HEIGHTS[eighths], style=above + Style(color=lower.colour))
     if shares.get(Kind.IDLE, 0.0) > 0.5 * whole:
-        return Text(Kind.IDLE.value.letter)
+        return Text(Kind.IDLE.letter)
     busy = {kind: share for kind, share in shares.items() if kind is not Kind.IDLE}
     main = max(busy, key=lambda kind: busy[kind])
-    return Text(main.value.letter if busy[main] > 0.9 * sum(busy.values()) else _MIXED)
+    return Text(main.letter if busy[main] > 0.9 * sum(busy.values()) else _MIXED)
 
 
 def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
@@ -252,15 +238,19 @@ def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
 def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> list[Text]:
     entries = []
     for kind in kinds_in(rows):
-        look = kind.value
-        swatch = Style(color=look.ink, bgcolor=look.colour) if canvas.coloured and kind is not Kind.IDLE else Style()
-        letter = f" {look.letter} " if canvas.coloured else look.letter
-        entries.append(Text().append(letter, swatch).append(f" {look.word}"))
+        swatch = Style(color=kind.ink, bgcolor=kind.colour) if canvas.coloured and kind is not Kind.IDLE else Style()
+        letter = f" {kind.letter} " if canvas.coloured else kind.letter
+        entries.append(Text().append(letter, swatch).append(f" {kind.word}"))
     if dense:
         shared = "a column split by height: more than one in that time"
         entries.append(Text(shared if canvas.coloured else f"{_MIXED} more than one in that time"))
     else:
-        entries.extend(map(Text, _marks(rows)))
+        # What names say besides the kind: later local stages, and fused pairs.
+        last = max((part.local_stage for row in rows for box in row for part in box.parts), default=0)
+        if last > 0:
+            entries.append(Text("small letter: the rank's second stage" + " (f³: its third)" * (last > 1)))
+        if any(len(box.parts) > 1 for row in rows for box in row):
+            entries.append(Text("F+B a fused pair"))
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:
@@ -268,15 +258,6 @@ def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> 
         else:
             lines.append(entry)
     return lines
-
-
-def _marks(rows: tuple[Row, ...]) -> Iterator[str]:
-    """The words for what names say besides the kind: later local stages, and fused pairs."""
-    last = max((part.local_stage for row in rows for box in row for part in box.parts), default=0)
-    if last > 0:
-        yield "small letter: the rank's second stage" + " (f³: its third)" * (last > 1)
-    if any(len(box.parts) > 1 for row in rows for box in row):
-        yield "F+B a fused pair"
 
 
 def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:
