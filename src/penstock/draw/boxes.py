@@ -17,11 +17,17 @@ DEFINITIONS = (
 
 
 class Kind(Enum):
-    """The activities of a rank, each with a letter, a word for the legend, a colour, and the colour of text on it.
+    """The activities of a rank, with their look.
 
     Colour-blind readers can tell the colours apart. Source: the palette of M. Okabe and K. Ito, "Color Universal
     Design" (2008), with a deeper blue so that white figures are readable on it.
     """
+
+    #: its letter, its word for the legend, its colour, and the colour of text on it
+    letter: str
+    word: str
+    colour: str
+    ink: str
 
     FORWARD = "F", "forward", "#2F6DB5", "#FFFFFF"
     BACKWARD = "B", "backward", "#E8A33D", "#1A1A1A"

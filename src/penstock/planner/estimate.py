@@ -294,7 +294,14 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         microbatch_bytes=kept,
         weight_memory_share=tuple(part / whole if whole else 0.0 for part, whole in zip(weights, kept)),
     )
-    waits = tuple(_sum_waits(stage) for stage in times)
+    waits = tuple(
+        {
+            kind: sum(t.waits_s.get(kind, 0.0) for t in stage)
+            for kind in MessageKind
+            if any(kind in t.waits_s for t in stage)
+        }
+        for stage in times
+    )
     transient = tuple(StageTransient.of(stage, units[-1]) for stage in members)
     gathered = tuple(_gathered_bytes(workload, candidate, stage) for stage in members)
     return StageCosts(costs, waits, dense, experts, transient, gathered, after_s, tuple(map(len, cut)))
@@ -331,10 +338,10 @@ class _PassTimes:
     def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _PassTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
         waits: dict[MessageKind, float] = {}
-        for one in passes:
-            for kind, wait in one.waits_s.items():
+        for _, own in passes:
+            for kind, wait in own.items():
                 waits[kind] = waits.get(kind, 0.0) + wait
-        forward, inputs, weights = (one.total_s for one in passes)
+        forward, inputs, weights = (seconds for seconds, _ in passes)
         if zero == 3:
             # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
             group = clock.groups.dp
@@ -343,14 +350,6 @@ class _PassTimes:
             forward, inputs = forward + more[0], inputs + more[1]
             waits[MessageKind.GRADIENTS] = sum(more)
         return cls(forward, inputs, weights, waits)
-
-
-def _sum_waits(units: Sequence[_PassTimes]) -> dict[MessageKind, float]:
-    found: dict[MessageKind, float] = {}
-    for unit in units:
-        for kind, wait in unit.waits_s.items():
-            found[kind] = found.get(kind, 0.0) + wait
-    return found
 
 
 def stages_of(candidate: Candidate, units: Sequence[UnitCosts], times: Sequence[float]) -> tuple[range, ...]:

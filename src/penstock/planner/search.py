@@ -413,7 +413,7 @@ class _RankCosts:
         seconds = kept = dense = experts = 0.0
         for key, unit in once.items():
             passes = (unit.forward, unit.backward_input, unit.backward_weight)
-            seconds += numbers[key] * sum(clock.pass_time(work).total_s for work in passes) / ranks
+            seconds += numbers[key] * sum(clock.pass_time(work)[0] for work in passes) / ranks
             kept += numbers[key] * unit.kept_bytes / ranks
             dense += numbers[key] * unit.parameters / ranks
             experts += numbers[key] * unit.expert_parameters / ranks

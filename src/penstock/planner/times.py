@@ -61,18 +61,6 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class PassTime:
-    """The seconds of a pass: computing, and waiting for messages by kind."""
-
-    compute_s: float
-    waits_s: dict[MessageKind, float]
-
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + sum(self.waits_s.values())
-
-
-@dataclass(frozen=True)
 class Clock:
     """The times of passes and messages on a cluster."""
 
@@ -83,8 +71,11 @@ class Clock:
     groups: Groups
     overlapped_tensor: bool = False
 
-    def pass_time(self, work: Work) -> PassTime:
-        """The time of a pass. The ring of context parallelism is hidden behind attention's own products."""
+    def pass_time(self, work: Work) -> tuple[float, dict[MessageKind, float]]:
+        """The seconds of a pass, and those of them in which it waits for messages, by kind.
+
+        The ring of context parallelism is hidden behind attention's own products.
+        """
         device, ours = self.cluster.device, self.constants
         wide = "fp32" if self.dtype == "fp32" else "bf16" if "bf16" in device.peak_flops else self.dtype
         core_s = work.core_flops / (ours.attention * ours.compute * device.peak(wide))
@@ -97,7 +88,8 @@ class Clock:
             MessageKind.CONTEXT: max(0.0, self.transfer_s(work.context_bytes, self.groups.cp) - core_s),
             MessageKind.EXPERTS: self._all_to_all_s(work.expert_bytes, self.groups.ep),
         }
-        return PassTime(compute_s, {kind: wait for kind, wait in waits.items() if wait > 0})
+        waits = {kind: wait for kind, wait in waits.items() if wait > 0}
+        return compute_s + sum(waits.values()), waits
 
     def transfer_s(self, sent_bytes: float, group: tuple[int, int], num_messages: int = 1) -> float:
         """The time of collectives that send a number of bytes from each rank of a group, given by size and stride."""
