@@ -1,21 +1,25 @@
 """Batches of packed sequences, their split into microbatches, and the corpora behind them."""
 
-from penstock.data.checks import (
-    BatchError,
-    CorpusError,
-    ItemTooLong,
-    LoaderStateError,
-    PartitionError,
-    SplitError,
-    TooFewItems,
-)
 from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
-from penstock.data.loader import BatchSize, DataShard, Loader, validation_batches
-from penstock.data.packed import NO_LABEL, Extent, PackedBatch
+from penstock.data.loader import (
+    BatchSize,
+    DataShard,
+    DocumentPacking,
+    Loader,
+    LoaderStateError,
+    WindowPacking,
+    pack,
+    validation_batches,
+)
+from penstock.data.packed import NO_LABEL, BatchError, Extent, PackedBatch, PartitionError
+from penstock.data.sources import CorpusError
 from penstock.data.split import (
+    ItemTooLong,
     MicroBatchSpec,
     Split,
     SplitCounts,
+    SplitError,
+    TooFewItems,
     agree,
     check_lengths,
     count,
@@ -25,7 +29,6 @@ from penstock.data.split import (
     split,
     take_apart,
 )
-from penstock.data.store import DocumentPacking, WindowPacking, pack
 
 __all__ = [
     "NO_LABEL",

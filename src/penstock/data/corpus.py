@@ -1,4 +1,7 @@
-"""A corpus: text tokenised once into compact stores, divided into training and validation by document."""
+"""A corpus: text tokenised once into compact stores, divided into training and validation by document.
+
+Shape suffixes: T tokens of all documents end to end.
+"""
 
 import hashlib
 import json
@@ -7,24 +10,180 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from penstock.data.checks import CorpusError
+import numpy as np
+
 from penstock.data.examples import ExampleReader, PairReader, ended, holds_examples
-from penstock.data.sources import BUILT_IN, ROW_ENDINGS, Source, find_source
-from penstock.data.store import EncodedDocument, StoreWriter, TokenStore, load_store
+from penstock.data.packed import NO_LABEL
+from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
 from penstock.data.tokenizer import Tokenizer, load_tokenizer, own_end_token
+from penstock.io.files import read_json_object
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
 DOCUMENTS_AT_ONCE = 256
 SECONDS_BETWEEN_NOTES = 2.0
+TOKEN_FILE, LEARNED_FILE = "tokens.bin", "learned.bin"
 
 _logger = logging.getLogger(__name__)
+
+
+# ---- The tokens end to end, in memory or in memory-mapped files, and which of them are learned
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStore:
+    """Documents' tokens end to end; nothing is copied out of a memory map before it is used.
+
+    tokens: [T] unsigned, as narrow as the vocabulary allows. offsets: int64 [documents + 1], the first token of each
+    document and the end; strictly increasing, since no document is empty. max_token: the largest id that occurs.
+    fingerprint: a hash of tokens, boundaries and what is learned. learned: bool [T], the tokens that a model learns to
+    predict, so that they are labels; None for all.
+    """
+
+    name: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+    max_token: int
+    fingerprint: str
+    learned: np.ndarray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return int(self.offsets[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents, none of them empty."""
+        return len(self.offsets) - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def labels(self, places: np.ndarray | slice) -> np.ndarray:
+        """The tokens at these places as labels, int64: their ids, or `NO_LABEL` where they are not learned."""
+        labels = self.tokens[places].astype(np.int64)
+        if self.learned is not None:
+            labels[~self.learned[places]] = NO_LABEL
+        return labels
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `CorpusError` if a token does not fit a model's vocabulary."""
+        if self.max_token >= vocab_size:
+            position = int(np.argmax(self.tokens >= vocab_size))
+            document = int(np.searchsorted(self.offsets, position, "right")) - 1
+            raise CorpusError(
+                f"{self.name} holds token {int(self.tokens[position])} in document {document}, "
+                f"outside the model's vocabulary of {vocab_size}; vocab_size must be at least {self.max_token + 1}"
+            )
+
+    def part(self, name: str, first: int, last: int) -> "TokenStore":
+        """A store of the tokens from `first` up to `last`; documents are cut where they cross an end."""
+        inner = self.offsets[(self.offsets > first) & (self.offsets < last)]
+        offsets = np.concatenate([[first], inner, [last]]).astype(np.int64) - first
+        tokens = self.tokens[first:last]
+        fingerprint = hashlib.blake2b(f"{self.fingerprint} {first} {last}".encode(), digest_size=16).hexdigest()
+        learned = None if self.learned is None else self.learned[first:last]
+        return TokenStore(name, tokens, offsets, int(tokens.max()), fingerprint, learned)
+
+
+class StoreWriter:
+    """Writes documents one after another into a folder's files, or in memory where it is None.
+
+    marks_learned: documents say what is learned of them.
+    """
+
+    #: the least type that has room for every token
+    _dtype: np.dtype[Any]
+    #: the folder, which is made
+    _folder: Path | None
+    #: where tokens are written, and where a byte for each token, 1 where it is learned
+    _streams: list[BinaryIO]
+    #: tokens of each document so far
+    _lengths: list[int]
+    #: the largest token so far
+    _max_token: int
+    #: hash of what was written so far
+    _hash: Any
+
+    def __init__(self, vocab_size: int, marks_learned: bool, folder: Path | None) -> None:
+        self._dtype = np.dtype(np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self._folder, self._lengths, self._max_token = folder, [], -1
+        if folder is not None:
+            folder.mkdir()
+        names = (TOKEN_FILE, LEARNED_FILE) if marks_learned else (TOKEN_FILE,)
+        self._streams = [BytesIO() if folder is None else (folder / name).open("wb") for name in names]
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, documents: Iterable[EncodedDocument]) -> None:
+        """Append documents, except those without tokens."""
+        for _, tokens, learned in documents:
+            if not len(tokens):
+                continue
+            columns = [tokens.astype(self._dtype, copy=False)]
+            if len(self._streams) > 1:
+                assert learned is not None and len(learned) == len(tokens)
+                columns.append(learned.astype(np.bool_, copy=False))
+            for stream, column in zip(self._streams, columns, strict=True):
+                content = column.tobytes()
+                stream.write(content)
+                self._hash.update(content)
+            self._lengths.append(len(tokens))
+            self._max_token = max(self._max_token, int(tokens.max()))
+
+    def finish(self, name: str) -> TokenStore:
+        """The store of all documents; that of a folder has its tokens there alone, where `load_store` maps them."""
+        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]).astype(np.int64)
+        self._hash.update(self._dtype.str.encode() + offsets.tobytes())
+        written = [stream.getvalue() if isinstance(stream, BytesIO) else b"" for stream in self._streams]
+        columns = map(np.frombuffer, written, (self._dtype, np.dtype(np.bool_)))
+        tokens, learned = next(columns), next(columns, None)
+        self.close()
+        if self._folder is not None:
+            np.save(self._folder / "offsets.npy", offsets)
+            facts = {"dtype": self._dtype.str, "max_token": self._max_token, "fingerprint": self._hash.hexdigest()}
+            (self._folder / "store.json").write_text(json.dumps(facts))
+        return TokenStore(name, tokens, offsets, self._max_token, self._hash.hexdigest(), learned)
+
+    def close(self) -> None:
+        """Close the files; again, does nothing."""
+        for stream in self._streams:
+            stream.close()
+
+
+def load_store(name: str, folder: Path) -> TokenStore:
+    """Load a store from its folder, its tokens as a memory map.
+
+    Raises: `CorpusError` if files are missing, or their sizes contradict each other.
+    """
+
+    def mapped(file: str, dtype: np.dtype[Any]) -> np.ndarray:
+        # an empty file cannot be mapped
+        values = np.memmap(folder / file, dtype=dtype, mode="r") if offsets[-1] else np.empty(0, dtype)
+        if len(values) != offsets[-1]:
+            raise ValueError(f"{len(values)} tokens where {offsets[-1]} are expected")
+        return values
+
+    try:
+        facts = read_json_object(folder / "store.json")
+        offsets = np.load(folder / "offsets.npy")
+        tokens = mapped(TOKEN_FILE, np.dtype(facts["dtype"]))
+        learned = mapped(LEARNED_FILE, np.dtype(np.bool_)) if (folder / LEARNED_FILE).is_file() else None
+        return TokenStore(name, tokens, offsets, facts["max_token"], facts["fingerprint"], learned)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise CorpusError(f"the token cache {str(folder)!r} is damaged ({error}); delete it to make it anew") from error
+
+
+# ---- A corpus: text tokenised once, divided into training and validation by document
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.data.checks import CorpusError
 from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
-from penstock.data.sources import ROW_ENDINGS, Row, Source
-from penstock.data.store import EncodedDocument
+from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
 from penstock.io.files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'

@@ -3,21 +3,241 @@
 The items of all epochs, each epoch in its own order, form one endless sequence. A step takes the next items of it for
 data-parallel rank 0, then for rank 1, and so on. So the position in the sequence is the whole state, no item is ever
 left out, every rank takes every step, and the items of a step do not depend on the number of ranks.
+
+Shape suffixes: T tokens end to end, B items, S tokens of a window.
 """
 
+import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.data.checks import CorpusError, LoaderStateError
-from penstock.data.packed import PackedBatch
-from penstock.data.store import Packing
+from penstock.data.corpus import TokenStore
+from penstock.data.packed import NO_LABEL, Lengths, PackedBatch
+from penstock.data.sources import CorpusError
+from penstock.settings import PackingKind
 
 _DTYPES = {"tokens": torch.int64, "labels": torch.int64}
 _TRAILING_SHAPES: dict[str, tuple[int, ...]] = {"tokens": (), "labels": ()}
+
+
+# ---- Packing of documents into items of a length that a model can take, with labels for every token
+
+
+@dataclass(frozen=True, eq=False)
+class Packing(ABC):
+    """A corpus as numbered items: their lengths without reading a token, and their tokens on request."""
+
+    store: TokenStore
+
+    @property
+    @abstractmethod
+    def num_items(self) -> int:
+        """The number of items."""
+
+    @cached_property
+    @abstractmethod
+    def longest_item(self) -> int:
+        """The largest number of tokens of an item."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that differs if any item would."""
+        return hashlib.blake2b(f"{self.store.fingerprint} {self}".encode(), digest_size=16).hexdigest()
+
+    @abstractmethod
+    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+        """The lengths of each item's sequences."""
+
+    @abstractmethod
+    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """The items' tokens [T] and labels [T], int64, end to end."""
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPacking(Packing):
+    """All documents end to end, cut into windows of exactly `sequence_tokens`; the remainder is dropped.
+
+    A window is read with one extra token, which is the label of its last token and the first token of the next window.
+    Documents stay apart: a window holds a sequence for each document or piece of one in it, and the last token of a
+    document has no label. cross_documents: a window is one sequence instead, and every token has a label; equal
+    lengths are the fastest.
+
+    Raises: `CorpusError` if there are too few tokens for a window.
+    """
+
+    sequence_tokens: int
+    cross_documents: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sequence_tokens(self.sequence_tokens)
+        if self.num_items < 1:
+            raise CorpusError(
+                f"{self.store.name} holds {self.store.num_tokens} tokens; "
+                f"a window of {self.sequence_tokens} needs at least {self.sequence_tokens + 1}"
+            )
+
+    def __str__(self) -> str:
+        return f"window {self.sequence_tokens} {self.cross_documents}"
+
+    @property
+    def num_items(self) -> int:
+        return (self.store.num_tokens - 1) // self.sequence_tokens
+
+    @cached_property
+    def longest_item(self) -> int:
+        return self.sequence_tokens
+
+    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+        S = self.sequence_tokens
+        if self.cross_documents:
+            return ((S,),) * len(items)
+        return tuple(
+            tuple(np.diff(ends, prepend=0, append=S).tolist()) if len(ends) else (S,)
+            for ends in (ends[: np.searchsorted(ends, S)] for ends in self._ends(items))
+        )
+
+    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
+        places_BS = starts_B[:, None] + np.arange(self.sequence_tokens)
+        labels_BS = self.store.labels(places_BS + 1)
+        if not self.cross_documents:
+            for row, ends in enumerate(self._ends(items)):
+                labels_BS[row, ends - 1] = NO_LABEL
+        tokens_T = self.store.tokens[places_BS.reshape(-1)].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(labels_BS.reshape(-1))
+
+    def _ends(self, items: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """The ends of documents in each window, counted from its start: 1 ... sequence_tokens."""
+        starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
+        offsets = self.store.offsets
+        first_B = np.searchsorted(offsets, starts_B, "right")
+        last_B = np.searchsorted(offsets, starts_B + self.sequence_tokens, "right")
+        return [
+            offsets[first:last] - start
+            for first, last, start in zip(first_B.tolist(), last_B.tolist(), starts_B.tolist(), strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentPacking(Packing):
+    """An item for every document, or for every piece of one longer than `sequence_tokens`; lengths are unequal.
+
+    A document's last token is only a label, so every token of an item has a label, and a document of a single token
+    gives no item.
+
+    Raises: `CorpusError` if no document has two tokens.
+    """
+
+    sequence_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_sequence_tokens(self.sequence_tokens)
+        if self.num_items < 1:
+            raise CorpusError(f"{self.store.name} has no document of two or more tokens: there is nothing to predict")
+
+    def __str__(self) -> str:
+        return f"document {self.sequence_tokens}"
+
+    @cached_property
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """The start and the length of every item, int64."""
+        S = self.sequence_tokens
+        inputs = np.diff(self.store.offsets) - 1
+        counts = -(-inputs // S)
+        document = np.repeat(np.arange(len(counts)), counts)
+        first_piece = np.cumsum(counts) - counts
+        within = (np.arange(len(document)) - first_piece[document]) * S
+        return self.store.offsets[document] + within, np.minimum(inputs[document] - within, S)
+
+    @property
+    def num_items(self) -> int:
+        return len(self._pieces[0])
+
+    @cached_property
+    def longest_item(self) -> int:
+        return int(self._pieces[1].max())
+
+    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+        return tuple((length,) for length in self._pieces[1][np.asarray(items, dtype=np.int64)].tolist())
+
+    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        starts, lengths = (column[np.asarray(items, dtype=np.int64)] for column in self._pieces)
+        places_T = _ranges(starts, starts + lengths)
+        tokens_T = self.store.tokens[places_T].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class PairPacking(Packing):
+    """An item for every pair of documents, which are its two sequences, the better one first.
+
+    The labels are the tokens that are learned of each: those that a reward model rates.
+    """
+
+    def __str__(self) -> str:
+        return "pairs"
+
+    @property
+    def num_items(self) -> int:
+        return self.store.num_documents // 2
+
+    @cached_property
+    def longest_item(self) -> int:
+        return int(np.diff(self.store.offsets[::2]).max())
+
+    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+        better_B = 2 * np.asarray(items, dtype=np.int64)
+        lengths = np.diff(self.store.offsets)
+        return tuple(zip(lengths[better_B].tolist(), lengths[better_B + 1].tolist(), strict=True))
+
+    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        better_B = 2 * np.asarray(items, dtype=np.int64)
+        places_T = _ranges(self.store.offsets[better_B], self.store.offsets[better_B + 2])
+        tokens_T = self.store.tokens[places_T].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T))
+
+
+def pack(
+    store: TokenStore, kind: PackingKind | str, sequence_tokens: int, cross_documents: bool = False
+) -> WindowPacking | DocumentPacking:
+    """Pack a store's items by the named packing.
+
+    Raises: `CorpusError` for an unknown kind, `cross_documents` where documents stay apart, or too little text.
+    """
+    try:
+        kind = PackingKind(kind)
+    except ValueError:
+        known = [member.value for member in PackingKind]
+        raise CorpusError(f"packing {kind!r} is unknown; it is one of {known}") from None
+    if kind is PackingKind.WINDOW:
+        return WindowPacking(store, sequence_tokens, cross_documents)
+    if cross_documents:
+        raise CorpusError("cross_documents needs the packing 'window': with 'document' an item never crosses documents")
+    return DocumentPacking(store, sequence_tokens)
+
+
+def _check_sequence_tokens(sequence_tokens: int) -> None:
+    if type(sequence_tokens) is not int or sequence_tokens < 1:
+        raise CorpusError(f"sequence_tokens is {sequence_tokens!r}; it must be a whole number of at least 1")
+
+
+def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The numbers of each range, one range after another."""
+    return np.concatenate([np.arange(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
+
+
+# ---- Endless batches of the items
+
+
+class LoaderStateError(ValueError):
+    """A saved position belongs to another corpus, packing or order, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True)

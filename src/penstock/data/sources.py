@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.data.checks import CorpusError
+import numpy as np
+
 from penstock.io.files import lines_of, open_file, parse_json
 
 BUILT_IN = "stdlib"
@@ -25,12 +26,24 @@ KNOWN_ENDINGS = ", ".join(sorted(TEXT_ENDINGS | ROW_ENDINGS.keys()))
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 
 
+class CorpusError(ValueError):
+    """A corpus is missing, empty, unreadable, or does not fit the model."""
+
+
 class Row(NamedTuple):
     """A row of a file: its name as a document, its place for errors, and its value, an object unless by mistake."""
 
     name: str
     where: str
     value: Any
+
+
+class EncodedDocument(NamedTuple):
+    """A document's token ids, and for each whether a model learns to predict it; None where it learns all."""
+
+    name: str
+    tokens: np.ndarray
+    learned: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.data.checks import ItemTooLong, Lengths, PartitionError, SplitError, TooFewItems
-from penstock.data.packed import PackedBatch
+from penstock.data.packed import Lengths, PackedBatch, PartitionError
 from penstock.settings.declare import type_in_words
 
 # ---- Grouping of items into nearly equal loads, none above a capacity: pure functions on whole numbers
@@ -187,6 +186,18 @@ def _totals(groups: Groups, loads: Sequence[int]) -> list[int]:
 
 Pieces = Sequence[tuple[range, ...]]
 """For each sequence the positions that a rank has of it."""
+
+
+class SplitError(ValueError):
+    """A batch cannot be split as specified."""
+
+
+class ItemTooLong(SplitError):
+    """One item alone exceeds the token budget of a microbatch."""
+
+
+class TooFewItems(SplitError):
+    """There are fewer items than requested microbatches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.checks import CorpusError
+from penstock.data.sources import CorpusError
 from penstock.io.files import read_bytes, read_json_object
 
 END_ENTRY = "<|end|>"

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from penstock.data import CorpusError, CorpusSpec, corpus, load_corpus
-from penstock.data.corpus import held_out
+from penstock.data.corpus import TokenStore, held_out
 from penstock.data.sources import SKIPPED_FOLDERS, find_source
-from penstock.data.store import TokenStore
 from penstock.data.tokenizer import load_tokenizer
 
 ROWS = ["one small step", "für die Menschheit", "a giant leap", "x"] * 10

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.data import NO_LABEL, CorpusSpec, load_corpus
-from penstock.data.store import DocumentPacking
+from penstock.data.loader import DocumentPacking
 from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, LLAMA3, MARKED_CHATML, MARKED_LLAMA3
 from tests.hugging_face import make_model, make_tokenizer
 

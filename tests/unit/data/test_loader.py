@@ -22,7 +22,7 @@ from penstock.data import (
     pack,
     validation_batches,
 )
-from penstock.data.store import TokenStore
+from penstock.data.corpus import TokenStore
 from tests.unit.data.batches import assert_equal
 
 few = settings(max_examples=60, deadline=None)

@@ -12,9 +12,8 @@ import torch
 
 from penstock.cli.main import main
 from penstock.cli.texts import read_prompts, read_texts
-from penstock.data import PackedBatch
-from penstock.data.checks import BatchError, CorpusError
-from penstock.data.store import load_store
+from penstock.data import BatchError, CorpusError, PackedBatch
+from penstock.data.corpus import load_store
 from penstock.draw.layers import read_recorded_step
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, read_manifest, write_manifest
 from penstock.engine.checkpoint.rank_values import random_state, set_random_state

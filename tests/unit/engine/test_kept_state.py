@@ -16,7 +16,7 @@ from penstock import (
     SamplingParams,
     token_cross_entropy,
 )
-from penstock.data.checks import BatchError
+from penstock.data import BatchError
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig
 

@@ -17,7 +17,8 @@ from penstock.data import (
     pack,
     validation_batches,
 )
-from penstock.data.store import PairPacking, TokenStore
+from penstock.data.corpus import TokenStore
+from penstock.data.loader import PairPacking
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import cut_units
 from penstock.engine.checkpoint.manifest import published

@@ -18,8 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch, Split, agree, count, split
-from penstock.data.checks import BatchError
+from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
