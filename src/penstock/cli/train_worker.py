@@ -22,8 +22,7 @@ from penstock.cli.progress import Progress, StepFigures, Waiting, show_log
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name
-from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
+from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name, random_state, restore_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics

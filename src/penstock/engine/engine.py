@@ -10,8 +10,7 @@ from torch import nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
-from penstock.engine.checkpoint.manifest import folder_name
-from penstock.engine.checkpoint.rank_values import random_state, restore_random_state
+from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
 from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
@@ -19,13 +18,12 @@ from penstock.engine.folders.run_parts import arguments_of_run
 from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, OnToken
-from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import UnitSource
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
-from penstock.engine.training.trainer import Trainer, TrainResult
+from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, whole_slices
 from penstock.model.hf.config_json import HuggingFaceForm

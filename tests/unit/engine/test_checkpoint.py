@@ -115,7 +115,7 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path) -> N
 
 
 def test_a_state_of_many_files_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.checkpoint.save._FILE_BYTES", 600)
+    monkeypatch.setattr("penstock.engine.checkpoint.checkpointer._FILE_BYTES", 600)
     _save(tmp_path, [4])
     checkpointer = _checkpointer(tmp_path)
     info = checkpointer.latest()
@@ -302,7 +302,7 @@ def test_a_tensor_whose_file_has_changed_since_is_not_left_as_it_was(tmp_path: P
 def test_damage_to_any_one_file_is_found_however_many_ranks_share_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.checkpoint.save._FILE_BYTES", 600)
+    monkeypatch.setattr("penstock.engine.checkpoint.checkpointer._FILE_BYTES", 600)
     _save(tmp_path, [1, 2])
     newest = tmp_path / "step-00000002"
     info = read_manifest(newest)

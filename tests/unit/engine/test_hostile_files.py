@@ -15,8 +15,14 @@ from penstock.cli.texts import read_prompts, read_texts
 from penstock.data import BatchError, CorpusError, PackedBatch
 from penstock.data.corpus import load_store
 from penstock.draw.layers import read_recorded_step
-from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, read_manifest, write_manifest
-from penstock.engine.checkpoint.rank_values import random_state, set_random_state
+from penstock.engine.checkpoint.manifest import (
+    CheckpointInfo,
+    DamagedCheckpoint,
+    random_state,
+    read_manifest,
+    set_random_state,
+    write_manifest,
+)
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.runs import read_metrics
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE

@@ -1,4 +1,4 @@
-"""The manifest of a published checkpoint, and the check of its files against it.
+"""The manifest of a published checkpoint, and the checks by which a checkpoint counts as intact.
 
 A checkpoint is a folder ``step-00000100`` of safetensors files and one ``manifest.json``: step, the run's identity,
 every rank's JSON values, every tensor's shape and type, every file's size and SHA-256, and a SHA-256 of the rest of
@@ -7,18 +7,24 @@ the manifest. Numbers and text alone: reading a checkpoint runs no code of it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.checkpoint.rank_values import check_rank_values
+import torch
+from torch import Tensor
+
 from penstock.io.files import open_file, parse_json, read_bytes, write_durably
-from penstock.model.hf.files import Names, refuse_unfit_files
+from penstock.model.hf.files import DTYPES, Names, WeightFiles, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 from penstock.settings.declare import check_kinds
 
@@ -278,3 +284,234 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[st
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---- The checks by which a checkpoint counts as intact; one that is not is passed over, and said to be
+
+
+_logger = logging.getLogger(__name__)
+
+
+def examine(path: Path, identity: Mapping[str, Any] | None = None, part: int = 0, num_parts: int = 1) -> CheckpointInfo:
+    """The checkpoint at `path`, once it has been found intact.
+
+    Of `num_parts` processes that examine it together, each reads its part of the files. identity: that of the run whose
+    it must be; None takes that of any.
+
+    Raises: DamagedCheckpoint.
+    """
+    try:
+        info = read_manifest(path)
+        if identity is not None and (changed := differing(identity, info.identity)):
+            raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
+        check_files(info, part, num_parts)
+        if part == 0:
+            check_headers(info)
+    except OSError as error:
+        raise DamagedCheckpoint(str(error)) from None
+    return info
+
+
+def check_headers(info: CheckpointInfo) -> None:
+    """Compare the headers of all files with the manifest: each tensor is there once, of its dtype and shape.
+
+    Raises: DamagedCheckpoint naming a tensor.
+    """
+    file_of: dict[str, str] = {}
+    for name in sorted(info.files):
+        try:
+            headers = WeightFiles.of_files(info.path, [name]).tensors
+        except ValueError as error:
+            raise DamagedCheckpoint(str(error)) from None
+        for tensor, stored in headers.items():
+            found = f"{list(stored.shape)} of {str(DTYPES.get(stored.dtype, stored.dtype)).removeprefix('torch.')}"
+            if tensor not in info.tensors:
+                raise DamagedCheckpoint(f"its {name} holds {tensor}, which is not in the manifest")
+            if found != str(info.tensors[tensor]):
+                raise DamagedCheckpoint(f"its {name} holds {tensor} as {found} instead of {info.tensors[tensor]}")
+            if tensor in file_of:
+                raise DamagedCheckpoint(f"its {name} and {file_of[tensor]} both hold {tensor}")
+            file_of[tensor] = name
+    if missing := sorted(info.tensors.keys() - file_of.keys()):
+        raise DamagedCheckpoint(f"none of its files holds {missing[0]}")
+
+
+def newest_intact(folder: Path, identity: Mapping[str, Any], quiet: bool = False) -> CheckpointInfo:
+    """Find the newest intact checkpoint in the folder, alone; damaged ones are warned of unless `quiet`.
+
+    Raises: DamagedCheckpoint where there is none.
+    """
+    refused = ""
+    for path in reversed(published(folder)):
+        try:
+            return examine(path, identity)
+        except DamagedCheckpoint as error:
+            refused = refused or f"; {path.name} is damaged: {error}"
+            if not quiet:
+                warn_of(path, str(error))
+    raise DamagedCheckpoint(f"{folder} holds no intact checkpoint{refused}")
+
+
+def warn_of(path: Path, reason: str) -> None:
+    """Say that a checkpoint is passed over, and why."""
+    _logger.warning("checkpoint %s is refused: %s", path, reason)
+
+
+# ---- The state of a process's random numbers, Python's and PyTorch's, as JSON values
+
+
+def random_state() -> dict[str, Any]:
+    """The state of this process's generators: Python's, PyTorch's, and that of the current CUDA device in use."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_initialized():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is.
+
+    Raises:
+        ValueError: it is no state that `random_state` gave.
+    """
+    _put(state, random.setstate, torch.set_rng_state, torch.cuda.set_rng_state if torch.cuda.is_available() else None)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Check that `set_random_state` would take a state; nothing is changed. Raises: as there."""
+    _put(state, random.Random().setstate, torch.Generator().set_state)
+
+
+def _put(
+    state: Mapping[str, Any],
+    python: Callable[[Any], object],
+    cpu: Callable[[Tensor], object],
+    cuda: Callable[[Tensor], object] | None = None,
+) -> None:
+    try:
+        if "python" in state:
+            version, numbers, gauss = state["python"]
+            python((version, tuple(numbers), None if gauss is None else float(gauss)))
+        if "torch" in state:
+            cpu(_tensor(state["torch"]))
+        if "cuda" in state:
+            values = _tensor(state["cuda"])
+            if cuda is not None:
+                cuda(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the saved state of random numbers is none ({type(error).__name__}: {reason})") from None
+
+
+def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+    """Go on with the states that all ranks have `saved`, in rank order.
+
+    As many ranks as then take their own. Any other number of ranks take, generator by generator, the state that all had
+    in common; where each had its own, it belongs to the old layout, and nothing is changed.
+    """
+    if len(saved) == world_size:
+        set_random_state(saved[rank])
+    else:
+        first = saved[0].items()
+        set_random_state({kind: own for kind, own in first if all(theirs.get(kind) == own for theirs in saved)})
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# ---- The fields of what a rank saves beside its tensors, checked where a manifest is read
+
+
+# An engine's values have the key ``engine``, and those of a run more keys. All else that a checkpoint holds of a rank
+# is its user's own, and may be any JSON value.
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of a JSON object: its kind in words and as a test, and what else it may be."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    #: the fields of the object that it is
+    inner: Mapping[str, _Field] = field(default_factory=dict)
+    may_lack: bool = False
+    may_be_null: bool = False
+
+
+def _object(inner: Mapping[str, _Field] | None = None, **may: bool) -> _Field:
+    return _Field("an object", lambda value: isinstance(value, dict), inner or {}, **may)
+
+
+_COUNT = _Field("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
+_WHOLE = _Field("a whole number", lambda value: type(value) is int)
+_NUMBER = _Field("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+_TEXT = _Field("a string", lambda value: isinstance(value, str))
+_OPTIMIZER = {
+    "num_steps": _COUNT,
+    "num_updates": _COUNT,
+    "learning_rate": _NUMBER,
+    "scaler": _object({"scale": _NUMBER, "num_good_steps": _COUNT}, may_be_null=True),
+    "since": _Field(
+        "an object of counts",
+        lambda value: isinstance(value, dict) and all(map(_COUNT.fits, value.values())),
+        may_lack=True,
+    ),
+}
+_FIELDS = {
+    "engine": _object({"step": _COUNT, "optimizer": _object(_OPTIMIZER)}),
+    "random": _object(),
+    "loader": _object({"epoch": _COUNT, "position": _COUNT, "seed": _WHOLE, "fingerprint": _TEXT}, may_lack=True),
+    "early_stop": _object(
+        {"best": replace(_NUMBER, may_be_null=True), "num_worse": _COUNT}, may_lack=True, may_be_null=True
+    ),
+}
+_SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
+
+
+def check_rank_values(values: Sequence[Any], step: int) -> None:
+    """Check each rank's values of a checkpoint of that step, where they are an engine's.
+
+    Raises: ValueError naming a field that is missing or of another kind, or that cannot be with the others.
+    """
+    engines = [isinstance(theirs, dict) and "engine" in theirs for theirs in values]
+    if not any(engines):
+        return
+    if not all(engines):
+        raise ValueError(f"rank {engines.index(False)} has no values of an engine, and rank {engines.index(True)} has")
+    for rank, theirs in enumerate(values):
+        try:
+            _check_fields(theirs, _FIELDS)
+            check_random_state(theirs["random"])
+        except ValueError as error:
+            raise ValueError(f"of rank {rank}, {error}") from None
+        if differing := [key for key in _SAME_ON_ALL_RANKS if theirs.get(key) != values[0].get(key)]:
+            raise ValueError(f"ranks 0 and {rank} have not the same {differing[0]}")
+    # Updates may outnumber steps: a caller may give several steps the same number.
+    engine = values[0]["engine"]
+    num_steps = engine["optimizer"]["num_steps"]
+    if not num_steps == engine["step"] == step:
+        raise ValueError(
+            f"step {engine['step']} of the engine and {num_steps} of the optimizer are not {step}, the checkpoint's"
+        )
+
+
+def _check_fields(content: Mapping[str, Any], fields: Mapping[str, _Field], within: str = "") -> None:
+    for key, wanted in fields.items():
+        name = f"{within}{key}"
+        if key not in content:
+            if wanted.may_lack:
+                continue
+            raise ValueError(f"{name} is missing")
+        value = content[key]
+        if value is None and wanted.may_be_null:
+            continue
+        if not wanted.fits(value):
+            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
+            raise ValueError(f"{name} is {shown}; {wanted.words} is expected")
+        _check_fields(content[key], wanted.inner, f"{name}.")

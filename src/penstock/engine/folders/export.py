@@ -25,9 +25,8 @@ from penstock.engine.folders.model_folder import ModelFolder, open_folder
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
-from penstock.engine.model_state import ModelState
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.trainer import Trainer
+from penstock.engine.training.trainer import ModelState, Trainer
 from penstock.io.files import naming, refuse_used
 from penstock.model.hf.config_json import CONFIG_FILE, HuggingFaceForm
 from penstock.model.hf.files import (

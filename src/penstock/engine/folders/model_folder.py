@@ -22,11 +22,10 @@ from penstock.data import CorpusError
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from penstock.engine.build import bytes_of_weight
 from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
-from penstock.engine.checkpoint.load import newest_intact
-from penstock.engine.checkpoint.manifest import published
+from penstock.engine.checkpoint.manifest import newest_intact, published
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
-from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
+from penstock.engine.training.trainer import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.config_json import (
     CONFIG_FILE,
