@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -69,9 +70,8 @@ class Engine(ModelState, WeightEndpoint):
     recorder: Recorder
     #: the model's form in transformers; None where that does not know it
     form: HuggingFaceForm | None
-    #: run forwards alone, and continue prompts
+    #: runs forwards alone
     scorer: Scorer
-    generator: Generator
     #: a user's own callbacks
     watchers: Watchers
 
@@ -106,7 +106,7 @@ class Engine(ModelState, WeightEndpoint):
         ModelState.__init__(self, pipeline, Trainer(pipeline))
         WeightEndpoint.__init__(self, layout, options, pipeline.grid.number, pipeline)
         self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, form
-        self.scorer, self.generator, self.watchers = Scorer(pipeline), Generator(pipeline), Watchers(pipeline)
+        self.scorer, self.watchers = Scorer(pipeline), Watchers(pipeline)
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
@@ -287,6 +287,11 @@ class Engine(ModelState, WeightEndpoint):
         """
         listeners = Listeners(on_token, on_answer, interrupt)
         return self.generator.generate(prompts, params, options or GenerateOptions(), listeners)
+
+    @cached_property
+    def generator(self) -> Generator:
+        """Continues prompts; made at the first one."""
+        return Generator(self.pipeline)
 
     def resume(self, keep_caches: bool = False) -> GenerateResult:
         """Go on with the call of `generate` that was interrupted last, with the weights as they are now.

@@ -7,23 +7,25 @@ one; each ends its step, undoes what the step has changed, and meets the others 
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.distributed import default_store, unique_number
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
+from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
 
 _FOREVER = timedelta(days=30)
@@ -38,16 +40,53 @@ _END_S = 5.0
 _MOST_QUOTED = 2000
 
 
-class SavedState(Protocol):
-    """State outside of the weights that a step may change before it is certain to succeed."""
+class StepState:
+    """Buffers of the stages' modules, such as running statistics, and the random number generators of torch."""
 
+    #: the device whose random numbers count beside the host's
+    _device: torch.device
+    #: modules with their buffers' names, in one order
+    _places: list[tuple[nn.Module, str]]
+    #: by place: the tensor that the module had before the step, and its values
+    _tensors: list[Tensor]
+    _values: list[Tensor]
+
+    def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
+        self._device = device
+        self._places = [
+            (module, name)
+            for stage in stages
+            for _, unit in stage.units
+            for module in unit.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._tensors, self._values = [], []
+        self.save()
+
+    @torch.no_grad()
     def save(self) -> None:
         """Note the state as it is before a step."""
-        ...
+        self._random = torch.get_rng_state()
+        if self._device.type == "cuda":
+            self._random_on_device = torch.cuda.get_rng_state(self._device)
+        # Whether values have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
+        tensors = [tensor for module, name in self._places if (tensor := module._buffers.get(name)) is not None]
+        if any(tensor is not known for tensor, known in itertools.zip_longest(tensors, self._tensors)):
+            self._places = [place for place in self._places if place[0]._buffers.get(place[1]) is not None]
+            self._tensors, self._values = tensors, [tensor.clone() for tensor in tensors]
+        elif tensors:
+            torch._foreach_copy_(self._values, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put back what `save` noted."""
-        ...
+        torch.set_rng_state(self._random)
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._random_on_device, self._device)
+        for (module, name), tensor, values in zip(self._places, self._tensors, self._values, strict=True):
+            tensor.copy_(values)
+            module._buffers[name] = tensor
 
 
 @dataclass(frozen=True)
@@ -120,7 +159,7 @@ class Recovery:
     #: knows what the rank is doing
     _recorder: Recorder
     #: put back after a failure
-    _state: SavedState
+    _state: StepState
     #: where failures are written for all ranks; None for a rank that is alone
     _store: Store | None
     #: set once this rank's communicators are cut
@@ -129,7 +168,7 @@ class Recovery:
     _watch: _Watch | None
     _end_watch: Callable[[], object] | None
 
-    def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder, state: SavedState, place: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder, state: StepState, place: str = "") -> None:
         self.alarm, self.lost, self.uncertain, self.communicators = Alarm(), None, None, []
         self._recorder, self._state, self._place = recorder, state, place and f" ({place})"
         self._generation, self._undo, self._redo = 0, [], []

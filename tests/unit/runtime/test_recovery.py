@@ -1,20 +1,21 @@
 """Recovery on a rank that is alone; `tests/dist/test_failing_steps.py` tries it on several."""
 
 import pytest
+import torch
 
 from penstock import Engine
 from penstock.engine import EngineOptions, pipeline
 from penstock.model import decoder_units
 from penstock.runtime import InProcessHub, InProcessTransport, Recorder, Recovery
+from penstock.runtime.recovery import StepState
 from penstock.schedule import Action, Op
 from penstock.settings import ModelConfig
 
 
-class Counted:
+class Counted(StepState):
     """State that counts how often it is saved and restored."""
 
-    def __init__(self) -> None:
-        self.num_saved = self.num_restored = 0
+    num_saved = num_restored = 0
 
     def save(self) -> None:
         self.num_saved += 1
@@ -24,7 +25,8 @@ class Counted:
 
 
 def test_an_action_that_has_failed_is_over_for_the_watchdog_and_still_named() -> None:
-    recorder, state = Recorder(0), Counted()
+    recorder, state = Recorder(0), Counted((), torch.device("cpu"))
+    state.num_saved = 0
     recovery = Recovery(None, recorder, state)
     with pytest.raises(ArithmeticError), recovery.joined(), recovery.alone():
         recorder.begin(Action(Op.F, 0, 3))
