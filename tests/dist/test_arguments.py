@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent, split
 from penstock.engine import EngineOptions
-from penstock.engine.build import units_of_layers
+from penstock.engine.own_layers import units_of_layers
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.settings import LearningRate, OptimizerConfig, ScheduleConfig, WeightDecay
 from tests.dist.grid_cases import DENSE

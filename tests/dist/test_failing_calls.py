@@ -27,9 +27,9 @@ from penstock import (
     StepError,
     token_cross_entropy,
 )
-from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import CheckpointReader, save
 from penstock.engine.optimizer.steppers import AdamW
+from penstock.engine.own_layers import units_of_layers
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.settings import ParameterGroup, ScheduleConfig
 from tests.dist.grid_cases import DENSE

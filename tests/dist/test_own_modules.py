@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.build import units_of_layers
 from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.own_layers import units_of_layers
 from penstock.model import CachedRows, CacheSize, Randomness, cross_entropy_sum
 from penstock.settings import LearningRate, OptimizerConfig, SamplingParams, ScheduleConfig, WeightDecay
 from tests.dist.launch import run_ranks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock import Engine, Layout
-from penstock.engine.build import units_of_layers
+from penstock.engine.own_layers import units_of_layers
 from penstock.model import ModelGroups, UnitSpec
 from penstock.runtime.distributed import default_store
 from tests.dist.launch import run_outcomes

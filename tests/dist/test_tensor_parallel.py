@@ -264,7 +264,7 @@ def test_ranks_that_cannot_share_a_model_are_refused(change: dict[str, Any], tp:
 
 
 def test_units_made_for_nobody_else_are_refused_where_ranks_share_them() -> None:
-    from penstock.engine.sharding import units_for
+    from penstock.engine.build import units_for
 
     with pytest.raises(ValueError, match=r"dp=1 x pp=1 x cp=1 x tp=2 shares a model .* give a function"):
         units_for(decoder_units(CONFIG), ModelGroups(), Layout(tp=2))

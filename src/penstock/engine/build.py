@@ -1,73 +1,42 @@
-"""This rank's stages, built from the list of a model's units."""
+"""The part of a model that a rank has: its units, shared with other ranks, tied, cut into stages, and built."""
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import schedule
+from penstock.engine.optimizer.groups import Division, ParameterGroups
+from penstock.engine.optimizer.steppers import OwnedState
 from penstock.engine.options import EngineOptions
-from penstock.model import BoundLayer, Limits, UnitSpec, WeightGradients, defer, switch_linears, switch_sequentials
+from penstock.model import (
+    ModelGroups,
+    UnitSpec,
+    WeightGradients,
+    defer,
+)
 from penstock.model.linear import Deferring, fix_weights
 from penstock.model.quantized import quantizer
 from penstock.model.reproducible import make_reproducible
+from penstock.parallel import Grid, Reduction
 from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
-from penstock.settings import CompileMode, ConfigError, Precision, Quantize, checked
-from penstock.settings.declare import type_in_words
-
-# ---- Compilation of units with torch.compile: once per kind of layer, for any number of tokens
-
-
-_MANY_KINDS = 1024
-"""Kinds of layers that may share code; beyond torch's own limit of 8 some layers of a long stage would not be compiled,
-and the bits would depend on the cut."""
-
-
-def compile_unit(module: nn.Module, mode: CompileMode) -> None:
-    """Compile a unit's forward; units with collectives, and those that say so by `compiles = None`, stay as they are.
-
-    `compiles` names the part of a unit to compile; left out, it is the whole.
-    """
-    name = getattr(module, "compiles", "")
-    if name is None or hasattr(module, "forward_lane"):
-        return
-    part = module.get_submodule(name)
-    keep_linears_eager(part)
-    limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _MANY_KINDS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _MANY_KINDS)
-    # Kernels for any number of tokens from the first call on: those of a fixed number may add up in another order.
-    part.compile(dynamic=True, mode=None if mode is CompileMode.DEFAULT else mode.value)
-
-
-def keep_linears_eager(module: nn.Module) -> None:
-    """Take the layers whose weight gradients can be deferred out of what torch.compile makes of the module."""
-    for part in module.modules():
-        if isinstance(part, Deferring) and "forward" not in vars(part):
-            part.forward = torch.compiler.disable(part.forward)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if a user has compiled the module, or a part of it."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
-
-
-# ---- This rank's stages, built from the list of a model's units
-
+from penstock.settings import CompileMode, ConfigError, Layout, ParameterGroup, Precision, Quantize
+from penstock.settings.declare import check_argument
 
 SECOND_COPY = "@2"
-_COPY_OF = "_penstock_copy_of"
+"""Ends the names of the second copy of a bidirectional model."""
 
 T = TypeVar("T")
 
@@ -160,6 +129,276 @@ def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: sched
                 f"{owner} is shared by layers on the ranks {held}; a weight can be shared by layers of one rank, or of "
                 f"one rank and its mirror, such as the first and the last; schedule.cut moves layers"
             )
+
+
+UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
+"""A model's units, or a function that makes them for the groups that share them."""
+
+
+def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[UnitSpec, ...]:
+    """The units, made for these groups.
+
+    Raises:
+        ValueError: they are there already, and the layout wants them shared.
+    """
+    if callable(source):
+        found = source(groups)
+        check_argument("units", found, Sequence[UnitSpec])
+        return tuple(found)
+    if (layout.tp, layout.cp, layout.ep) != (1, 1, 1):
+        raise ValueError(
+            f"the layout {layout} shares a model over tp, cp or ep, but its units are given ready-made; "
+            "give a function that makes them from ModelGroups, or a layout of pp and dp alone"
+        )
+    return tuple(source)
+
+
+# ---- Parameters that ranks share
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The sharing of this rank's parameters with other ranks."""
+
+    #: full name -> the part that this rank has; only parameters that ranks share
+    shards: Mapping[str, Shard]
+    #: full name -> the ranks over which the gradient is summed
+    reductions: Mapping[str, Reduction]
+    #: full name -> the name under which this rank counts the parameter in the norm of the whole model's gradients,
+    #: or None if another rank counts it
+    norm_names: Mapping[str, str | None]
+
+    @classmethod
+    def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], grid: Grid) -> Sharding:
+        """The sharding of this rank's parameters, given by full name."""
+        shards = {unit.full_name(own): shard for unit in units for own, shard in unit.sharding.items()}
+        partial = {unit.full_name(own) for unit in units for own in unit.partial}
+        own: dict[str, Shard] = {}
+        reductions: dict[str, Reduction] = {}
+        norm_names: dict[str, str | None] = {}
+        for name in parameters:
+            # Both copies of a bidirectional model are sharded alike.
+            plain = name.removesuffix(SECOND_COPY)
+            shard = shards.get(plain)
+            over_experts = shard is not None and shard.axis == "ep"
+            group = grid.edp_group if over_experts else grid.dp_cp_group
+            if plain not in partial:
+                reductions[name] = Reduction(group)
+            elif shard is None or over_experts:
+                reductions[name] = Reduction(group, grid.tp_group)
+            else:
+                reductions[name] = Reduction(group, grid.tp_group, shard.index, shard.count)
+            # Among ranks holding the same part, only the first counts it in the norm.
+            counts = (grid.ep_rank == 0 or over_experts) and _is_first_with(shard, grid)
+            norm_names[name] = None if not counts else name if shard is None else f"{name}[{shard.index}]"
+            if shard is not None:
+                own[name] = shard
+        return cls(own, reductions, norm_names)
+
+    def lending(self, loans: Mapping[str, str]) -> Sharding:
+        """The same, where copies (the keys of `loans`) use another parameter's values and have only a gradient."""
+        lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
+        return replace(self, reductions=lent)
+
+    def with_zero(self, ties: Mapping[str, str], grid: Grid, whole: Mapping[str, int] | None = None) -> Sharding:
+        """The same with ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
+
+        ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
+        two copies own the same elements of both. whole: the parameters that are stepped only whole, each by one of the
+        ranks, with their numbers of elements.
+        """
+        tied = ties.keys() | set(ties.values())
+        owners = _owners(whole or {}, self.reductions, ties)
+        return Sharding(
+            self.shards,
+            {
+                name: replace(
+                    reduction,
+                    sharded=reduction.group is not None,
+                    owner=owners.get(name),
+                    alone=name if name in tied else "",
+                )
+                for name, reduction in self.reductions.items()
+            },
+            # No two of these ranks step the same elements, so each counts its own, under a name of its own.
+            {
+                name: f"{name}@{grid.rank}" if _is_first_with(self.shards.get(name), grid) else None
+                for name in self.reductions
+            },
+        )
+
+
+def stepped_whole(
+    parameters: Mapping[str, nn.Parameter], groups: ParameterGroups, shards: Mapping[str, Shard]
+) -> dict[str, int]:
+    """The parameters that their optimizer steps only whole, each with its number of elements.
+
+    Raises:
+        ValueError: tensor- or expert-parallel ranks share one of them, so that none of them has it whole.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        if groups.division(name, parameter) is Division.PARAMETERS:
+            if name in shards:
+                rule = groups.rules[groups.number(name, parameter)]
+                raise ValueError(
+                    f"the optimizer {rule.kind.label} steps whole parameters, but {shards[name].axis} ranks share "
+                    f"{name}; set {shards[name].axis} = 1, or give it another optimizer"
+                )
+            found[name] = parameter.numel()
+    return found
+
+
+def _owners(whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties: Mapping[str, str]) -> dict[str, int]:
+    """The rank of its group that steps each of these parameters, as evenly as possible by elements.
+
+    Ranks of one group get the same answer, and so do ranks of several that hold the two copies of a tied parameter.
+    """
+    tied, owners = ties.keys() | set(ties.values()), {}
+    loads: dict[int, list[int]] = {}
+    for name in sorted(whole, key=lambda name: (-whole[name], name)):
+        group = reductions[name].group
+        if group is None:
+            continue
+        if name in tied:
+            owners[name] = crc32(ties.get(name, name).encode()) % group.size()
+            continue
+        load = loads.setdefault(id(group), [0] * group.size())
+        owners[name] = load.index(min(load))
+        load[owners[name]] += whole[name]
+    return owners
+
+
+def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
+    """True if this rank is the first of the tensor-parallel ranks that have the same part."""
+    if grid.tp_rank == 0:
+        return True
+    return shard is not None and shard.axis == "tp" and shard != shard.on(grid.tp_rank - 1, grid.layout.tp)
+
+
+# ---- State, as slices of whole tensors
+
+
+def local_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+    """This rank's parameters by full name, as views."""
+    found: dict[str, LocalTensor] = {}
+    for name, parameter in parameters.items():
+        data = parameter.detach()
+        found[name] = {shards[name].part: data} if name in shards else data
+    return found
+
+
+def local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+    """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
+    found: dict[str, LocalTensor] = {}
+    for name, state in owned.items():
+        if state.place is None:
+            found[name] = state.values
+            continue
+        shard = shards.get(state.place.name)
+        part = TensorSlice.whole(state.place.parameter.shape) if shard is None else shard.part
+        found[name] = local_run(state.values, state.place.first, part)
+    return found
+
+
+# ---- Checks of the whole model at construction, in one exchange: replicas begin alike, and each group has parameters
+
+
+_NUM_NAMED = 4
+_ADDED_AT_ONCE = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_whole_model(
+    own: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, groups: Sequence[ParameterGroup]
+) -> None:
+    """Refuse ranks that begin with other values of one tensor, and groups of the optimizer that no parameter is in.
+
+    All ranks call it with the tensors that they have, by full name.
+
+    Raises:
+        ValueError: naming the first such tensor; on all ranks alike.
+        ConfigError: with the group's pattern and some parameters' names; on all ranks alike.
+    """
+    parts = {}
+    for name, shard in shards.items():
+        group = grid.tp_group if shard.axis == "tp" else grid.ep_group
+        parts[name] = f"{shard.axis} {group.rank() if group is not None else 0}"
+    view = {
+        name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, total)
+        for (name, tensor), total in zip(own.items(), _sums(list(own.values())), strict=True)
+    }
+    seen: dict[tuple[str, str], tuple[int, int]] = {}
+    dims: dict[str, int] = {}
+    for rank, theirs in enumerate(gather_json(view, grid.control)):
+        for name, (part, num_dims, total) in theirs.items():
+            plain = name.removesuffix(SECOND_COPY)
+            first, known = seen.setdefault((plain, part), (rank, total))
+            if known != total:
+                raise ValueError(
+                    f"{name} begins with other values on rank {rank} than on rank {first}, though both hold the same "
+                    "part of the model; build the layers from one seed on every rank (torch.manual_seed), or give them "
+                    "the same weights"
+                )
+            if num_dims is not None:
+                dims[plain] = num_dims
+    for group in groups:
+        if not any(group.matches(name, num_dims) for name, num_dims in dims.items()):
+            some = ", ".join(islice(dims, _NUM_NAMED))
+            raise ConfigError(
+                f"optimizer.groups: the pattern {group.pattern!r} matches no "
+                f"{'matrix' if group.matrices else 'parameter'} of the model; among its {len(dims)} are {some}"
+            )
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> list[int]:
+    """The sum of each tensor's bits, read as whole numbers; 0 without values."""
+    found: list[Any] = []
+    for tensor in tensors:
+        total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
+        if not tensor.is_meta:
+            # PyTorch widens all that it adds up at once to 64 bits.
+            bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+            for part in bits.split(_ADDED_AT_ONCE):
+                total += part.sum(dtype=torch.int64)
+        found.append(total.cpu())
+    return torch.stack(found).tolist() if found else []
+
+
+# ---- Compilation of units with torch.compile: once per kind of layer, for any number of tokens
+
+
+_MANY_KINDS = 1024
+"""Kinds of layers that may share code; beyond torch's own limit of 8 some layers of a long stage would not be compiled,
+and the bits would depend on the cut."""
+
+
+def compile_unit(module: nn.Module, mode: CompileMode) -> None:
+    """Compile a unit's forward; units with collectives, and those that say so by `compiles = None`, stay as they are.
+
+    `compiles` names the part of a unit to compile; left out, it is the whole.
+    """
+    name = getattr(module, "compiles", "")
+    if name is None or hasattr(module, "forward_lane"):
+        return
+    part = module.get_submodule(name)
+    keep_linears_eager(part)
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _MANY_KINDS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, _MANY_KINDS)
+    # Kernels for any number of tokens from the first call on: those of a fixed number may add up in another order.
+    part.compile(dynamic=True, mode=None if mode is CompileMode.DEFAULT else mode.value)
+
+
+def keep_linears_eager(module: nn.Module) -> None:
+    """Take the layers whose weight gradients can be deferred out of what torch.compile makes of the module."""
+    for part in module.modules():
+        if isinstance(part, Deferring) and "forward" not in vars(part):
+            part.forward = torch.compiler.disable(part.forward)
+
+
+# ---- This rank's stages, built from the list of a model's units
 
 
 def cut_units(
@@ -271,75 +510,6 @@ def _layer_of(unit: str) -> int | None:
     """The number of the layer that the unit of that name belongs to; None for a unit outside of all layers."""
     layer = unit.split(".")[1:2]
     return int(layer[0]) if layer and layer[0].isdigit() else None
-
-
-@checked
-def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
-    """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
-
-    The first takes the batch's `tokens`: ids [T], or anything else with T rows and more dimensions, such as images. The
-    last gives what the loss takes, and [T, hidden_size] goes from one to the next.
-    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch. A
-    parameter that several layers hold, such as the embedding's weight in the head, stays one: it is tied.
-
-    Raises:
-        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one, or is given twice
-            with buffers.
-    """
-    if not len(layers):
-        raise ValueError("a model needs at least one layer")
-    modules: list[nn.Module] = []
-    for number, layer in enumerate(layers):
-        if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
-            layer = BoundLayer(layer)
-        if not isinstance(layer, nn.Module):
-            raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
-        switch_linears(layer)
-        switch_sequentials(layer)
-        if is_compiled(layer):
-            keep_linears_eager(layer)
-        modules.append(layer)
-    tied = _tied(modules)
-    return tuple(replace(_unit_of_layer(f"layers.{i}", module), tied=tied[i]) for i, module in enumerate(modules))
-
-
-def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
-    """For each layer, the parameters that earlier layers hold too -> their full names there; it gets copies of them.
-
-    On another rank such a copy begins with the owner's values, and the gradients of both are summed; beside its owner
-    it uses the owner's storage.
-    """
-    owners: dict[nn.Parameter, str] = {}
-    found: list[dict[str, str]] = []
-    for i, module in enumerate(modules):
-        # A copy that an engine made before knows what it is a copy of.
-        named = {name: getattr(own, _COPY_OF, own) for name, own in module.named_parameters()}
-        shared = {name: owners[own] for name, own in named.items() if own in owners}
-        if shared and any(module is earlier for earlier in modules[:i]):
-            if next(module.buffers(), None) is not None:
-                raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
-            modules[i] = module = copy.deepcopy(module)
-        for name in shared:
-            if not hasattr(module.get_parameter(name), _COPY_OF):
-                copied = nn.Parameter(named[name].detach().clone(), named[name].requires_grad)
-                setattr(copied, _COPY_OF, named[name])
-                place, _, own = name.rpartition(".")
-                setattr(module.get_submodule(place), own, copied)
-        owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
-        found.append(shared)
-    return found
-
-
-def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
-    num_parameters = sum(p.numel() for p in layer.parameters())
-    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
-    num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
-    flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
-    limits = None
-    if isinstance(layer, nn.Embedding):
-        limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
-    own_weights: Callable[[nn.Module, int], None] = lambda module, seed: None  # noqa: E731
-    return UnitSpec(name, lambda: layer, own_weights, num_parameters, flops_per_token, is_own=True, limits=limits)
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:

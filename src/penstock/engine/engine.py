@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from torch import nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.build import units_of_layers
+from penstock.engine.build import UnitSource
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
@@ -20,8 +20,8 @@ from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, OnToken
 from penstock.engine.options import EngineOptions, changed
+from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.sharding import UnitSource
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
 from penstock.engine.training.trainer import ModelState, Trainer, TrainResult

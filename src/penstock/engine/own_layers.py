@@ -1,12 +1,14 @@
-"""A user's own layers: what they ask for of a microbatch by name, and what they give each other."""
+"""A user's own layers: as units, what they ask for of a microbatch by name, and what they give each other."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,12 +17,104 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from penstock.data import PackedBatch
-from penstock.engine.build import autocast_of
-from penstock.model import Given, Parameters, Randomness, Sequences, UnitSpec
+from penstock.engine.build import autocast_of, keep_linears_eager
+from penstock.model import (
+    BoundLayer,
+    Given,
+    Limits,
+    Parameters,
+    Randomness,
+    Sequences,
+    UnitSpec,
+    switch_linears,
+    switch_sequentials,
+)
 from penstock.runtime import Boundary, Message, Stage, UnitCall
 from penstock.runtime.message import SEQUENCES, Form, MessagePart
-from penstock.settings import Precision
+from penstock.settings import Precision, checked
 from penstock.settings.declare import type_in_words
+
+# ---- The layers as units
+
+
+_COPY_OF = "_penstock_copy_of"
+
+
+@checked
+def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
+    """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
+
+    The first takes the batch's `tokens`: ids [T], or anything else with T rows and more dimensions, such as images. The
+    last gives what the loss takes, and [T, hidden_size] goes from one to the next.
+    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch. A
+    parameter that several layers hold, such as the embedding's weight in the head, stays one: it is tied.
+
+    Raises:
+        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one, or is given twice
+            with buffers.
+    """
+    if not len(layers):
+        raise ValueError("a model needs at least one layer")
+    modules: list[nn.Module] = []
+    for number, layer in enumerate(layers):
+        if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
+            layer = BoundLayer(layer)
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
+        switch_linears(layer)
+        switch_sequentials(layer)
+        if is_compiled(layer):
+            keep_linears_eager(layer)
+        modules.append(layer)
+    tied = _tied(modules)
+    return tuple(replace(_unit_of_layer(f"layers.{i}", module), tied=tied[i]) for i, module in enumerate(modules))
+
+
+def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
+    """For each layer, the parameters that earlier layers hold too -> their full names there; it gets copies of them.
+
+    On another rank such a copy begins with the owner's values, and the gradients of both are summed; beside its owner
+    it uses the owner's storage.
+    """
+    owners: dict[nn.Parameter, str] = {}
+    found: list[dict[str, str]] = []
+    for i, module in enumerate(modules):
+        # A copy that an engine made before knows what it is a copy of.
+        named = {name: getattr(own, _COPY_OF, own) for name, own in module.named_parameters()}
+        shared = {name: owners[own] for name, own in named.items() if own in owners}
+        if shared and any(module is earlier for earlier in modules[:i]):
+            if next(module.buffers(), None) is not None:
+                raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
+            modules[i] = module = copy.deepcopy(module)
+        for name in shared:
+            if not hasattr(module.get_parameter(name), _COPY_OF):
+                copied = nn.Parameter(named[name].detach().clone(), named[name].requires_grad)
+                setattr(copied, _COPY_OF, named[name])
+                place, _, own = name.rpartition(".")
+                setattr(module.get_submodule(place), own, copied)
+        owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
+        found.append(shared)
+    return found
+
+
+def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
+    num_parameters = sum(p.numel() for p in layer.parameters())
+    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
+    num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
+    flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
+    limits = None
+    if isinstance(layer, nn.Embedding):
+        limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
+    own_weights: Callable[[nn.Module, int], None] = lambda module, seed: None  # noqa: E731
+    return UnitSpec(name, lambda: layer, own_weights, num_parameters, flops_per_token, is_own=True, limits=limits)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if a user has compiled the module, or a part of it."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
+
+
+# ---- What they ask for by name
 
 
 @dataclass(eq=False)

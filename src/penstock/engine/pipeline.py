@@ -1,8 +1,12 @@
-"""A model cut into stages over a grid of processes, and what every job on it shares: training, scoring, generation."""
+"""A model cut into stages over a grid of processes, and what every job on it shares: training, scoring, generation.
+
+Shapes: T tokens of a whole microbatch, R of this rank's part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,25 +16,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.data import PackedBatch
+from penstock.data import PackedBatch, part_of
 from penstock.engine.build import (
     SECOND_COPY,
+    Sharding,
     Ties,
+    UnitSource,
     build_on_all_ranks,
     build_stages,
     check_same_units,
     check_ties,
+    check_whole_model,
     cut_units,
     parameter_dtype,
+    stepped_whole,
+    units_for,
 )
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.sharding import ContextShards, Sharding, UnitSource, check_whole_model, stepped_whole, units_for
 from penstock.engine.timed_cut import measure_units, timed_cut
-from penstock.model import Given, ModelGroups, Randomness, Sequences, UnitSpec, WeightCasts, share_casts
+from penstock.model import (
+    Given,
+    Logits,
+    ModelGroups,
+    Randomness,
+    Sequences,
+    ShardedLogits,
+    Spread,
+    UnitSpec,
+    WeightCasts,
+    cut_sequences,
+    share_casts,
+)
 from penstock.model.reproducible import check_reproducible
-from penstock.parallel import Grid, connect, naming_ended_ranks
+from penstock.parallel import Grid, connect, gather_uneven, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import Communicator
@@ -62,6 +82,39 @@ StartReduction = Callable[[int], None]
 
 _MAX_EXECUTORS = 64
 """Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShards:
+    """This rank's part of every microbatch under context parallelism."""
+
+    #: the ranks that share every sequence, for device tensors
+    group: dist.ProcessGroup
+    #: the device of this rank's sequences
+    device: torch.device
+
+    def shard(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
+        """This rank's part, cut alike for all keys, and the sequences that units see."""
+        spread = self.spread(microbatch)
+        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
+
+    def spread(self, microbatch: PackedBatch) -> Spread:
+        """The tokens of every rank; some may have none."""
+        pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())
+        return Spread(self.group.rank(), pieces)
+
+    def whole_logits(self, logits: Logits, microbatch: PackedBatch) -> Logits:
+        """The logits of all of the microbatch's tokens; where ranks share the vocabulary, they still do."""
+        if isinstance(logits, ShardedLogits):
+            return replace(logits, own=self.whole(logits.own, microbatch))
+        return self.whole(logits, microbatch)
+
+    def whole(self, x: Tensor, microbatch: PackedBatch) -> Tensor:
+        """Gather all ranks' rows [R, ...] in the order of the microbatch's tokens, [T, ...]; all ranks call it."""
+        spread = self.spread(microbatch)
+        rows = torch.cat(gather_uneven(x, spread.num_tokens, self.group))
+        order = torch.cat([spread.rows(rank) for rank in range(spread.num_ranks)])
+        return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)
 
 
 class Pipeline:

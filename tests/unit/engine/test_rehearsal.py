@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.build import units_of_layers
+from penstock.engine.own_layers import units_of_layers
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse, rehearse_run
 from penstock.engine.training.losses import token_cross_entropy
 from penstock.model import ModelGroups, UnitSpec, decoder_units

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock.engine.build import UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.sharding import UnitSource, units_for
 from penstock.io.files import read_json_object, refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears
 from penstock.model.hf.config_json import HuggingFaceForm

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, split
 from penstock.data.tokenizer import load_tokenizer
+from penstock.engine.build import UnitSource, units_for
 from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.folders.run_check import check_run, with_pretrained
@@ -31,7 +32,6 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
-from penstock.engine.sharding import UnitSource, units_for
 from penstock.engine.training.losses import LossFn, LossMetrics, token_cross_entropy
 from penstock.engine.training.microbatches import AgreedSplit
 from penstock.engine.training.trainer import Trainer

@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.build import SECOND_COPY, build_on_all_ranks
+from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_parameters, local_state
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update, state_aliases
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.sharding import local_parameters, local_state
 from penstock.engine.training.losses import (
     AuxLossReport,
     AuxLossTracker,
