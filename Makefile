@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole compiled lint bench promises mutants late \
+.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole subjects compiled lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -51,6 +51,11 @@ pytest: compiled
 # The same with every case of a product, of which the tests otherwise take as many as show each pair once.
 pytest-whole: compiled
 	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# Those of the site, the browser and clusters, which else run only when what they are about has changed; those that pass
+# are noted in tests/subjects.json, which belongs into the commit.
+subjects: compiled
+	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m subject
 
 # What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
 test-gpu: setup

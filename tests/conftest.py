@@ -11,6 +11,9 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
+from tests.covering import EVERY
+from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
+
 # An example's time says how busy the machine is, not whether it passes.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
@@ -20,13 +23,26 @@ def pytest_configure(config: pytest.Config) -> None:
     # Of a run in several processes the first one hears of all tests.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Shown(config), "shown")
+        if EVERY:
+            config.pluginmanager.register(Subjects(), "subjects")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have reports name the statements that tests show; leave out those marked `gpu` where no CUDA device is found."""
+    """Have reports name the statements that tests show; leave out those marked `gpu` where no CUDA device is found.
+
+    And those whose subject is unchanged, unless every case is run.
+    """
+    known, found = recorded(), dict[str, str]()
     for item in items:
         for mark in item.iter_markers("shows"):
             item.user_properties.append(("shows", list(mark.args)))
+        if subjects := [pattern for mark in item.iter_markers("subject") for pattern in mark.args]:
+            file = item.path.relative_to(ROOT).as_posix()
+            # Of one file all tests have the same.
+            found[file] = found.get(file) or digest(item.path, subjects)
+            item.user_properties.append(("subject", [file, found[file]]))
+            if not EVERY and known.get(file) == found[file]:
+                item.add_marker(pytest.mark.skip(reason=UNCHANGED))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -50,12 +66,31 @@ class Shown:
             return
         reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
         outcomes = self.tests.setdefault(report.nodeid.partition("[")[0], {})
-        outcomes.setdefault(report.outcome, []).append(reason)
+        outcome = "unchanged" if reason == UNCHANGED else report.outcome
+        outcomes.setdefault(outcome, []).append(reason)
 
     def pytest_sessionfinish(self) -> None:
         cache = getattr(self.config, "cache", None)
         if cache is not None:
             cache.set("penstock/shown", self.tests)
+
+
+class Subjects:
+    """Notes in `tests/subjects.json` the files of tests with a subject that have all passed."""
+
+    def __init__(self) -> None:
+        #: test's file -> its digest, and whether all have passed so far
+        self.files: dict[str, tuple[str, bool]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == "subject" and isinstance(value, list):
+                file, found = value
+                passed = self.files.get(file, (found, True))[1] and report.passed
+                self.files[file] = found, passed
+
+    def pytest_sessionfinish(self) -> None:
+        record({file: found for file, (found, passed) in self.files.items() if passed})
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
 """A statement counts as shown if all its tests ran and passed in one run; what was not shown says why."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,16 @@ class TestMore:
 """
 
 
+MARKERS = "    shows: statements\n    gpu: needs one\n    subject: files\n"
+
+
 @pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two processes"])
 def test_a_run_leaves_how_each_test_that_shows_a_statement_ended(tmp_path: Path, processes: list[str]) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_made_up.py").write_text(TESTS)
-    (tmp_path / "tests" / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    shows: statements\n    gpu: needs one\n")
+    for name in ("__init__.py", "conftest.py", "covering.py", "subjects.py"):
+        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{MARKERS}")
     command = [sys.executable, "-m", "pytest", "-q", "tests", *processes]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "1 failed, 2 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
@@ -83,6 +88,7 @@ def test_a_run_leaves_how_each_test_that_shows_a_statement_ended(tmp_path: Path,
             "skipped",
             True,
         ),
+        ({"a": {"unchanged": ["unchanged since it passed"]}, "b": {"passed": [""]}}, "shown", True),
         ({"a": {"skipped": ["needs a CUDA device"]}}, "skipped", False),
         ({"a": {"passed": [""]}, "b": {"skipped": ["make setup installs it"]}}, "in part", False),
         (
@@ -97,3 +103,49 @@ def test_only_what_a_machine_lacks_excuses_a_statement(outcomes: Record, word: s
     assert (found.word, found.forgiven) == (word, forgiven)
     assert found.word == "shown" or found.why
     assert verdict([], outcomes).word == "open" and not verdict([], outcomes).forgiven
+
+
+ABOUT = """
+import pytest
+from tests.helper import ANSWER
+
+pytestmark = pytest.mark.subject("pages/**/*.txt")
+
+@pytest.mark.shows(1)
+@pytest.mark.parametrize("number", [1, 2])
+def test_about(number):
+    assert ANSWER == 42
+"""
+
+
+def test_what_has_passed_is_left_out_until_its_subject_or_the_test_itself_changes(tmp_path: Path) -> None:
+    """The record is written where every case is run, by any number of processes, for files that pass whole alone."""
+    for name in ("__init__.py", "conftest.py", "covering.py", "subjects.py"):
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "tests" / "test_about.py").write_text(ABOUT)
+    (tmp_path / "tests" / "helper.py").write_text("ANSWER = 41\n")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "one.txt").write_bytes(b"one\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{MARKERS}")
+
+    def run(*options: str, every: bool = False) -> str:
+        environ = {**os.environ, "PENSTOCK_EVERY_CASE": "1" if every else ""}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environ)
+        return done.stdout
+
+    assert "2 failed" in run(every=True) and "2 failed" in run()
+    (tmp_path / "tests" / "helper.py").write_text("ANSWER = 42\n")
+    assert "2 passed" in run(), "nothing is noted of what failed"
+    assert "2 passed" in run("-n", "2", every=True)
+    assert "2 skipped" in run()
+    (tmp_path / "pages" / "one.txt").write_bytes(b"one\r\n")
+    assert "2 skipped" in run(), "only the ends of lines differ"
+    assert "2 passed" in run(every=True), "where every case is run it runs"
+    for path in ("pages/one.txt", "tests/helper.py", "pages/more.txt"):
+        before = (tmp_path / path).read_text() if (tmp_path / path).exists() else None
+        (tmp_path / path).write_text("ANSWER = 42  # as before\n")
+        assert "2 passed" in run(), path
+        (tmp_path / path).unlink() if before is None else (tmp_path / path).write_text(before)
+        assert "2 skipped" in run(), path

@@ -1,7 +1,8 @@
 """Says which of the promised statements the last run of the tests has shown, and which it has not, and why.
 
 A test shows statement N when it bears `@pytest.mark.shows(N)`; docs/promises.md says each in a line. A statement was
-shown if all its tests ran and passed. The tests leave a record of their run in pytest's cache (tests/conftest.py).
+shown if all its tests ran and passed, or have passed before and what they are about is unchanged (tests/subjects.py).
+The tests leave a record of their run in pytest's cache (tests/conftest.py).
 """
 
 import argparse
@@ -94,7 +95,7 @@ def verdict(tests: list[str], run: Record) -> Verdict:
     missing = tuple(f"{test} did not run" for test in tests if test not in run)
     reasons = tuple(sorted({reason for outcomes in ran for reason in outcomes.get("skipped", ())}))
     failed = tuple(f"{test} failed" for test in tests if "failed" in run.get(test, ()))
-    passed = any("passed" in outcomes for outcomes in ran)
+    passed = any("passed" in outcomes or "unchanged" in outcomes for outcomes in ran)
     if not tests:
         return Verdict("open", ("no test shows it",))
     if failed:
@@ -133,6 +134,9 @@ def main() -> int:
         counts = Counter(found.word for found in verdicts.values())
         told = ", ".join(f"{count} {word}" for word, count in counts.most_common())
         print(f"\nof {len(words)} statements, in the last run of the tests: {told}")
+        unchanged = sorted(test for test, outcomes in run.items() if "unchanged" in outcomes)
+        if unchanged:
+            print(f"{len(unchanged)} tests have passed before, and what they are about is unchanged")
     if unsaid:
         print(f"shown without a line in docs/promises.md: {unsaid}", file=sys.stderr)
     amiss = [number for number, found in verdicts.items() if not found.forgiven] if options.check else []

@@ -14,7 +14,8 @@ from tests.dist.launch import run_ranks
 from tests.generation import load, random_prompts
 from tests.unit.model.test_parity import FAMILIES, hugging_face_model, hugging_face_name
 
-GREEDY = SamplingParams(max_new_tokens=64, temperature=0)
+NUM_NEW_TOKENS = 40
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0)
 OPTIONS = (
     GenerateOptions(),
     GenerateOptions(num_slots=3, rows_per_slot=1, prefill_tokens=5),
@@ -56,7 +57,12 @@ def expected(pp: int) -> tuple[Any, dict[str, Any], list[list[int]], list[list[i
         given = torch.tensor([prompt])
         mask = torch.ones_like(given)
         tokens = reference.generate(  # pyright: ignore[reportCallIssue]
-            given, attention_mask=mask, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            given,
+            attention_mask=mask,
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         answers.append(tokens[0, len(prompt) :].tolist())
     return config, weights, prompts, answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def answers(rank: int, layout: Layout, num_local_stages: int) -> list[Any]:
     return found
 
 
+@cache
 def expected(place: int) -> list[Any]:
     """Of one process for the prompts that the pipeline at this place is given."""
     engine, found = make_engine(Layout()), []

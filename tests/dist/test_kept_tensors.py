@@ -25,6 +25,7 @@ from penstock.model.sequences import AuxLosses
 from penstock.runtime import Stage, Tape
 from penstock.schedule import Op, parts
 from penstock.schedule.recording import Record
+from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
 from tests.dist.test_combined import Run, batches, engine_of
 
@@ -187,22 +188,26 @@ def kept(rank: int, runs: list[Run], layout: Layout) -> list[Found]:
 NAMES = {1: ("1f1b", "combined"), 2: ("interleaved", "combined-interleaved")}
 WAYS: tuple[dict[str, Any], ...] = ({}, {"split_backward": True}, {"early_release": True}, {"overlap": False})
 EXPERTS, RING = Layout(dp=2, ep=2), Layout(cp=2, ep=2)
+LAYOUTS = [EXPERTS, RING, replace(EXPERTS, pp=2), replace(RING, pp=2)]
+PAIRS = pairs_of(LAYOUTS, ("none", "full"), WAYS)
 
 
 @pytest.mark.shows(45)
-@pytest.mark.parametrize("layout", [EXPERTS, RING, replace(EXPERTS, pp=2), replace(RING, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_nothing_of_a_microbatch_outlives_its_backward_and_pairs_keep_one_more(layout: Layout) -> None:
     """Layers with experts, without recomputation and with it, and attention that travels round a ring."""
     plain, fused = NAMES[layout.pp]
-    alone = [Run(plain, MICROBATCHES, recompute=how, stages_per_rank=layout.pp) for how in ("none", "full")]
-    groups = [[run, *(replace(run, schedule=fused, **way) for way in WAYS)] for run in alone]
-    runs = [run for group in groups for run in group]
+    groups: dict[str, list[Run]] = {}
+    for how, way in [(how, way) for own, how, way in PAIRS if own == layout]:
+        run = Run(plain, MICROBATCHES, recompute=how, stages_per_rank=layout.pp)
+        groups.setdefault(how, [run]).append(replace(run, schedule=fused, **way))
+    runs = [run for group in groups.values() for run in group]
     for of_rank in run_ranks(layout.world_size, kept, runs, layout, timeout_s=120.0):
         by_run = dict(zip(runs, of_rank, strict=True))
         for run, found in by_run.items():
             assert found.num_microbatches == MICROBATCHES * layout.pp and found.least_seen > 50, run
             assert not found.left and not found.outlived, (run, found.left, found.outlived)
-        for run, *in_pairs in groups:
+        for run, *in_pairs in groups.values():
             assert by_run[run].peak >= 1
             for pair in in_pairs:
                 assert 1 <= by_run[pair].peak <= by_run[run].peak + 1, pair

@@ -17,7 +17,7 @@ TOLERANCE = 1e-10
 # Every layout with every schedule takes half an hour on two cores: PENSTOCK_ALL_LAYOUTS=1 runs them, else one in so
 # many is run. Layouts of one number of processes run in the same ones, so many at a time.
 ALL = bool(os.environ.get("PENSTOCK_ALL_LAYOUTS"))
-EVERY, AT_A_TIME, LIMIT_S = (1, 12, 1800.0) if ALL else (11, 50, 800.0)
+EVERY, AT_A_TIME, LIMIT_S = (1, 12, 1800.0) if ALL else (17, 50, 800.0)
 
 
 def by_world() -> dict[str, list[Case]]:

@@ -20,6 +20,13 @@ from penstock.runtime.stage import Stage
 from tests.e2e.hosts import LOOPBACK, Host, Rendezvous, three_hosts, why_no_hosts, world_size_of
 from tests.e2e.training import Started, exact_metrics, has_saved, last_step, wait_until, write_run
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/cli/**/*.py",
+    "src/penstock/engine/**/*.py",
+    "src/penstock/parallel/*.py",
+    "src/penstock/runtime/**/*.py",
+)
+
 STEPS = 80
 
 

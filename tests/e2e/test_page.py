@@ -21,6 +21,10 @@ from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
 from tests.e2e.chromium import Chromium, find_chromium
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/draw/**/*", "src/penstock/schedule/**/*.py", "src/penstock/cli/schedule.py"
+)
+
 RANKS, MICROBATCHES = 4, 8
 COMMAND = "penstock schedule show 1f1b --ranks 4 --microbatches 8 --output page.html"
 Picture = np.ndarray

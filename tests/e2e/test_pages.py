@@ -9,6 +9,8 @@ from tests.e2e.pages import ROOT, PageRun, agrees, blocks_of, prepare
 from tests.e2e.training import run
 from tests.e2e.unrun_commands import check_command
 
+pytestmark = pytest.mark.subject("*.md", "docs/**/*.md", "examples/**/*", "src/penstock/**/*.py")
+
 PAGES = {
     str(path.relative_to(ROOT)): blocks_of(path)
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

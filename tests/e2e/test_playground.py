@@ -18,6 +18,17 @@ from penstock import schedule
 from penstock.cli.main import main
 from tests.e2e.chromium import Chromium, find_chromium
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/draw/**/*",
+    "src/penstock/schedule/**/*.py",
+    "src/penstock/settings/*.py",
+    "src/penstock/io/*.py",
+    "docs/playground*",
+    "docs/playground/*",
+    "tools/playground.py",
+    "mkdocs.yml",
+)
+
 ROOT = Path(__file__).parents[2]
 SIZE = {"ranks": 4, "microbatches": 8}
 COSTS = {"backward_weight": "0.5", "transfer": "0.25", "microbatch_bytes": "1000"}

@@ -13,6 +13,14 @@ from tests.e2e.hosts import Host, Rendezvous, three_hosts, why_no_hosts
 from tests.e2e.serving import serving, write_model
 from tests.e2e.training import Started
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/cli/**/*.py",
+    "src/penstock/engine/**/*.py",
+    "src/penstock/parallel/*.py",
+    "src/penstock/runtime/**/*.py",
+    "src/penstock/serve/*.py",
+)
+
 PORT = 8123
 PROMPT = {"model": "model", "prompt": [5, 3, 8], "max_tokens": 24, "temperature": 0.9, "seed": 4}
 ASK = """

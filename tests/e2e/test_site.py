@@ -15,6 +15,8 @@ from matplotlib.image import imread
 from penstock.settings import SETTINGS
 from tests.e2e.chromium import Chromium, find_chromium
 
+pytestmark = pytest.mark.subject("docs/**/*", "mkdocs.yml", "README.md", "tools/*.py", "src/penstock/**/*.py")
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
