@@ -282,7 +282,6 @@ def _drain(parts: "ServerParts", ending: threading.Event) -> None:
     time.sleep(_SAME_SIGNAL_S)
     ending.clear()
     ending.wait(parts.config.drain_s)
-    left = parts.mailboxes.queue.counts
-    if num_left := left.num_waiting + left.num_running:
+    if num_left := sum(parts.mailboxes.queue.counts):
         print(f"penstock: {num_left} answers were cut off; --drain gives them more time", file=sys.stderr)
     parts.mailboxes.fail("the server has ended before the answer was finished")

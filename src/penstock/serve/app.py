@@ -51,7 +51,7 @@ def application(parts: ServerParts) -> Starlette:
         _path(parts, "/health", _health, "GET"),
         _path(parts, "/metrics", _metrics, "GET"),
         _path(parts, "/v1/models", _models, "GET"),
-        _path(parts, "/v1/models/{name:path}", _one_model, "GET"),
+        _path(parts, "/v1/models/{name:path}", _models, "GET"),
         _path(parts, "/v1/completions", partial(_generate, read_completion), "POST"),
         _path(parts, "/v1/chat/completions", partial(_generate, read_chat), "POST"),
     ]
@@ -118,25 +118,18 @@ async def _metrics(parts: ServerParts, request: Request) -> Response:
 
 
 async def _models(parts: ServerParts, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_described(parts.model)]})
-
-
-async def _one_model(parts: ServerParts, request: Request) -> Response:
-    name = request.path_params["name"]
-    if name != parts.model.name:
-        message = f"there is no model {quoted(name)}; this server has {parts.model.name!r}"
-        raise RefusalError(404, message, "model", "model_not_found")
-    return json_response(_described(parts.model))
-
-
-def _described(model: ServedModel) -> dict[str, Any]:
-    return {
+    """The list of models, which is one, or where the path names it that model alone."""
+    model, name = parts.model, request.path_params.get("name")
+    if name is not None:
+        model.check_name(name)
+    described = {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "penstock",
         "max_model_len": model.limits.max_length,
     }
+    return json_response({"object": "list", "data": [described]} if name is None else described)
 
 
 # ---- answers
@@ -206,10 +199,15 @@ class _Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply; the method's name is ASGI's."""
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         metrics = self._parts.metrics
         send_reply = self._stream if self._reply.asked.stream else self._send_whole
         replying = asyncio.create_task(send_reply(scope, receive, send))
-        leaving = asyncio.create_task(_gone(receive))
+        leaving = asyncio.create_task(gone())
         try:
             await asyncio.wait({replying, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if replying.done():
@@ -268,9 +266,3 @@ async def _send_event(send: Send, *contents: dict[str, Any]) -> None:
     if contents:
         body = "".join(f"data: {json_text(content)}\n\n" for content in contents)
         await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    """Return once the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

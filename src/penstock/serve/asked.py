@@ -52,6 +52,12 @@ class ServedModel:
         # More than may be under way at a time could never be taken.
         return self.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
 
+    def check_name(self, name: str) -> None:
+        """Refuse another model's name. Raises: RefusalError."""
+        if name != self.name:
+            message = f"there is no model {quoted(name)}; this server has {self.name!r}"
+            raise RefusalError(404, message, "model", "model_not_found")
+
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of the tokenizer's single tokens."""
@@ -119,11 +125,6 @@ def _temperature(value: float, model: ServedModel) -> float:
     return value
 
 
-def _top_k(value: int, model: ServedModel) -> int:
-    """0 and -1 leave all tokens, as others have it, and not as many as the model's own settings."""
-    return value if value > 0 else model.limits.vocab_size
-
-
 def _stops(value: Any, model: ServedModel) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
@@ -164,7 +165,8 @@ _OF_BOTH = {
     "stop": Field(sets="stop", read=_stops),
     "seed": Field(int, -(1 << 63), (1 << 64) - 1, "seed", lambda value, model: value % (1 << 64)),
     # Beyond OpenAI's interface, under the names that other servers have for them.
-    "top_k": Field(int, -1, "vocabulary", "top_k", _top_k),
+    # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
+    "top_k": Field(int, -1, "vocabulary", "top_k", lambda k, model: k if k > 0 else model.limits.vocab_size),
     "min_p": Field(float, 0, 1, "min_p"),
     "repetition_penalty": Field(float, 0.1, 10, "repetition_penalty"),
     "min_tokens": Field(int, 0, "length", "min_new_tokens"),
@@ -238,8 +240,9 @@ def read_fields(
 def read_completion(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
     """Read the body of /v1/completions. Raises: RefusalError."""
     given = _read(body, COMPLETION, model, config)
-    prompts, length = _prompts(given.get("prompt"), model, config), given.get("max_tokens", _USUAL_TOKENS)
-    return _request(given, COMPLETION, _Content(prompts, length, given.get("logprobs"), False), model, config)
+    given.setdefault("max_tokens", _USUAL_TOKENS)
+    prompts = _prompts(given.get("prompt"), model, config)
+    return _request(given, COMPLETION, prompts, given.get("logprobs"), model, config)
 
 
 def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
@@ -252,19 +255,8 @@ def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> CompletionR
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise invalid("max_tokens", f"max_tokens is {older}, but max_completion_tokens is {newer}; give one of them")
-    length = newer or older or max(1, model.limits.max_length - len(prompt))
-    content = _Content([prompt], length, (likeliest or 0) if wants else None, True)
-    return _request(given, CHAT, content, model, config)
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The fields that the two kinds of requests have under other names. length: the most new tokens."""
-
-    prompts: list[list[int]]
-    length: int
-    num_log_probs: int | None
-    is_chat: bool
+    given["max_tokens"] = newer or older or max(1, model.limits.max_length - len(prompt))
+    return _request(given, CHAT, [prompt], (likeliest or 0) if wants else None, model, config)
 
 
 def _read(body: Any, table: Mapping[str, Field], model: ServedModel, config: ServeConfig) -> dict[str, Any]:
@@ -275,18 +267,21 @@ def _read(body: Any, table: Mapping[str, Field], model: ServedModel, config: Ser
     name = given.get("model")
     if name is None:
         raise invalid("model", f"model is missing; this server has {model.name!r}")
-    if name != model.name:
-        message = f"there is no model {quoted(name)}; this server has {model.name!r}"
-        raise RefusalError(404, message, "model", "model_not_found")
+    model.check_name(name)
     return given
 
 
 def _request(
-    given: Mapping[str, Any], table: Mapping[str, Field], content: _Content, model: ServedModel, config: ServeConfig
+    given: Mapping[str, Any],
+    table: Mapping[str, Field],
+    prompts: list[list[int]],
+    num_log_probs: int | None,
+    model: ServedModel,
+    config: ServeConfig,
 ) -> CompletionRequest:
     """The request, whose settings of `SamplingParams` are the model's own and above them its fields'."""
     usage = read_fields(given.get("stream_options", {}), _STREAM_OPTIONS, model, config, "stream_options.")
-    prompts, length, longest = content.prompts, content.length, model.limits.max_length
+    length, longest = given["max_tokens"], model.limits.max_length
     settings = {name: value for name, value in model.sampling.items() if name != "max_new_tokens"}
     # As OpenAI's: without a seed each call draws anew.
     settings |= {"seed": secrets.randbits(64), "max_new_tokens": length}
@@ -301,15 +296,15 @@ def _request(
                 f"prompt {number} has {len(prompt)} tokens, and with max_tokens={length} more it would pass the "
                 f"{longest} that this server takes (--max-length)",
             )
-    if (likeliest := content.num_log_probs) is not None:
-        settings |= {"raw_log_probs": True, "top_log_probs": min(likeliest, model.limits.vocab_size)}
+    if num_log_probs is not None:
+        settings |= {"raw_log_probs": True, "top_log_probs": min(num_log_probs, model.limits.vocab_size)}
     try:
         params = SamplingParams(**settings)
         check_prompts(prompts, [params] * len(prompts), model.limits)
     except ValueError as error:
         raise invalid(None, str(error)) from None
-    usage_too = usage.get("include_usage", False)
-    request = CompletionRequest(prompts, params, given.get("stream", False), usage_too, likeliest, content.is_chat)
+    stream, usage_too = given.get("stream", False), usage.get("include_usage", False)
+    request = CompletionRequest(prompts, params, stream, usage_too, num_log_probs, is_chat=table is CHAT)
     most, why = model.most("choices", config)
     if request.num_choices > most:
         raise invalid("n", f"the request asks for {request.num_choices} answers; at most {most}{why} are possible")

@@ -117,7 +117,16 @@ class Mailboxes:
 
     def publish(self, deltas: list[TokenDelta]) -> None:
         """Give what one batch has made to the mailboxes."""
-        self._call(lambda: self._deliver(deltas))
+
+        def deliver() -> None:
+            for delta in deltas:
+                mailbox = self._mailboxes.get(delta.number)
+                if mailbox is not None:
+                    if delta.ending is not None:
+                        del self._mailboxes[delta.number]
+                    mailbox.put(delta)
+
+        self._call(deliver)
 
     def close(self, reason: str) -> None:
         """Refuse requests from now on; those that were taken are answered."""
@@ -126,21 +135,14 @@ class Mailboxes:
 
     def fail(self, reason: str) -> None:
         """Refuse requests, and end those that are being answered."""
+
+        def end_all() -> None:
+            for mailbox in set(self._mailboxes.values()):
+                mailbox.fail(RefusalError(503, reason, None, "server_ended"))
+
         self.close(reason)
-        self._call(lambda: self._fail(reason))
+        self._call(end_all)
 
     def _call(self, action: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
-
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            mailbox = self._mailboxes.get(delta.number)
-            if mailbox is not None:
-                if delta.ending is not None:
-                    del self._mailboxes[delta.number]
-                mailbox.put(delta)
-
-    def _fail(self, reason: str) -> None:
-        for mailbox in set(self._mailboxes.values()):
-            mailbox.fail(RefusalError(503, reason, None, "server_ended"))

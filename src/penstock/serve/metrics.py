@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.engine.generation.requests import QueueCounts
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -45,7 +43,7 @@ class ServerMetrics:
     """Counts since the start; used by the event loop's thread alone."""
 
     #: how many answers wait and are computed
-    counts_of_queue: Callable[[], QueueCounts]
+    counts_of_queue: Callable[[], tuple[int, int]]
     #: (path, status) -> requests
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     #: tokens of the prompts that were taken, and tokens that clients were given
@@ -61,15 +59,15 @@ class ServerMetrics:
 
     def text(self) -> str:
         """All figures."""
-        queue, lines = self.counts_of_queue(), []
+        (num_waiting, num_running), lines = self.counts_of_queue(), []
         requests = [f'{{path="{path}",status="{status}"}} {n}' for (path, status), n in sorted(self.requests.items())]
         for name, kind, help_text, samples in (
             ("requests_total", "counter", "Requests by path and status.", requests),
             ("prompt_tokens_total", "counter", "Tokens of prompts that were taken.", [f" {self.num_prompt_tokens}"]),
             ("generated_tokens_total", "counter", "New tokens.", [f" {self.num_new_tokens}"]),
             ("cancelled_answers_total", "counter", "Answers whose client had gone.", [f" {self.num_cancelled}"]),
-            ("answers_running", "gauge", "Answers that have a row of the KV cache.", [f" {queue.num_running}"]),
-            ("answers_waiting", "gauge", "Answers that wait for a row.", [f" {queue.num_waiting}"]),
+            ("answers_running", "gauge", "Answers that have a row of the KV cache.", [f" {num_running}"]),
+            ("answers_waiting", "gauge", "Answers that wait for a row.", [f" {num_waiting}"]),
             ("start_time_seconds", "gauge", "When the server started.", [f" {self._start_s:.3f}"]),
         ):
             lines += [f"# HELP penstock_{name} {help_text}", f"# TYPE penstock_{name} {kind}"]

@@ -22,12 +22,13 @@ class _PromptProtocol(H11Protocol):
     """HTTP, whose clients must begin: uvicorn waits without end for the first request of a connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self.loop.call_later(_HEADERS_S, self._check_begun)
 
-    def _check_begun(self) -> None:
-        if self.cycle is None:  # no headers have come in full
-            self.transport.close()
+        def check_begun() -> None:
+            if self.cycle is None:  # no headers have come in full
+                self.transport.close()
+
+        super().connection_made(transport)
+        self.loop.call_later(_HEADERS_S, check_begun)
 
 
 class HttpThread:

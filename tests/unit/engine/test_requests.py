@@ -136,7 +136,7 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
             if number not in cancelled:
                 assert published.deltas[number][-1].ending is answer.ending
                 assert len(got) == answer.num_tokens
-    assert requests.counts.num_running == requests.counts.num_waiting == 0
+    assert requests.counts == (0, 0)
     for loop in loops:
         assert len(loop.known) <= num_slots * 2 + 3, "ended sequences are kept"
         assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
@@ -178,7 +178,7 @@ def test_an_answer_whose_logits_are_not_finite_ends_alone(num_ranks: int, num_sl
         for number, answer in zip(numbers, generate_together(1, [prompt], params, options).answers, strict=True):
             assert_same(published.tokens(number), answer.generated)
             assert published.deltas[number][-1].ending is Ending.LENGTH
-    assert requests.counts.num_running == requests.counts.num_waiting == 0
+    assert requests.counts == (0, 0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 import pytest
 
-from penstock.engine.generation.requests import QueueCounts, RequestQueue, TokenDelta
+from penstock.engine.generation.requests import RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import CompletionRequest
 from penstock.serve.mailboxes import Mailbox, Mailboxes
@@ -124,7 +124,7 @@ def test_an_answer_that_is_not_finite_ends_its_request_and_no_other() -> None:
 
 
 def test_figures_have_the_form_that_prometheus_reads() -> None:
-    metrics = ServerMetrics(lambda: QueueCounts(3, 2))
+    metrics = ServerMetrics(lambda: (3, 2))
     metrics.requests["/health", 200] += 2
     metrics.first_token_s.add(0.02)
     lines = metrics.text().splitlines()

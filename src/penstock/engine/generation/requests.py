@@ -144,14 +144,6 @@ class TokenDelta:
     ending: Ending | None
 
 
-@dataclass(frozen=True, slots=True)
-class QueueCounts:
-    """Answers that wait, and answers that have a row of the KV cache."""
-
-    num_waiting: int
-    num_running: int
-
-
 class RequestQueue:
     """The requests of one generation that does not end before it is closed.
 
@@ -237,10 +229,11 @@ class RequestQueue:
             self._changed.notify()
 
     @property
-    def counts(self) -> QueueCounts:
+    def counts(self) -> tuple[int, int]:
+        """Answers that wait, and answers that have a row of the KV cache."""
         with self._changed:
             running = min(self._num_running, len(self._texts))
-            return QueueCounts(len(self._texts) - running, running)
+            return len(self._texts) - running, running
 
     # ---- in the thread that computes
 
