@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
-from penstock.data import NO_LABEL, TooFewItems, split
+from penstock.data import NO_LABEL, SplitError, split
 from penstock.engine import Engine, EngineOptions, ZeroLossWeight
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.runtime import Executor, Feed, PipelineError, StepError, TransportError
@@ -229,7 +229,7 @@ def test_what_one_rank_cannot_do_no_rank_starts() -> None:
     assert differing is PipelineError
     assert "(dp 0, pp 0, cp 0, tp 0) has 2 items" in differing_text
     assert "(dp 0, pp 1, cp 0, tp 0) has 2 items" in differing_text
-    assert too_few is TooFewItems and "2 microbatches" in too_few_text
+    assert too_few is SplitError and "2 microbatches" in too_few_text
     assert alike is PipelineError and "(dp 0," not in alike_text
     views = [f"(dp 1, pp {pp}, cp 0, tp 0) has 2 items, 10 tokens, asks for 2 microbatches, digest " for pp in range(2)]
     assert all(view in alike_text for view in views)

@@ -236,10 +236,6 @@ def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 # ---- Endless batches of the items
 
 
-class LoaderStateError(ValueError):
-    """A saved position belongs to another corpus, packing or order, or is damaged."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSize:
     """The size of a data-parallel rank's batch: a number of items, or as many as fit a token budget."""
@@ -337,22 +333,22 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken, even on another number of ranks or with another batch size.
 
-        Raises: `LoaderStateError` if it was taken from another corpus, packing or seed, or is not a loader's state.
+        Raises: `CorpusError` if it was taken from another corpus, packing or seed, or is not a loader's state.
         """
         expected = self.state_dict()
         if set(state) != set(expected):
-            raise LoaderStateError(f"a loader's state has {sorted(expected)}, this one has {sorted(state)}")
+            raise CorpusError(f"a loader's state has {sorted(expected)}, this one has {sorted(state)}")
         if state["fingerprint"] != expected["fingerprint"]:
-            raise LoaderStateError(
+            raise CorpusError(
                 f"the saved position belongs to another corpus or packing ({state['fingerprint']}, "
                 f"here {expected['fingerprint']}); resume with the corpus, tokenizer and packing it was saved with"
             )
         if state["seed"] != self.seed:
-            raise LoaderStateError(f"the saved position belongs to seed {state['seed']}, this loader has {self.seed}")
+            raise CorpusError(f"the saved position belongs to seed {state['seed']}, this loader has {self.seed}")
         epoch, position = state["epoch"], state["position"]
         num_items = self.packing.num_items
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < num_items:
-            raise LoaderStateError(f"epoch {epoch!r}, position {position!r} is no place among {num_items} items")
+            raise CorpusError(f"epoch {epoch!r}, position {position!r} is no place among {num_items} items")
         self._position = epoch * num_items + position
 
     def _end_of_batch(self, start: int) -> int:

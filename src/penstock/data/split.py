@@ -189,15 +189,7 @@ Pieces = Sequence[tuple[range, ...]]
 
 
 class SplitError(ValueError):
-    """A batch cannot be split as specified."""
-
-
-class ItemTooLong(SplitError):
-    """One item alone exceeds the token budget of a microbatch."""
-
-
-class TooFewItems(SplitError):
-    """There are fewer items than requested microbatches."""
+    """A batch cannot be split as specified: an item exceeds the token budget, or there are too few items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,13 +265,13 @@ def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
 def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
     """The number of microbatches for all ranks; each computes the same from the gathered rows, by rank.
 
-    Raises: `ItemTooLong` or `TooFewItems`, the same on every rank, naming the first rank at fault.
+    Raises: `SplitError`, the same on every rank, naming the first rank at fault.
     """
     counts = [SplitCounts(*map(int, row)) for row in rows]
     where = [f" on rank {rank}" if len(counts) > 1 else "" for rank in range(len(counts))]
     for rank, one in enumerate(counts):
         if spec.max_tokens is not None and one.longest_item > spec.max_tokens:
-            raise ItemTooLong(
+            raise SplitError(
                 f"an item of {one.longest_item} tokens{where[rank]} exceeds max_tokens={spec.max_tokens}; "
                 f"items are never cut, so max_tokens must be at least {one.longest_item}"
             )
@@ -290,7 +282,7 @@ def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
         return wanted
     if spec.allow_fewer and max(one.needed for one in counts) <= most:
         return most
-    raise TooFewItems(
+    raise SplitError(
         f"{wanted} microbatches were asked for or are needed, but the batch{where[smallest]} has {most} items; "
         f"at most {most} microbatches are possible" + ("" if spec.allow_fewer else ", or set allow_fewer")
     )
@@ -302,7 +294,7 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
     Every rank of a pipeline gets the same split from the same metadata. With several data-parallel ranks, `num` is the
     result of `agree` on all ranks' counts; None agrees with this rank's counts alone.
 
-    Raises: `ItemTooLong` or `TooFewItems`.
+    Raises: `SplitError`.
     """
     if num is None:
         num = agree([count(batch, spec)], spec)

@@ -277,8 +277,7 @@ class GradientBuckets:
         for place in self.places:
             view = self.gradients[place.name]
             place.parameter.main_grad = view  # type: ignore[attr-defined]
-            hook = _add_and_drop if is_16_bit(place.parameter) else _keep_in_view
-            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(_accumulate))
         self.zero_()
 
     @property
@@ -306,8 +305,16 @@ class GradientBuckets:
         """
         assert not self._pending, "launched twice without a wait"
         for bucket in self.buckets:
-            if bucket.reduction.among is not None:
-                self._sum_parts(bucket, Collectives(bucket.reduction.among, self._observer))
+            if (reduction := bucket.reduction).among is None:
+                continue
+            collectives, rows = Collectives(reduction.among, self._observer), bucket.gradients
+            if reduction.num_parts > 1:
+                # One row for each part, zero on ranks with other parts: one sum over all needs no groups of a few.
+                rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
+                rows[reduction.part] = bucket.gradients
+            collectives.sum_gradients(rows).wait()
+            if reduction.num_parts > 1:
+                bucket.gradients.copy_(rows[reduction.part])
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
                 collectives = Collectives(bucket.reduction.group, self._observer)
@@ -316,18 +323,6 @@ class GradientBuckets:
                     continue
                 launch = collectives.sum_owned_gradients if bucket.reduction.sharded else collectives.sum_gradients
                 self._pending.append(launch(bucket.gradients))
-
-    def _sum_parts(self, bucket: Bucket, collectives: Collectives) -> None:
-        """Sum a bucket's gradients over the ranks that have each computed a part of them."""
-        reduction = bucket.reduction
-        if reduction.num_parts == 1:
-            collectives.sum_gradients(bucket.gradients).wait()
-            return
-        # One row for each part, zero on ranks with other parts: one sum over all ranks needs no groups of a few.
-        rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
-        rows[reduction.part] = bucket.gradients
-        collectives.sum_gradients(rows).wait()
-        bucket.gradients.copy_(rows[reduction.part])
 
     def wait(self) -> None:
         """Wait for the reductions that `launch` started (on a GPU: order the current stream after them)."""
@@ -408,15 +403,10 @@ def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: di
             other.copy_(copies[0])
 
 
-def _add_and_drop(parameter: Tensor) -> None:
-    if parameter.grad is not None:  # None if a linear layer's weight gradient waits for W
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-
-
-def _keep_in_view(parameter: Tensor) -> None:
-    # Autograd has accumulated in place, unless the view was removed: then the gradient is a tensor of its own.
+def _accumulate(parameter: Tensor) -> None:
+    # Autograd has accumulated in place, unless the view was removed or is wider: then the gradient is a tensor of its
+    # own. There is none if a linear layer's weight gradient waits for W.
     view = parameter.main_grad  # type: ignore[attr-defined]
-    if parameter.grad is not view:
+    if parameter.grad is not None and parameter.grad is not view:
         view.add_(parameter.grad)
-        parameter.grad = view
+        parameter.grad = view if view.dtype == parameter.dtype else None
