@@ -20,7 +20,7 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.actions import flatten, parts
-from penstock.schedule.builders import combined
+from penstock.schedule.builders import one_f_one_b
 from penstock.schedule.builders.orders import backwards, forwards, fuse_turns
 from tests.schedule.families import built, lowered
 
@@ -131,8 +131,8 @@ def test_with_one_warm_up_forward_less_the_builders_schedule_is_refused(
 ) -> None:
     """The builder's own code, started with a forward less on every rank, makes a pair that needs itself."""
     sizes = [(p, v, m) for p, v, m in GRID if 2 * p <= m <= 17 and (v == 1 or name == "combined-interleaved")]
-    whole = combined.warm_up
-    monkeypatch.setattr(combined, "warm_up", lambda placement, rank, size: whole(placement, rank, size) - 1)
+    whole = one_f_one_b.num_ahead
+    monkeypatch.setattr(one_f_one_b, "num_ahead", lambda placement, rank, size: whole(placement, rank, size) - 1)
     for p, v, m in sizes:
         with pytest.raises(ValueError, match=f"^{p * v - 1}B0 needs {p * v - 1}F0, so they cannot be one pair$"):
             build(name, ranks=p, microbatches=m, stages_per_rank=v)

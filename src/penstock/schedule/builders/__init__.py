@@ -1,4 +1,4 @@
-"""The published schedules, one file each; a file in this folder is found without being listed."""
+"""The published schedules, those of one idea in one file; a file in this folder is found without being listed."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,8 +1,19 @@
-"""One forward, one backward."""
+"""One forward, one backward: with one stage on a rank, with several, and in pairs that are fused."""
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
+from penstock.schedule.actions import Placement, PlacementKind, Schedule
+from penstock.schedule.builders.orders import (
+    backwards,
+    forwards,
+    fuse_turns,
+    groups,
+    num_ahead,
+    peak_tapes,
+    renumber,
+    split_backwards,
+    take_turns,
+)
 from penstock.schedule.builders.registry import builder
 
 
@@ -21,17 +32,86 @@ def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sche
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     if stages_per_rank != 1:
         raise ValueError(f"1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
-    orders = tuple(_order(ranks, stage, microbatches) for stage in range(ranks))
+    orders = tuple(
+        tuple(
+            take_turns(
+                forwards(placement, stage, microbatches), backwards(placement, stage, microbatches), ranks - stage - 1
+            )
+        )
+        for stage in range(ranks)
+    )
     live_bound = tuple(min(ranks - stage, microbatches) for stage in range(ranks))
     return Schedule("1f1b", placement, microbatches, orders, live_bound)
 
 
-def _order(num_ranks: int, stage: int, num_microbatches: int) -> tuple[Action, ...]:
-    warm_up = min(num_ranks - stage - 1, num_microbatches)
-    forwards = [Action(Op.F, stage, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Action(Op.B, stage, microbatch) for microbatch in range(num_microbatches)]
+@builder("interleaved")
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int | None = None) -> Schedule:
+    """One forward, one backward over several local stages: 1F1B's bubble cut by their number, for more memory.
 
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards):
-        order += [forward, backward]
-    return tuple(order + backwards[num_microbatches - warm_up :])
+    A rank takes n = `group_size` microbatches (None: p) through its first stage, the same through its second, and on;
+    its backwards take the same groups through its stages in reverse. Rank s starts with 2(p-s-1) + (v-1)n forwards,
+    or all of them. If m is a multiple of n = p, the bubble is (p-1)/(vm+p-1).
+
+    Any m and n are possible, but ranks wait if a group has fewer than p microbatches.
+
+    Raises: ValueError for counts below one.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM (arXiv
+    2104.04473), section 2.2.
+    """
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    size, places = groups(ranks, microbatches, group_size)
+    orders = []
+    for rank in range(ranks):
+        passes = (pass_over(placement, rank, len(places), size) for pass_over in (forwards, backwards))
+        orders.append(renumber(take_turns(*passes, warm_up=num_ahead(placement, rank, size)), places))
+    return Schedule("interleaved", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
+
+
+@builder("combined-1f1b")
+def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split_backward: bool = False) -> Schedule:
+    """1F1B in fused pairs, which hide expert and tensor communication, for twice its memory.
+
+    A pair is one step for its neighbours, so the way to the last rank and back takes twice as many steps as in 1F1B.
+    Stage s starts with 2(p-s-1) + 1 forwards; the last of them makes the two actions of every pair independent. At most
+    2(p-s) microbatches are live. On one rank the order is F0, (F1, B0), (F2, B1) and so on, then the last B alone.
+
+    With `split_backward` every backward is an I in its pair with a W right after the pair, so that a rank sends its
+    input gradient before it computes its weight gradients.
+
+    Raises: ValueError for counts below one, or more than one stage a rank (see combined-interleaved).
+
+    Source: Megatron Core, combined 1F1B (arXiv 2603.07685); its lead without local stages follows from the above.
+    """
+    if stages_per_rank != 1:
+        raise ValueError(f"combined-1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
+    return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, None, split_backward)
+
+
+@builder("combined-interleaved")
+def combined_interleaved(
+    ranks: int, microbatches: int, stages_per_rank: int = 2, group_size: int | None = None, split_backward: bool = False
+) -> Schedule:
+    """The interleaved order in fused pairs, which hide expert and tensor communication, for one more tape.
+
+    The order is that of `interleaved` with one more forward ahead of the first pair; without it the last rank would
+    pair a forward with the backward that needs it. `split_backward` is that of `combined_1f1b`.
+
+    Raises: ValueError for counts below one.
+
+    Source: Megatron Core, combined 1F1B with interleaved stages (arXiv 2603.07685).
+    """
+    return _combined("combined-interleaved", ranks, microbatches, stages_per_rank, group_size, split_backward)
+
+
+def _combined(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int | None, split_backward: bool
+) -> Schedule:
+    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
+    size, places = groups(ranks, microbatches, group_size)
+    orders = []
+    for rank in range(ranks):
+        passes = (pass_over(placement, rank, len(places), size) for pass_over in (forwards, backwards))
+        order = fuse_turns(*passes, warm_up=num_ahead(placement, rank, size) + 1)
+        orders.append(renumber(split_backwards(order) if split_backward else order, places))
+    return Schedule(name, placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))

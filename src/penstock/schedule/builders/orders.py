@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, Step, flatten, parts
+from penstock.settings import ScheduleConfig
 
 
 def forwards(placement: Placement, rank: int, num_microbatches: int, group_size: int = 0) -> list[Action]:
@@ -31,6 +32,30 @@ def _passes(op: Op, stages: Sequence[int], num_microbatches: int, group_size: in
         for stage in stages
         for microbatch in range(start, min(start + group_size, num_microbatches))
     ]
+
+
+def num_ahead(placement: Placement, rank: int, group_size: int) -> int:
+    """The number of forwards that a rank runs before its first backward's turn."""
+    return 2 * (placement.num_ranks - rank - 1) + (placement.stages_per_rank - 1) * group_size
+
+
+def groups(num_ranks: int, num_microbatches: int, group_size: int | None) -> tuple[int, list[int | None]]:
+    """The number of places in a group, and the microbatch at each place of all groups; None for an empty place.
+
+    If one of several groups had fewer than p places, two ranks could end up waiting for each other. So every group gets
+    at least p places; the order is made for all places and then loses the empty ones.
+
+    Raises: ConfigError for a size below one.
+    """
+    group_size = ScheduleConfig(group_size=group_size).group_size or num_ranks
+    size = max(group_size, num_ranks)
+    if num_microbatches <= group_size:
+        return size, list(range(num_microbatches))
+    places: list[int | None] = []
+    for start in range(0, num_microbatches, group_size):
+        group = range(start, min(start + group_size, num_microbatches))
+        places += [*group, *[None] * (num_ranks - len(group))]
+    return size, places
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Step]:

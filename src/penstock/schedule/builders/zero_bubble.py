@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule
-from penstock.schedule.builders.interleaved import groups, warm_up
-from penstock.schedule.builders.orders import backwards, forwards, peak_tapes, renumber, take_turns_split
+from penstock.schedule.builders.orders import (
+    backwards,
+    forwards,
+    groups,
+    num_ahead,
+    peak_tapes,
+    renumber,
+    take_turns_split,
+)
 from penstock.schedule.builders.registry import builder
 
 
@@ -72,7 +79,7 @@ def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int = 2, grou
         order = take_turns_split(
             forwards(placement, rank, len(places), size),
             backwards(placement, rank, len(places), size, op=Op.I),
-            warm_up(placement, rank, size),
+            num_ahead(placement, rank, size),
             2 * rank,
         )
         orders.append(renumber(order, places))
