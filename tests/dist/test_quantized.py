@@ -14,7 +14,7 @@ from penstock.engine import EngineOptions
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
-from penstock.model.hf.config_json import HuggingFaceForm
+from penstock.model.hf.families import HuggingFaceForm
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.dist.launch import run_ranks
 from tests.generation import random_prompts

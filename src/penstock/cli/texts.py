@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from penstock.data.examples import Chat, ExampleReader, messages_of, template_options
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from penstock.io.files import lines_of, parse_json
-from penstock.model.hf.config_json import GENERATION_CONFIG
+from penstock.model.hf.families import GENERATION_CONFIG
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
 _MOST_SHOWN = 40

@@ -27,7 +27,7 @@ from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scor
 from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, whole_slices
-from penstock.model.hf.config_json import HuggingFaceForm
+from penstock.model.hf.families import HuggingFaceForm
 from penstock.parallel import Grid
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.runtime import Recorder

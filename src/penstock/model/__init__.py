@@ -10,7 +10,6 @@ from penstock.model.arguments import (
     switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
-from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import (
     CachedRows,
     CachedUnit,
@@ -57,7 +56,7 @@ from penstock.model.loss import (
 )
 from penstock.model.sampling import Draw, Drawn, draw_tokens
 from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, Spread, cut_sequences
-from penstock.model.units import Limits, UnitSpec
+from penstock.model.units import Limits, ModelGroups, UnitSpec
 
 __all__ = [
     "NOTHING_GIVEN",

@@ -16,14 +16,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.model.groups import ModelGroups
 from penstock.model.layers.dense import Head, attention_block, embedding, head, mlp_block
 from penstock.model.layers.experts import ExpertBlock, check_expert_parallel, expert_shards
 from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
 from penstock.model.linear import Matmul, fastest_matmul
 from penstock.model.loss import ShardedLogits
-from penstock.model.units import Initial, Initialise, Limits, UnitSpec
+from penstock.model.units import Initial, Initialise, Limits, ModelGroups, UnitSpec
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig

@@ -12,7 +12,7 @@ from penstock.cli.generate import check_requests, read_arguments
 from penstock.cli.main import main
 from penstock.cli.texts import show_lacking
 from penstock.engine.folders.model_folder import open_model
-from penstock.model.hf.config_json import GENERATION_CONFIG
+from penstock.model.hf.families import GENERATION_CONFIG
 from penstock.settings import SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
 from penstock.model.hf.files import WeightFiles
-from penstock.model.transformers.inspection import CannotCut, ForwardPart, list_of_layers, uses_outside
 from penstock.model.transformers.model import TransformersModel
-from penstock.model.transformers.skeleton import Skeleton
+from penstock.model.transformers.skeleton import CannotCut, ForwardPart, Skeleton, list_of_layers, uses_outside
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS = 11, 4, 3
 

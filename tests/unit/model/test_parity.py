@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
-from penstock.model.hf.config_json import config_from_json
+from penstock.model.hf.families import config_from_json
 from penstock.model.layers.dense import Rotary, rotate
 from penstock.settings import ModelConfig
 

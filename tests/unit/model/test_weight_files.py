@@ -17,10 +17,9 @@ from torch.distributed import ProcessGroup
 from penstock import Engine
 from penstock.engine import EngineOptions
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.model.groups import PlannedGroup
-from penstock.model.hf.config_json import config_from_json, config_to_json, read_config_json
-from penstock.model.hf.families import names_of
+from penstock.model.hf.families import config_from_json, config_to_json, names_of, read_config_json
 from penstock.model.hf.files import INDEX_FILE, SINGLE_FILE, WeightFiles, units_from_files
+from penstock.model.units import PlannedGroup
 from penstock.parallel.tensor_slice import Shard, StoredSlice, copies
 from penstock.settings import ExpertConfig, ModelConfig, RopeKind, RopeScaling
 from tests.forged import change_header

@@ -28,7 +28,7 @@ from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import ModelState, Trainer
 from penstock.io.files import naming, refuse_used
-from penstock.model.hf.config_json import CONFIG_FILE, HuggingFaceForm
+from penstock.model.hf.families import CONFIG_FILE, HuggingFaceForm
 from penstock.model.hf.files import (
     DTYPES,
     INDEX_FILE,

@@ -25,7 +25,7 @@ from penstock.engine.build import UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
 from penstock.io.files import read_json_object, refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears
-from penstock.model.hf.config_json import HuggingFaceForm
+from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.hf.files import WeightFiles, refuse_unfit_files
 from penstock.model.layers.dense import AttentionBlock, MLPBlock
 from penstock.parallel.host import gather_json, on_all_ranks

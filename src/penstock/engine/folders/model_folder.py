@@ -27,7 +27,7 @@ from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
 from penstock.engine.options import EngineOptions
 from penstock.engine.training.trainer import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.model.hf.config_json import (
+from penstock.model.hf.families import (
     CONFIG_FILE,
     HuggingFaceForm,
     NotNative,
@@ -35,10 +35,10 @@ from penstock.model.hf.config_json import (
     config_from_json,
     end_tokens_in,
     lacking_in,
+    names_of,
     read_config_json,
     sampling_in,
 )
-from penstock.model.hf.families import names_of
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, slices_of, units_from_files
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks

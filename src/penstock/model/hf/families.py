@@ -1,15 +1,23 @@
-"""The families of Hugging Face models that the decoder can be, and the names of their parameters in files.
+"""The families of Hugging Face models that the decoder can be: their parameters' names, and their config.json.
 
 A family is a row of `FAMILIES`; a kind of parameter is a row of a table of names.
 """
 
-import enum
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
 
-from penstock.model.hf.files import Names
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.io.files import read_json_object
+from penstock.model.hf.files import MissingFile, Names, is_quantized, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice
-from penstock.settings import ModelConfig, Scores
+from penstock.settings import ConfigError, ExpertConfig, ModelConfig, RopeKind, RopeScaling, Scores
+from penstock.settings.declare import check_kinds
 
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -155,3 +163,361 @@ def _stacked(experts: str, names: ExpertNames, module: str, shape: Shape) -> Ite
             half = shape[1] // 2
             yield StoredSlice.at(f"{experts}.{expert}.{names.gate}.weight", shape, expert, slice(0, half))
             yield StoredSlice.at(f"{experts}.{expert}.{names.up}.weight", shape, expert, slice(half, 2 * half))
+
+
+# ---- config.json of a folder, read as the decoder's settings and written
+
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+_OTHERWISE = "native=False (--native false, model.native = false) runs transformers' own layers"
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("model_type", "hidden_act"), str),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), int),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), int),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "decoder_sparse_step"), int),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), int),
+    **dict.fromkeys(("shared_expert_intermediate_size",), int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), float),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+}
+# What both the decoder and transformers' layers leave to whoever loads the weights.
+_KINDS_OF_ALL: dict[str, type] = {
+    **dict.fromkeys(("dtype", "torch_dtype"), str),
+    "quantization_config": dict,
+    "attention_dropout": float,
+}
+_ROPE_VALUES: dict[str, type] = {
+    **dict.fromkeys(("rope_type", "type"), str),
+    **dict.fromkeys(("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"), float),
+    "original_max_position_embeddings": int,
+    "attention_factor": float,
+    "truncate": bool,
+}
+
+
+class NotNative(ValueError):
+    """A model that the decoder is not, although transformers may know it."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceForm:
+    """The form of a model in transformers: its names there, its config.json, and the folder it came from.
+
+    `describe` makes the config.json, and raises ValueError where no family of transformers is the model. `folder` is
+    where tokenizer files are copied from; None where the model was made here. `bytes_end`: whether a model of bytes
+    has an end token; None for other models.
+    """
+
+    names: Names
+    describe: Callable[[], Mapping[str, Any]]
+    folder: Path | None = None
+    bytes_end: bool | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> HuggingFaceForm:
+        """The form of a decoder that was made here."""
+        return cls(names_of(config), lambda: config_to_json(config))
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Read the folder's config.json.
+
+    Raises:
+        MissingFile: the folder or the file is missing; names its path.
+        ValueError: it is not a JSON object, a link in the folder leads out of it, its dtype, quantization or dropout
+            is of a kind that no model has, or its weights are quantized in a form that is not read.
+    """
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise MissingFile(f"there is no folder {folder} to read a model from")
+    refuse_unfit_files(folder)
+    if not path.is_file():
+        raise MissingFile(f"{path} is missing: a model's folder has one")
+    content = read_json_object(path)
+    check_kinds(content, _KINDS_OF_ALL, str(path))
+    for key in ("dtype", "torch_dtype"):
+        name = content.get(key)
+        if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
+            raise ValueError(f"{path}: {key} is {name!r}; a dtype such as 'bfloat16' is expected")
+    quantization = content.get("quantization_config")
+    if quantization and not isinstance(quantization.get("quant_method"), str):
+        raise ValueError(f"{path}: quantization_config has no quant_method that is a string")
+    try:
+        is_quantized(content)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return content
+
+
+def architecture(content: Mapping[str, Any]) -> str:
+    """The name of the model's class, from "architectures" or else "model_type". Raises: ValueError if it is none."""
+    named = content.get("architectures") or []
+    if named and not isinstance(named[0], str):
+        raise ValueError(f"{CONFIG_FILE}: architectures begins with {named[0]!r}; the name of a class is expected")
+    if named:
+        return named[0]
+    types = {family.model_type: name for name, family in FAMILIES.items()}
+    return types.get(str(content.get("model_type")), f"model_type {content.get('model_type')!r}")
+
+
+def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
+    """Read the decoder that a config.json describes.
+
+    Raises:
+        NotNative: a ValueError for another architecture, or a setting that the decoder does not have; names the
+            possible ones.
+        ValueError: a setting of another type.
+    """
+    check_kinds(content, _KINDS, CONFIG_FILE)
+    for key in ("rope_scaling", "rope_parameters"):
+        check_kinds(content.get(key) or {}, _ROPE_VALUES, f"{CONFIG_FILE}: {key}")
+    name = architecture(content)
+    if name.endswith("Classification"):
+        raise NotNative(f"the decoder gives tokens, but {name} rates texts; {_OTHERWISE}")
+    if name not in FAMILIES:
+        raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
+    family = FAMILIES[name]
+    # What a family's config.json may have, but the decoder does not compute.
+    for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        value = content.get(key, known)
+        if value != known:
+            raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
+    window, num_full_layers = _window(content, family)
+    sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
+    shape = ModelConfig(
+        **sizes,
+        num_kv_heads=content.get("num_key_value_heads"),
+        head_dim=content.get("head_dim"),
+        max_length=_value(content, "max_position_embeddings", family.max_length),
+        rope_theta=float(_value(_rope(content), "rope_theta", 10000.0)),
+        norm_eps=float(_value(content, "rms_norm_eps", 1e-6)),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
+        sliding_window=window,
+        num_full_layers=num_full_layers,
+        rope_scaling=_scaling(_rope(content)),
+        experts=_experts(content, family, name),
+    )
+    return shape.whole(shape.vocabulary)
+
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Write a config.json that transformers can read, for a decoder that was not imported.
+
+    Raises:
+        ValueError: no family is this decoder.
+    """
+    name = next((name for name, family in FAMILIES.items() if family.fits(config)), None)
+    if name is None:
+        raise ValueError(
+            f"none of {', '.join(FAMILIES)} is a decoder with qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm} "
+            f"and sliding_window={config.sliding_window}, so it cannot be written for transformers"
+        )
+    family = FAMILIES[name]
+    content: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": family.model_type,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.key_heads,
+        "head_dim": config.head_size,
+        "max_position_embeddings": config.max_length,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "rope_scaling": _scaling_to_json(config.rope_scaling),
+    }
+    if family.windows is not Windows.NEVER:
+        content["sliding_window"] = config.sliding_window
+    if family.windows in (Windows.IF_USED, Windows.LATER):
+        content["use_sliding_window"] = config.sliding_window is not None
+        content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
+    if config.experts.num_experts:
+        content |= _experts_to_json(config, config.experts, family)
+    return content
+
+
+def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
+    if content.get(key) is None:
+        raise ValueError(f"{name} needs {key!r}, which its config.json lacks")
+    return content[key]
+
+
+def _value(content: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if content.get(key) is None else content[key]
+
+
+def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
+    """The sliding window, and the number of first layers that have full attention in spite of it."""
+    num_layers = content.get("num_hidden_layers", 0)
+    if family.windows is Windows.ALL:
+        # Families that always have a window have one even if config.json does not mention it.
+        return content.get("sliding_window", family.window), 0
+    if family.windows is Windows.NEVER or not content.get("use_sliding_window") or not content.get("sliding_window"):
+        return None, 0
+    if family.windows is Windows.IF_USED:
+        return content["sliding_window"], 0
+    types = content.get("layer_types")
+    num_full = content.get("max_window_layers", num_layers)
+    if types:
+        num_full = types.index("sliding_attention") if "sliding_attention" in types else num_layers
+        if "full_attention" in types[num_full:]:
+            raise NotNative(
+                f"its layer_types alternate ({', '.join(types[:4])}, ...), but the decoder's first layers see "
+                f"everything and the others a window; {_OTHERWISE}"
+            )
+    return (content["sliding_window"], num_full) if num_full < num_layers else (None, 0)
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings, in either form that files have."""
+    older = {"rope_theta": content.get("rope_theta"), **(content.get("rope_scaling") or {})}
+    return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
+
+
+def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return RopeScaling()
+    if kind not in _ROPE_KINDS:
+        known = ", ".join(_ROPE_KINDS)
+        raise NotNative(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
+    for key, default in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
+        if rope.get(key, default) != default:
+            raise NotNative(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
+    low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
+    return RopeScaling(
+        RopeKind(kind),
+        factor=float(_required(rope, "factor", f"rope scaling {kind!r}")),
+        original_length=rope.get("original_max_position_embeddings") or None,
+        low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
+        high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
+        attention_factor=rope.get("attention_factor"),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.kind is RopeKind.NONE:
+        return None
+    content: dict[str, Any] = {"rope_type": scaling.kind.value, "factor": scaling.factor}
+    if scaling.kind is RopeKind.LINEAR:
+        return content
+    content["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind is RopeKind.LLAMA3:
+        return content | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.upper}
+    content |= {"beta_slow": scaling.low, "beta_fast": scaling.upper, "truncate": scaling.truncate}
+    return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
+
+
+def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig:
+    if family.experts is None:
+        return ExpertConfig()
+    mixtral = family.experts is MIXTRAL_EXPERTS
+    known = {"num_experts": content.get("num_experts", content.get("num_local_experts"))}
+    num_experts = _required({key: value for key, value in known.items() if value is not None}, "num_experts", name)
+    shared = _required(content, "shared_expert_intermediate_size", name) if family.shared_expert else 0
+    return ExpertConfig(
+        num_experts=num_experts,
+        num_active=_required(content, "num_experts_per_tok", name),
+        intermediate_size=_required(content, "intermediate_size" if mixtral else "moe_intermediate_size", name),
+        normalise=mixtral or bool(content.get("norm_topk_prob", False)),
+        shared_size=shared,
+        shared_gate=shared > 0,
+        every=content.get("decoder_sparse_step") or 1,
+        # Of layers beyond the last, transformers takes no notice.
+        dense_layers=tuple(n for n in content.get("mlp_only_layers") or () if n < content["num_hidden_layers"]),
+    )
+
+
+def _experts_to_json(config: ModelConfig, experts: ExpertConfig, family: Family) -> dict[str, Any]:
+    shared: dict[str, Any] = {"num_experts_per_tok": experts.num_active}
+    if family.experts is MIXTRAL_EXPERTS:
+        return shared | {"num_local_experts": experts.num_experts, "intermediate_size": experts.intermediate_size}
+    if family.shared_expert:
+        shared["shared_expert_intermediate_size"] = experts.shared_size
+    return shared | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not experts.is_sparse(layer)],
+    }
+
+
+# ---- generation_config.json
+
+
+_SAMPLED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Fields that would change an answer, and the values besides null that change nothing.
+_LACKING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha", "top_h"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "sequence_bias"), ([], {}, "")),
+    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "exponential_decay_length_penalty"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "max_time"), ()),
+    "max_length": (20,),
+}
+
+
+def sampling_in(folder: Path) -> dict[str, Any]:
+    """The settings of `SamplingParams` that the folder's file names; as there, top_p follows top_k.
+
+    Raises: ConfigError for a file that cannot be read, or words that are no tokens.
+    """
+    content = _read_if_there(folder / GENERATION_CONFIG)
+    found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
+    if found.get("top_k") == 0:
+        del found["top_k"]
+    if {"top_k", "top_p"} <= found.keys():
+        found["chained"] = True
+    if content.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if words := content.get("bad_words_ids"):
+        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+            path = folder / GENERATION_CONFIG
+            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
+        found["bad_words"] = words
+    return found
+
+
+def lacking_in(folder: Path) -> dict[str, Any]:
+    """The fields of the folder's file that would change answers in transformers, and have no effect here."""
+    content = _read_if_there(folder / GENERATION_CONFIG)
+    found = {name: content.get(name) for name in _LACKING}
+    # In transformers as well, the number of new tokens decides where both are given.
+    if content.get("max_new_tokens") is not None:
+        del found["max_length"]
+    return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
+
+
+def end_tokens_in(folder: Path) -> tuple[int, ...]:
+    """The end tokens in the settings of generation, or else in those of the model."""
+    for path in (folder / GENERATION_CONFIG, folder / CONFIG_FILE):
+        named = _read_if_there(path).get("eos_token_id")
+        if named is not None:
+            ends = tuple(named) if isinstance(named, list) else (named,)
+            if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+                raise ConfigError(f"{path}: eos_token_id is {named!r}; a token id or a list of them is expected")
+            return ends
+    return ()
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}

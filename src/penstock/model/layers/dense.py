@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from penstock.model.attention.context_parallel import HeadShape, check_heads, context_attention
 from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
 from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs
 from penstock.model.loss import ShardedLogits
 from penstock.model.sequences import Sequences
+from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig, RopeKind, RopeScaling
 

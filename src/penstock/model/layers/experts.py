@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.model.groups import ModelGroups
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.lanes import Compute, Exchange, Lane, Segment, SegmentedUnit, State, Undo, drain, walk
 from penstock.model.layers.dense import RMSNorm, gated, gated_joint
@@ -27,6 +26,7 @@ from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, group
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear, Matmul, dtype_of_sums
 from penstock.model.sequences import Sequences
+from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ExpertConfig, ModelConfig

@@ -21,7 +21,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock.model.groups import ModelGroups
 from penstock.model.lanes import Compute, Segment, SegmentedUnit, State, beside
 from penstock.model.layers.dense import (
     Embedding,
@@ -36,6 +35,7 @@ from penstock.model.layers.experts import ExpertBlock
 from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences
+from penstock.model.units import ModelGroups
 from penstock.settings import ModelConfig
 
 

@@ -12,9 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from penstock.model.groups import ModelGroups
 from penstock.model.linear import Linear, Matmul, autocast_to, dtype_of_sums
 from penstock.model.sequences import AuxLoss, Sequences
+from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ExpertConfig, GroupScore, Scores
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from penstock.model.groups import ModelGroups
 from penstock.model.lanes import Exchange, SegmentedUnit, State
+from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ModelConfig
