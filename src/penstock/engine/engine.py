@@ -22,8 +22,9 @@ from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, 
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training import scorer
 from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
-from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook, Scorer
+from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook
 from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, whole_slices
@@ -70,8 +71,6 @@ class Engine(ModelState, WeightEndpoint):
     recorder: Recorder
     #: the model's form in transformers; None where that does not know it
     form: HuggingFaceForm | None
-    #: runs forwards alone
-    scorer: Scorer
     #: a user's own callbacks
     watchers: Watchers
 
@@ -106,7 +105,7 @@ class Engine(ModelState, WeightEndpoint):
         ModelState.__init__(self, pipeline, Trainer(pipeline))
         WeightEndpoint.__init__(self, layout, options, pipeline.grid.number, pipeline)
         self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, form
-        self.scorer, self.watchers = Scorer(pipeline), Watchers(pipeline)
+        self.watchers = Watchers(pipeline)
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
@@ -213,7 +212,7 @@ class Engine(ModelState, WeightEndpoint):
 
         Raises: as `Engine.forward`.
         """
-        loss = self.scorer.evaluate(batches, loss_fn, loss_weight_fn, micro_batches)
+        loss = scorer.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
         if self.pipeline.is_watched_anywhere and self.watchers.saw("on_evaluation", self.step, loss):
             self.request_stop()
         return loss
@@ -251,7 +250,8 @@ class Engine(ModelState, WeightEndpoint):
             StepError: on all ranks, when a hook or anything else has failed on one; the engine can be used further.
             TransportError: a peer did not send or receive in time.
         """
-        return self.scorer.forward(batch, micro_batches, Outputs(post_hook, aggregate_fn, output_seqlens, broadcast))
+        outputs = Outputs(post_hook, aggregate_fn, output_seqlens, broadcast)
+        return scorer.forward(self.pipeline, batch, micro_batches, outputs)
 
     def generate(
         self,

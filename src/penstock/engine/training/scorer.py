@@ -25,6 +25,7 @@ from penstock.engine.training.microbatches import (
 from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
+from penstock.settings import Layout
 from penstock.settings.declare import check_argument, checked, type_in_words
 
 PostHook = Callable[[Any, PackedBatch], Any]
@@ -35,90 +36,79 @@ AggregateFn = Callable[[list[Any]], Any]
 _END: Any = object()
 
 
-@dataclass(eq=False)
-class Scorer:
-    """Runs forwards alone on a pipeline: scores, outputs, and the loss of an evaluation. Nothing is learned."""
-
-    #: stages, transport and recorder
-    pipeline: Pipeline
-
-    def forward(self, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
-        """Run the batch through the model; see `Engine.forward`."""
-        pipeline = self.pipeline
-        pipeline.set_training(False)
-        with pipeline.recovery.joined(), pipeline.casts.kept():
-            pipeline.recorder.begin_step(pipeline.step)
-            call = BatchCall(
-                f"forward(broadcast={outputs.broadcast})",
-                check=lambda: outputs.check(batch),
-                reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
-            )
-            agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
-            results = _Results(pipeline, outputs)
-            with pipeline.recovery.alone():
-                feeds = [results.feed(microbatch) for microbatch in agreed.split.microbatches]
-                pipeline.executor(len(feeds)).run(feeds)
-            return results.handed_out(agreed.split)
-
-    def evaluate(
-        self,
-        batches: Iterable[PackedBatch],
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        micro_batches: MicroBatchSpec | None = None,
-    ) -> EvaluationLoss:
-        """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
-        loss, weight, recovery = 0.0, 0.0, self.pipeline.recovery
-        num_rounds, num_metrics, measured = 0, 0, LossMetrics(loss_fn)
-        self.pipeline.set_training(False)
-
-        def check() -> None:
-            if isinstance(batches, PackedBatch):
-                raise ValueError("batches is one PackedBatch; give a list of them")
-            if not _are_batches(batches):
-                raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
-            check_loss(loss_fn, loss_weight_fn)
-
-        call = BatchCall("evaluate()", check, loss_fn is token_cross_entropy, loss_weight_fn)
-        # Anything else is refused on all ranks alike, as if there were no batch.
-        remaining = iter(batches if _are_batches(batches) else ())
-        with self.pipeline.casts.kept():
-            while True:
-                with recovery.joined():
-                    with recovery.alone():
-                        batch = next(remaining, _END)
-                    if batch is _END:
-                        batch, call = None, replace(call, asked=BatchReport.of_end())
-                    agreed = agree_on_microbatches(self.pipeline, batch, micro_batches, call)
-                    self._check_ended(agreed.ended, num_rounds)
-                    if len(agreed.ended) == self.pipeline.layout.dp:
-                        break
-                    num_rounds += 1
-                    with recovery.alone():
-                        feeds = [self.pipeline.feed(microbatch, measured) for microbatch in agreed.split.microbatches]
-                        losses = self.pipeline.executor(len(feeds)).run(feeds) if feeds else []
-                        total, num_metrics = measured.total(self.pipeline, losses)
-                    loss += total
-                    weight += sum(agreed.rank_totals)
-        return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(self.pipeline, num_metrics))
-
-    def _check_ended(self, ended: Sequence[int], num_rounds: int) -> None:
-        """Refuse, on all ranks alike, an evaluation of nothing, and pipelines that share experts and compute alone."""
-        layout = self.pipeline.layout
-        if len(ended) == layout.dp and not num_rounds:
-            raise ValueError(
-                "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives "
-                "its batches once)"
-            )
-        if 0 < len(ended) < layout.dp and layout.ep > 1:
-            raise ValueError(
-                f"evaluate was given fewer batches on dp {', '.join(map(str, ended))} than on others, with which ep = "
-                f"{layout.ep} shares experts; give all data-parallel ranks equally many"
-            )
+def forward(pipeline: Pipeline, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
+    """Run the batch through the model; see `Engine.forward`."""
+    pipeline.set_training(False)
+    with pipeline.recovery.joined(), pipeline.casts.kept():
+        pipeline.recorder.begin_step(pipeline.step)
+        call = BatchCall(
+            f"forward(broadcast={outputs.broadcast})",
+            check=lambda: outputs.check(batch),
+            reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
+        )
+        agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
+        with pipeline.recovery.alone():
+            feeds = [outputs.feed(pipeline, microbatch) for microbatch in agreed.split.microbatches]
+            pipeline.executor(len(feeds)).run(feeds)
+        return outputs.handed_out(pipeline, agreed.split)
 
 
-def _are_batches(batches: Any) -> bool:
-    return isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
+def evaluate(
+    pipeline: Pipeline,
+    batches: Iterable[PackedBatch],
+    loss_fn: LossFn,
+    loss_weight_fn: LossWeightFn,
+    micro_batches: MicroBatchSpec | None = None,
+) -> EvaluationLoss:
+    """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
+    loss, weight, recovery, layout = 0.0, 0.0, pipeline.recovery, pipeline.layout
+    num_rounds, num_metrics, measured = 0, 0, LossMetrics(loss_fn)
+    are_batches = isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
+    pipeline.set_training(False)
+
+    def check() -> None:
+        if isinstance(batches, PackedBatch):
+            raise ValueError("batches is one PackedBatch; give a list of them")
+        if not are_batches:
+            raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
+        check_loss(loss_fn, loss_weight_fn)
+
+    call = BatchCall("evaluate()", check, loss_fn is token_cross_entropy, loss_weight_fn)
+    # Anything else is refused on all ranks alike, as if there were no batch.
+    remaining = iter(batches if are_batches else ())
+    with pipeline.casts.kept():
+        while True:
+            with recovery.joined():
+                with recovery.alone():
+                    batch = next(remaining, _END)
+                if batch is _END:
+                    batch, call = None, replace(call, asked=BatchReport.of_end())
+                agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
+                _check_ended(layout, agreed.ended, num_rounds)
+                if len(agreed.ended) == layout.dp:
+                    break
+                num_rounds += 1
+                with recovery.alone():
+                    feeds = [pipeline.feed(microbatch, measured) for microbatch in agreed.split.microbatches]
+                    losses = pipeline.executor(len(feeds)).run(feeds) if feeds else []
+                    total, num_metrics = measured.total(pipeline, losses)
+                loss += total
+                weight += sum(agreed.rank_totals)
+    return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(pipeline, num_metrics))
+
+
+def _check_ended(layout: Layout, ended: Sequence[int], num_rounds: int) -> None:
+    """Refuse, on all ranks alike, an evaluation of nothing, and pipelines that share experts and compute alone."""
+    if len(ended) == layout.dp and not num_rounds:
+        raise ValueError(
+            "batches is empty on every rank, so there is no loss; give at least one PackedBatch (a generator gives "
+            "its batches once)"
+        )
+    if 0 < len(ended) < layout.dp and layout.ep > 1:
+        raise ValueError(
+            f"evaluate was given fewer batches on dp {', '.join(map(str, ended))} than on others, with which ep = "
+            f"{layout.ep} shares experts; give all data-parallel ranks equally many"
+        )
 
 
 @checked
@@ -172,9 +162,9 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
     return PerToken(hook, reads_labels=True)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outputs:
-    """The results that a caller wants of a batch, and which ranks get them."""
+    """The results that a caller wants of one batch, gathered microbatch by microbatch, and which ranks get them."""
 
     #: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its forward; its
     #: result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
@@ -187,6 +177,8 @@ class Outputs:
     output_seqlens: Sequence[int] | None = None
     #: True if all ranks of the pipeline get the result, not its last stage's alone
     broadcast: bool = False
+    #: one result per microbatch, on ranks that hold the last stage
+    _results: list[Any] = field(default_factory=list, init=False)
 
     def check(self, batch: PackedBatch) -> None:
         """Refuse before anything is computed what cannot fit. Raises: `PartitionError`, ValueError."""
@@ -197,68 +189,51 @@ class Outputs:
         if self.output_seqlens is not None:
             check_lengths(self.output_seqlens, batch.num_items)
 
-    def gathered(self, results: Sequence[Any], split: Split) -> Any:
-        """The microbatches' results as one, in the order of the batch."""
-        if self.aggregate_fn is None:
-            return merge(results, split, self.output_seqlens)
-        pieces = take_apart(results, split, self.output_seqlens)
-        return self.aggregate_fn(list(results) if pieces is None else pieces)
+    def feed(self, pipeline: Pipeline, microbatch: PackedBatch) -> Feed:
+        """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""
+        context, hook = pipeline.context, self.post_hook
 
+        def take(logits: Logits, own: PackedBatch) -> Tensor:
+            if context is not None and not isinstance(hook, PerToken):
+                logits, own = context.whole_logits(logits, microbatch), microbatch
+            self._results.append(whole_logits(logits) if hook is None else hook(logits, own))
+            return torch.empty(0, device=logits.device)
 
-@dataclass(eq=False)
-class _Results:
-    """The results of one batch, gathered microbatch by microbatch."""
+        return pipeline.feed(microbatch, take)
 
-    #: stages, grid and recorder
-    pipeline: Pipeline
-    #: the results that the caller wants of the logits
-    outputs: Outputs
-    #: one result per microbatch, on ranks that hold the last stage
-    _results: list[Any] = field(default_factory=list)
-
-    def feed(self, microbatch: PackedBatch) -> Feed:
-        context = self.pipeline.context
-        if context is None or isinstance(self.outputs.post_hook, PerToken):
-            return self.pipeline.feed(microbatch, self._take)
-        whole = context.whole_logits
-        return self.pipeline.feed(microbatch, lambda logits, _: self._take(whole(logits, microbatch), microbatch))
-
-    def _take(self, logits: Logits, microbatch: PackedBatch) -> Tensor:
-        """Keep the hook's result; the executor carries on with an empty tensor in place of the logits."""
-        hook = self.outputs.post_hook
-        self._results.append(whole_logits(logits) if hook is None else hook(logits, microbatch))
-        return torch.empty(0, device=logits.device)
-
-    def handed_out(self, split: Split) -> Any:
+    def handed_out(self, pipeline: Pipeline, split: Split) -> Any:
         """Gather the results, raise on all ranks if one has failed, and return this rank's."""
-        pipeline = self.pipeline
 
         def gather(error: Any) -> list[Any]:
             with pipeline.recorder.collective("hand out the results"):
                 return gather_json(error, pipeline.grid.control)
 
         message = "rank {rank} cannot make use of its outputs: {kind}: {error}"
-        value = on_all_ranks(lambda: self._value(split), gather, otherwise=PipelineError, message=message)
-        if not self.outputs.broadcast:
+        value = on_all_ranks(lambda: self._value(pipeline, split), gather, otherwise=PipelineError, message=message)
+        if not self.broadcast:
             return value
         with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
             return broadcast_value(value, pipeline.placement.output_rank, pipeline.grid.pp_control)
 
-    def _value(self, split: Split) -> Any:
-        """This rank's results as one value; None where it gives none."""
-        if not self.pipeline.gives_results:
+    def _value(self, pipeline: Pipeline, split: Split) -> Any:
+        """This rank's results as one value, in the order of the batch; None where it gives none."""
+        if not pipeline.gives_results:
             return None
-        context = self.pipeline.context
-        if context is not None and isinstance(self.outputs.post_hook, PerToken):
+        context, results = pipeline.context, self._results
+        if context is not None and isinstance(self.post_hook, PerToken):
             # Ranks that share every sequence have a part of each result.
-            with self.pipeline.recorder.collective("put the results together", context.group):
-                self._results = [
+            with pipeline.recorder.collective("put the results together", context.group):
+                results = [
                     {name: context.whole(rows, microbatch) for name, rows in result.items()}
                     if isinstance(result, Mapping)
                     else context.whole(result, microbatch)
-                    for result, microbatch in zip(self._results, split.microbatches, strict=True)
+                    for result, microbatch in zip(results, split.microbatches, strict=True)
                 ]
-        value = self.outputs.gathered(self._results, split)
-        if self.outputs.broadcast:
+        if self.aggregate_fn is None:
+            value = merge(results, split, self.output_seqlens)
+        else:
+            pieces = take_apart(results, split, self.output_seqlens)
+            value = self.aggregate_fn(list(results) if pieces is None else pieces)
+        if self.broadcast:
             check_portable(value)
         return value
