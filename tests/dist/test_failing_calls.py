@@ -27,7 +27,7 @@ from penstock import (
     StepError,
     token_cross_entropy,
 )
-from penstock.engine.checkpoint import CheckpointReader, save
+from penstock.engine.checkpoint import CheckpointReader, checkpointer
 from penstock.engine.optimizer.steppers import AdamW
 from penstock.engine.own_layers import units_of_layers
 from penstock.model import ModelGroups, UnitSpec, decoder_units
@@ -131,7 +131,10 @@ def saves_that_fail(rank: int, layout: Layout, folder: Path) -> list[Any]:
     engine.save(folder)
     engine.train_batch(batch_of(engine, 1))
     messages = []
-    for owner, name in ((save, "write_tensors"), (save.Checkpointer, "_copy_to_host"), (save.Checkpointer, "_publish")):
+    for owner, name in (
+        (checkpointer, "write_tensors"),
+        *((checkpointer.Checkpointer, one) for one in ("_copy_to_host", "_publish")),
+    ):
         # Only rank 0 publishes.
         failing = 0 if name == "_publish" else 1
         with pytest.MonkeyPatch.context() as patch:

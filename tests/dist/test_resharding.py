@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.checkpoint import Checkpointer, load
+from penstock.engine.checkpoint import Checkpointer, checkpointer
 from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
@@ -145,7 +145,7 @@ def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:
     engine = opened(Link(Layout(tp=2, dp=2), zero=True), DENSE, Precision.BF16)
     alive: list[weakref.ref[Tensor]] = []
     num_bytes = longest = most = 0
-    original = load.take
+    original = checkpointer.take
 
     def watched(file: Any, name: str, indices: tuple[slice, ...]) -> Tensor:
         nonlocal num_bytes, longest, most
@@ -156,7 +156,7 @@ def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:
         most = max(most, sum(ref() is not None for ref in alive))
         return taken
 
-    load.take = watched
+    checkpointer.take = watched
     resume(engine, checkpoints(engine, folder))
     held = sum(part.nbytes for value in engine.state().values() for part in local_slices(value).values())
     return num_bytes, longest, most, held

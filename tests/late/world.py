@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from penstock.engine import pipeline as pipeline_module
-from penstock.engine.checkpoint import save as save_module
+from penstock.engine.checkpoint import checkpointer as save_module
 from penstock.engine.generation.generator import Generator
 from penstock.parallel import Grid
 from penstock.parallel import grid as grid_module

@@ -15,7 +15,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -199,7 +199,16 @@ class CheckpointReader:
                 raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
         unread = set(wanted)
         for path in sorted(info.path.glob(f"*{TENSOR_SUFFIX}")):
-            unread -= _read_file(path, wanted)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found = wanted.keys() & file.keys()
+                    # One stretch at a time.
+                    for name in sorted(found):
+                        for indices, into in wanted[name]:
+                            into.copy_(take(file, name, indices))
+                    unread -= found
+            except SafetensorError as error:
+                raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
         if unread:
             raise DamagedCheckpoint(f"checkpoint {info.path}: none of its files holds {min(unread)}")
 
@@ -227,19 +236,6 @@ def _copies(
             )
         every += found
     return every
-
-
-def _read_file(path: Path, wanted: Mapping[str, Sequence[tuple[Indices, Tensor]]]) -> set[str]:
-    """Copy what is wanted of a file, one stretch at a time; returns the names of the tensors that it has had."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = wanted.keys() & file.keys()
-            for name in sorted(found):
-                for indices, into in wanted[name]:
-                    into.copy_(take(file, name, indices))
-            return found
-    except SafetensorError as error:
-        raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
 
 
 def take(file: Any, name: str, indices: Indices) -> Tensor:
@@ -323,16 +319,33 @@ class Checkpointer(CheckpointReader):
                 staging.mkdir()
 
         self._begin(step, prepare)
-        own = _to_store({name: local for name, local in tensors.items() if name not in self._aliases})
-        plan = _plan_save(step, own, self._gather)
+        own: dict[str, tuple[Tensor, TensorRecord]] = {}
+        for name, local in tensors.items():
+            for part, values in local_slices(local).items() if name not in self._aliases else ():
+                record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
+                own[record.stored_name] = values, record
+        stored, writer_of, file_of = _plan_save(step, own, self._gather)
         copies: dict[str, Tensor] = {}
 
         def copy() -> None:
-            copies.update({name: self._copy_to_host(name, own[name][0]) for name in plan.names_of(self._grid.rank)})
+            for name, writer in writer_of.items():
+                if writer == self._grid.rank:
+                    copies[name] = self._copy_to_host(name, own[name][0])
 
         # Host memory may be short on one rank, and the writers wait for each other without a limit.
         self._begin(step, copy)
-        self._writing = _begun(lambda: self._write(staging, step, copies, plan, json.loads(texts[0])))
+
+        def write() -> None:
+            reports = self._written(staging, step, copies, file_of, json.loads(texts[0]))
+            error = None
+            if self._grid.rank == 0:
+                try:
+                    self._publish(staging, step, stored, reports)
+                except Exception as caught:
+                    error = _reason(caught, staging)
+            _raise_first(step, gather_json(error, self._grid.background))
+
+        self._writing = _begun(write)
         if wait:
             self.finish()
 
@@ -412,29 +425,27 @@ class Checkpointer(CheckpointReader):
             self._host_copies[name] = buffer
         return buffer.copy_(tensor.detach())
 
-    def _write(self, staging: Path, step: int, copies: Mapping[str, Tensor], plan: _SavePlan, extra: Any) -> None:
-        """Write this rank's part and, when all ranks have, publish; runs in the background on every rank."""
+    def _written(
+        self, staging: Path, step: int, copies: Mapping[str, Tensor], file_of: dict[str, int], extra: Any
+    ) -> list[dict[str, Any]]:
+        """Write this rank's part, and wait for those of all others; in the background on every rank."""
         files, error = {}, None
         try:
-            names = write_tensors(staging, copies, plan.file_of)
+            names = write_tensors(staging, copies, file_of)
             files = {name: asdict(describe_file(staging / name)) for name in names}
         except Exception as caught:
             error = _reason(caught, staging)
         # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
-        gather = partial(gather_json, group=self._grid.background)
-        reports = gather({"files": files, "extra": extra, "error": error})
+        reports = gather_json({"files": files, "extra": extra, "error": error}, self._grid.background)
         _raise_first(step, [report["error"] for report in reports])
-        if self._grid.rank == 0:
-            try:
-                self._publish(staging, step, plan, reports)
-            except Exception as caught:
-                error = _reason(caught, staging)
-        _raise_first(step, gather(error))
+        return reports
 
-    def _publish(self, staging: Path, step: int, plan: _SavePlan, reports: list[dict[str, Any]]) -> None:
+    def _publish(
+        self, staging: Path, step: int, tensors: Mapping[str, TensorRecord], reports: list[dict[str, Any]]
+    ) -> None:
         files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
         values = tuple(report["extra"] for report in reports)
-        write_manifest(CheckpointInfo(staging, step, self._identity, values, plan.tensors, files))
+        write_manifest(CheckpointInfo(staging, step, self._identity, values, tensors, files))
         target = self.folder / folder_name(step)
         replaced = self.folder / f"{_REPLACED}{target.name}"
         with naming(target):
@@ -473,33 +484,13 @@ def _begun(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:
     return thread, written
 
 
-@dataclass(frozen=True)
-class _SavePlan:
-    """The division of a checkpoint among writers and files; the same on every rank."""
+def _plan_save(
+    step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
+) -> tuple[dict[str, TensorRecord], dict[str, int], dict[str, int]]:
+    """Divide all ranks' slices among the ranks that have them, and among files, by bytes.
 
-    #: stored name -> the tensor, of all ranks
-    tensors: Mapping[str, TensorRecord]
-    #: stored name -> the rank that writes it
-    writer_of: Mapping[str, int]
-    #: stored name -> the number of its file, from 1 over all ranks
-    file_of: dict[str, int]
-
-    def names_of(self, rank: int) -> list[str]:
-        return [name for name, writer in self.writer_of.items() if writer == rank]
-
-
-def _to_store(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[Tensor, TensorRecord]]:
-    """A rank's slices, by the name under which each is stored."""
-    found: dict[str, tuple[Tensor, TensorRecord]] = {}
-    for name, local in tensors.items():
-        for part, values in local_slices(local).items():
-            record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
-            found[record.stored_name] = values, record
-    return found
-
-
-def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather) -> _SavePlan:
-    """Divide all ranks' slices among the ranks that have them, by bytes.
+    Returns by stored name, the same on every rank: the tensor, the rank that writes it, and the number of its file,
+    from 1 over all ranks.
 
     Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type, or when their
     slices do not make up a whole.
@@ -525,14 +516,6 @@ def _plan_save(step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather
     for name in sorted(tensors, key=lambda name: (len(holders[name]) > 1, -sizes_bytes[name], name)):
         writer_of[name] = min(holders[name], key=lambda rank: (loads_bytes[rank], rank))
         loads_bytes[writer_of[name]] += sizes_bytes[name]
-    file_of = _cut_into_files(sizes_bytes, writer_of, loads_bytes)
-    return _SavePlan(dict(sorted(tensors.items())), writer_of, file_of)
-
-
-def _cut_into_files(
-    sizes_bytes: Mapping[str, int], writer_of: Mapping[str, int], loads_bytes: list[int]
-) -> dict[str, int]:
-    """Number the files of all ranks from 1; return each tensor's file."""
     file_of: dict[str, int] = {}
     num_files = 0
     for rank, load_bytes in enumerate(loads_bytes):
@@ -542,7 +525,7 @@ def _cut_into_files(
                 num_files, file_bytes = num_files + 1, 0
             file_bytes += sizes_bytes[name]
             file_of[name] = num_files
-    return file_of
+    return dict(sorted(tensors.items())), writer_of, file_of
 
 
 def _raise_first(step: int, errors: list[str | None]) -> None:

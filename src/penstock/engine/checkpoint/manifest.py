@@ -13,9 +13,9 @@ import json
 import logging
 import math
 import random
-import sys
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.io.files import open_file, parse_json, read_bytes, write_durably
 from penstock.model.hf.files import DTYPES, Names, WeightFiles, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
-from penstock.settings.declare import check_kinds
+from penstock.settings.declare import check_kinds, match, mismatch
 
 MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"
@@ -430,47 +430,29 @@ def _tensor(text: str) -> Tensor:
 
 # An engine's values have the key ``engine``, and those of a run more keys. All else that a checkpoint holds of a rank
 # is its user's own, and may be any JSON value.
-
-
-@dataclass(frozen=True)
-class _Field:
-    """A field of a JSON object: its kind in words and as a test, and what else it may be."""
-
-    words: str
-    fits: Callable[[Any], bool]
-    #: the fields of the object that it is
-    inner: Mapping[str, _Field] = field(default_factory=dict)
-    may_lack: bool = False
-    may_be_null: bool = False
-
-
-def _object(inner: Mapping[str, _Field] | None = None, **may: bool) -> _Field:
-    return _Field("an object", lambda value: isinstance(value, dict), inner or {}, **may)
-
-
-_COUNT = _Field("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
-_WHOLE = _Field("a whole number", lambda value: type(value) is int)
-_NUMBER = _Field("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
-_TEXT = _Field("a string", lambda value: isinstance(value, str))
-_OPTIMIZER = {
-    "num_steps": _COUNT,
-    "num_updates": _COUNT,
-    "learning_rate": _NUMBER,
-    "scaler": _object({"scale": _NUMBER, "num_good_steps": _COUNT}, may_be_null=True),
-    "since": _Field(
-        "an object of counts",
-        lambda value: isinstance(value, dict) and all(map(_COUNT.fits, value.values())),
-        may_lack=True,
-    ),
+_FIELDS: dict[str, Any] = {
+    "engine": dict,
+    "engine.step": int,
+    "engine.optimizer": dict,
+    "engine.optimizer.num_steps": int,
+    "engine.optimizer.num_updates": int,
+    "engine.optimizer.learning_rate": float,
+    "engine.optimizer.scaler": dict | None,
+    "engine.optimizer.scaler.scale": float,
+    "engine.optimizer.scaler.num_good_steps": int,
+    "engine.optimizer.since": dict,
+    "engine.optimizer.since.*": int,
+    "random": dict,
+    "loader": dict,
+    "loader.epoch": int,
+    "loader.position": int,
+    "loader.seed": int,
+    "loader.fingerprint": str,
+    "early_stop": dict | None,
+    "early_stop.best": float | None,
+    "early_stop.num_worse": int,
 }
-_FIELDS = {
-    "engine": _object({"step": _COUNT, "optimizer": _object(_OPTIMIZER)}),
-    "random": _object(),
-    "loader": _object({"epoch": _COUNT, "position": _COUNT, "seed": _WHOLE, "fingerprint": _TEXT}, may_lack=True),
-    "early_stop": _object(
-        {"best": replace(_NUMBER, may_be_null=True), "num_worse": _COUNT}, may_lack=True, may_be_null=True
-    ),
-}
+_MAY_LACK = ("engine.optimizer.since", "loader", "early_stop")
 _SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
 
 
@@ -486,7 +468,7 @@ def check_rank_values(values: Sequence[Any], step: int) -> None:
         raise ValueError(f"rank {engines.index(False)} has no values of an engine, and rank {engines.index(True)} has")
     for rank, theirs in enumerate(values):
         try:
-            _check_fields(theirs, _FIELDS)
+            _check_fields(theirs)
             check_random_state(theirs["random"])
         except ValueError as error:
             raise ValueError(f"of rank {rank}, {error}") from None
@@ -501,17 +483,23 @@ def check_rank_values(values: Sequence[Any], step: int) -> None:
         )
 
 
-def _check_fields(content: Mapping[str, Any], fields: Mapping[str, _Field], within: str = "") -> None:
-    for key, wanted in fields.items():
-        name = f"{within}{key}"
-        if key not in content:
-            if wanted.may_lack:
-                continue
-            raise ValueError(f"{name} is missing")
-        value = content[key]
-        if value is None and wanted.may_be_null:
+def _check_fields(values: Mapping[str, Any]) -> None:
+    for path, kind in _FIELDS.items():
+        *around, key = path.split(".")
+        owner: Any = values
+        for word in around:
+            owner = owner and owner.get(word)
+        if owner is None:
             continue
-        if not wanted.fits(value):
-            shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
-            raise ValueError(f"{name} is {shown}; {wanted.words} is expected")
-        _check_fields(content[key], wanted.inner, f"{name}.")
+        for name in owner if key == "*" else [key]:
+            place = ".".join([*around, name])
+            if name not in owner:
+                if path in _MAY_LACK:
+                    continue
+                raise ValueError(f"{place} is missing")
+            fits, number = match(kind, owner[name])
+            if not fits:
+                raise ValueError(mismatch(place, owner[name], kind))
+            is_count = kind is int and path != "loader.seed"
+            if (is_count and not 0 <= number < 2**63) or (isinstance(number, float) and not math.isfinite(number)):
+                raise ValueError(f"{place} = {reprlib.repr(owner[name])} is not possible; no run counts so")
