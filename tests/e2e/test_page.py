@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import schedule
-from penstock.draw.boxes import KIND_OF, Kind
-from penstock.draw.layers import Layer
+from penstock.draw.layers import KIND_OF, Kind, Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import parts

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
 from penstock.draw import ENDINGS, check_ending, write_drawing
-from penstock.draw.boxes import short_number
-from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step
+from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step, short_number
 from penstock.schedule.recording import Recording
 
 _HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", "outside")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.boxes import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, short_number
+from penstock.draw.layers import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, short_number
 from penstock.io.files import whole_file
 from penstock.schedule import Timeline
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal

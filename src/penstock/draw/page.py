@@ -14,8 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.draw.boxes import DEFINITIONS, KIND_OF, Kind
-from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
+from penstock.draw.layers import DEFINITIONS, KIND_OF, Kind, Layer, bytes_are_known, check_layers, live_over_time
 from penstock.io.files import whole_file
 from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.draw.boxes import KIND_OF
-from penstock.draw.layers import Layer, bytes_are_known, check_layers, live_over_time
+from penstock.draw.layers import KIND_OF, Layer, bytes_are_known, check_layers, live_over_time
 from penstock.io.files import whole_file
 from penstock.schedule import Op
 from penstock.schedule.actions import parts

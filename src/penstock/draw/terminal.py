@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.draw.boxes import (
+from penstock.draw.layers import (
     Box,
     Kind,
     Part,

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import schedule
 from penstock.draw import in_terminal, picture
-from penstock.draw.boxes import boxes_of, idle_spans, one_at_a_time
+from penstock.draw.layers import boxes_of, idle_spans, one_at_a_time
 from penstock.draw.terminal import drawing
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import flatten
