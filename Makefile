@@ -130,7 +130,7 @@ dist: setup
 	$(BIN)/python tools/release.py
 
 # Both, installed into empty environments; ARGS="python3.12 python3.13" names the interpreters.
-release-check: dist
+release-check: dist subjects
 	$(BIN)/python tools/release_check.py $(ARGS)
 
 clean:
