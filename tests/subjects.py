@@ -1,4 +1,4 @@
-"""Tests that need not run while what they are about stays as it is: those of the site, the browser and clusters.
+"""Tests that need not run while what they are about stays as it is: the site, browsers, clusters, published runs.
 
 `@pytest.mark.subject("docs/**", "src/penstock/draw/**", ...)` names the files that a test is about, as patterns from
 the root of the repository; its own file and what it imports of the tests are among them unnamed. `subjects.json` has a

@@ -11,6 +11,13 @@ from benchmarks.plan_time import BYTES_ALLOWED, SECONDS_ALLOWED, SIZES, plan_twi
 from benchmarks import plan_time
 from penstock.planner.search import Plan, plan
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/planner/*.py",
+    "src/penstock/schedule/**/*.py",
+    "src/penstock/settings/training.py",
+    "benchmarks/plan_time.py",
+)
+
 
 @pytest.mark.shows(145)
 def test_plans_are_the_same_every_time_and_take_less_than_is_allowed():

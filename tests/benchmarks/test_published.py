@@ -10,6 +10,15 @@ from benchmarks.published import STYLES, TimedRun, read_runs
 from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.times import Constants
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/planner/*.py",
+    "src/penstock/schedule/**/*.py",
+    "src/penstock/settings/training.py",
+    "benchmarks/plan_published.py",
+    "benchmarks/published.py",
+    "benchmarks/measured_runs.csv",
+)
+
 RUNS = Path(__file__).parents[2] / "benchmarks" / "measured_runs.csv"
 
 

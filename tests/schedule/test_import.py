@@ -17,9 +17,9 @@ print(*sorted(name for name in sys.modules if name.startswith("penstock.settings
 
 
 @pytest.mark.shows(1)
-def test_schedule_imports_the_standard_library_alone_and_no_other_rooms_settings():
+def test_schedule_imports_the_standard_library_alone_and_no_settings_of_models_and_runs():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
     rooms, settings = done.stdout.splitlines()
     assert rooms.split() == ["penstock"]
-    files = ("declare", "types", "objects", "schedule")
+    files = ("declare", "objects", "training")
     assert set(settings.split()) <= {f"penstock.settings.{file}" for file in files}
