@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,16 +42,9 @@ _COPY_OF = "_penstock_copy_of"
 
 @checked
 def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
-    """A user's own layers as units, with the weights that they have; their linear layers can defer weight gradients.
+    """A user's own layers as units (see `Engine.from_layers`); their linear layers can defer weight gradients.
 
-    The first takes the batch's `tokens`: ids [T], or anything else with T rows and more dimensions, such as images. The
-    last gives what the loss takes, and [T, hidden_size] goes from one to the next.
-    Each is given what else its `forward` asks for by name: the microbatch's `sequences`, or any key of the batch. A
-    parameter that several layers hold, such as the embedding's weight in the head, stays one: it is tied.
-
-    Raises:
-        ValueError: there is no layer, or one is neither a module nor a `functools.partial` of one, or is given twice
-            with buffers.
+    Raises: ValueError, as there.
     """
     if not len(layers):
         raise ValueError("a model needs at least one layer")
@@ -63,11 +56,32 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
         switch_linears(layer)
         switch_sequentials(layer)
-        if is_compiled(layer):
+        # A user has compiled it, or a part of it.
+        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
             keep_linears_eager(layer)
         modules.append(layer)
-    tied = _tied(modules)
-    return tuple(replace(_unit_of_layer(f"layers.{i}", module), tied=tied[i]) for i, module in enumerate(modules))
+    units, tied = [], _tied(modules)
+    for number, layer in enumerate(modules):
+        num_parameters = sum(p.numel() for p in layer.parameters())
+        # A lookup costs next to nothing; anything else multiplies by each of its weights once.
+        num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
+        flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
+        limits = None
+        if isinstance(layer, nn.Embedding):
+            limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
+        units.append(
+            UnitSpec(
+                f"layers.{number}",
+                lambda made=layer: made,
+                lambda module, seed: None,
+                num_parameters,
+                flops_per_token,
+                is_own=True,
+                limits=limits,
+                tied=tied[number],
+            )
+        )
+    return tuple(units)
 
 
 def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
@@ -95,23 +109,6 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
         owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
         found.append(shared)
     return found
-
-
-def _unit_of_layer(name: str, layer: nn.Module) -> UnitSpec:
-    num_parameters = sum(p.numel() for p in layer.parameters())
-    # A lookup costs next to nothing; anything else multiplies by each of its weights once.
-    num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
-    flops_per_token = 2.0 * (num_parameters - num_looked_up) + 1.0
-    limits = None
-    if isinstance(layer, nn.Embedding):
-        limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
-    own_weights: Callable[[nn.Module, int], None] = lambda module, seed: None  # noqa: E731
-    return UnitSpec(name, lambda: layer, own_weights, num_parameters, flops_per_token, is_own=True, limits=limits)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if a user has compiled the module, or a part of it."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())
 
 
 # ---- What they ask for by name

@@ -51,6 +51,11 @@ def times_here(
 
     Units that do equal work (the layers of a decoder) are measured once.
     """
+
+    def like_a_loss(output: Tensor) -> Tensor:
+        # The work of a cross entropy, whose softmax counts where the vocabulary is large.
+        return output.float().logsumexp(-1).sum() if output.is_floating_point() else output.sum()
+
     # A backward needs the parameters.
     options = replace(options, read_only=False, quantize=Quantize.NONE)
     sequences = Sequences.from_lengths(lengths, device)
@@ -66,16 +71,10 @@ def times_here(
             stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
             # The layers may be a user's own, whose statistics move in steps alone.
             stages[0].set_training(False)
-            finish = _like_a_loss if i == len(units) - 1 else torch.sum
-            known[kind] = _measured(stages[0], x, sequences, finish)
+            known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
         found.append(known[kind])
     forward, backward_input, backward_weight = zip(*found, strict=True)
     return Costs(forward, backward_input, backward_weight)
-
-
-def _like_a_loss(output: Tensor) -> Tensor:
-    """The work of a cross entropy on the logits, whose softmax counts where the vocabulary is large."""
-    return output.float().logsumexp(-1).sum() if output.is_floating_point() else output.sum()
 
 
 def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:

@@ -28,18 +28,9 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 @dataclass(eq=False)
 class Watchers:
-    """The callbacks of an engine, in the order in which they were added; every rank calls its own.
+    """The callbacks of an engine (see `Engine.watch`), in the order in which they were added; every rank calls its own.
 
-    A callback is an object with any of these methods, a class that makes one, or ``package.module:object``, the name of
-    either:
-
-        on_step(result: TrainResult)                        after each step
-        on_evaluation(step: int, loss: EvaluationLoss)      after each `evaluate`
-        on_checkpoint(step: int, path: Path)                when a checkpoint is whole
-        on_end(step: int)                                   when the engine is closed
-
-    One that returns True from `on_step` or `on_evaluation` asks all ranks to end after the next step, like
-    `Engine.request_stop`. One that raises on some rank ends the call on all.
+    One that raises on some rank ends the call on all.
     """
 
     #: knows whether other ranks have any

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -167,13 +166,8 @@ def whole_slices(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -
 # ---- the way from one engine to another
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A slice of a tensor that goes from one process to another; `part` lies within a slice of each."""
-
-    part: TensorSlice
-    source: int
-    target: int
+_Piece = tuple[TensorSlice, int, int]
+"""A slice of a tensor that goes from one process to another, part of a slice of each: slice, source, target."""
 
 
 class WeightTransfer:
@@ -265,31 +259,30 @@ class WeightTransfer:
                     "the one that receives; both need the same model in the same precision"
                 )
         return {
-            name: [p for p in _pieces(holders[name], takers[name]) if self.rank in (p.source, p.target)]
-            for name in given
+            name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in given
         }
 
     @torch.no_grad()
     def _move(self, pieces: Sequence[_Piece], own: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
         """Send and receive the slices of one tensor; memory beyond both engines' is that of what leaves or arrives."""
         works, leaving, arriving = [], dict[TensorSlice, Tensor](), list[tuple[Tensor, list[Tensor]]]()
-        for piece in pieces:
-            places = [values[piece.part.within(outer)] for outer, values in into if _contains(outer, piece.part)]
-            if piece.source == self.rank:
-                values = next(values[piece.part.within(outer)] for outer, values in own if _contains(outer, piece.part))
-                if piece.target == self.rank:
+        for part, source, target in pieces:
+            places = [values[part.within(outer)] for outer, values in into if _contains(outer, part)]
+            if source == self.rank:
+                values = next(values[part.within(outer)] for outer, values in own if _contains(outer, part))
+                if target == self.rank:
                     arriving.append((values, places))
                     continue
                 assert self.group is not None
-                if piece.part not in leaving:
-                    leaving[piece.part] = values.detach().cpu().contiguous()
-                works.append(self.group.send([_bytes(leaving[piece.part])], self.ranks.index(piece.target), 0))
+                if part not in leaving:
+                    leaving[part] = values.detach().cpu().contiguous()
+                works.append(self.group.send([_bytes(leaving[part])], self.ranks.index(target), 0))
             else:
                 assert self.group is not None
                 # A slice arrives in its place, if that is a run of host memory.
                 lands = places[0].device.type == "cpu" and places[0].is_contiguous()
                 buffer = places[0] if lands else torch.empty(places[0].shape, dtype=places[0].dtype)
-                works.append(self.group.recv([_bytes(buffer)], self.ranks.index(piece.source), 0))
+                works.append(self.group.recv([_bytes(buffer)], self.ranks.index(source), 0))
                 arriving.append((buffer, places))
         for work in works:
             work.wait()
@@ -355,5 +348,5 @@ def _pieces(
             for part, holders in given.items():
                 common = part.overlap(target_part)
                 if common is not None:
-                    yield _Piece(common, target if target in holders else holders[turn % len(holders)], target)
+                    yield common, target if target in holders else holders[turn % len(holders)], target
             turn += 1

@@ -21,18 +21,6 @@ from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.dense import Embedding
 
 
-class _Device(NamedTuple):
-    """The time of a device's work, in that of reading a byte of weights.
-
-    rows_per_reading: rows for which multiplying by the weights takes as long as reading them. cached_element: the time
-    to attend to an element of a key or value. small_operations: the time of those around attention, whatever its size.
-    """
-
-    rows_per_reading: float
-    cached_element: float
-    small_operations: float
-
-
 class DecodingRank(NamedTuple):
     """A measured rank. bytes_per_s: of weights, read for a few rows. room_bytes: for weights and caches."""
 
@@ -40,11 +28,13 @@ class DecodingRank(NamedTuple):
     room_bytes: float
 
 
+# Of a device: the rows for which multiplying by the weights takes as long as reading them; and in the time of reading a
+# byte of weights, attention to an element of a key or value, and the small operations around it, whatever its size.
 # Measured on one core (AMD EPYC; 512 and 2,048 wide, 1 to 64 rows, 80 to 528 tokens) it is 13 to 16 rows in fp32, bf16
 # and int8 alike, 0.29 to 0.49 ns an element whatever its dtype, and 0.2 ms, where a byte of weights takes 0.03 ns.
-_CPU = _Device(15.0, 10.0, 6e6)
+_CPU = (15.0, 10.0, 6e6)
 # From specification sheets: some hundred operations in the time of a byte, and attention that keeps up with memory.
-_GPU = _Device(250.0, 2.0, 0.0)
+_GPU = (250.0, 2.0, 0.0)
 _KEPT = 1.2  # bytes of a model in use, over those of its weights
 _EQUAL = 0.85  # of the fastest rank's speed: two measurements of one machine differ by less
 
@@ -82,7 +72,7 @@ def cut_to_decode(
 
 def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: int, num_tokens: float) -> list[float]:
     """The time of each unit for a slot's step, in that of reading a byte of weights."""
-    device = _CPU if options.device == "cpu" else _GPU
+    rows_per_reading, cached_element, small_operations = _CPU if options.device == "cpu" else _GPU
     num_bytes = bytes_of_weight(options.precision, options.quantize)
     times: list[float] = []
     for unit in units:
@@ -92,11 +82,11 @@ def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: in
         # Of experts, each row multiplies by some.
         of_one_row = min(multiplied, unit.flops_per_token / 2)
         reading = min(multiplied, num_rows * of_one_row)
-        multiplying = num_rows * of_one_row / device.rows_per_reading
+        multiplying = num_rows * of_one_row / rows_per_reading
         attending = 0.0
         if token_bytes := _cached_bytes(module, options):
             elements = num_rows * num_tokens * token_bytes / parameter_dtype(options.precision).itemsize
-            attending = elements * device.cached_element + device.small_operations
+            attending = elements * cached_element + small_operations
         times.append((reading + multiplying) * num_bytes + attending)
     return times
 

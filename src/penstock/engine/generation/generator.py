@@ -87,32 +87,8 @@ class Generator:
         if "ring" in vars(self):
             self.ring.host.close()
 
-    def generate(
-        self,
-        prompts: Any,
-        params: Any,
-        options: GenerateOptions,
-        listeners: Listeners,
-    ) -> GenerateResult:
-        """Answers to the prompts (token ids), in their order, on the stages and weights as they are.
-
-        Ranks of one pipeline give the same prompts and parameters (one for all, or one for each), and all get the
-        result. `on_token(number, token)` is called for each new token on the rank of the first stage, with the
-        answer's number in the result, and where there are several stages in a thread beside the one that computes; if
-        it returns true, that answer ends. `on_answer(number, answer)` is called for each answer as soon as it has
-        ended, in the same place; its filter mask is only in the result. `interrupt()` is asked there too, once for each
-        token of the answers under way; if it returns true, the call ends, and `resume` can go on.
-
-        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
-        generated nor on how. With shared experts (ep > 1) all ranks call it together, each pipeline with prompts of
-        its own, or none.
-
-        Raises:
-            ValueError: the prompts or parameters are impossible; on all ranks alike, before any compute.
-            PipelineError: the ranks of the pipeline were given different ones.
-            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
-            TransportError: a peer did not send or receive in time.
-        """
+    def generate(self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners) -> GenerateResult:
+        """Answers to the prompts, on the stages and weights as they are; see `Engine.generate`."""
         recovery = self._pipeline.recovery
         with recovery.joined():
             self._interrupted = None
@@ -194,8 +170,16 @@ class Generator:
         shape = options.shape(len(sequences) - len(options.skip), layout.pp)
         if ring.rank > 0:
             return Generation(sequences, shape)
-        any_goes_on = self._any_goes_on if ring.lockstep else None
-        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, any_goes_on)
+
+        def any_goes_on(goes_on: bool) -> bool:
+            """True if any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
+            num_left = torch.tensor([int(goes_on)], device=ring.device)
+            with ring.recorder.collective("agree on whether to go on", grid.ep_group):
+                dist.all_reduce(num_left, group=grid.ep_group)
+            return bool(num_left)
+
+        ask_others = any_goes_on if ring.lockstep else None
+        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, ask_others)
         scheduler.stop(options.skip)
         stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
         listen = partial(listeners.hear, scheduler, stops)
@@ -264,11 +248,3 @@ class Generator:
                     f"rank {rank} of those that generate together was given num_slots={their_slots}, not {num_slots}"
                 )
         return schedule.Sequence.all_of(*checked)
-
-    def _any_goes_on(self, goes_on: bool) -> bool:
-        """True if any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
-        pipeline = self._pipeline
-        num_left = torch.tensor([int(goes_on)], device=pipeline.device)
-        with pipeline.recorder.collective("agree on whether to go on", pipeline.grid.ep_group):
-            dist.all_reduce(num_left, group=pipeline.grid.ep_group)
-        return bool(num_left)
