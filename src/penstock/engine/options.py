@@ -1,7 +1,7 @@
 """The options with which an engine runs a model: plain, frozen, checked once."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from zlib import crc32
@@ -140,27 +140,21 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
-    views = gather({name: _described(value) for name, value in _rules(options)})
+    names = ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize")
+    rules = {name: getattr(options, name) for name in names}
+    rules |= {f"optimizer.{own.name}": getattr(options.optimizer, own.name) for own in fields(options.optimizer)}
+    rules["attention"], given = options.attention, options.schedule
+    if isinstance(given, ScheduleConfig):
+        rules |= {f"schedule.{own.name}": getattr(given, own.name) for own in fields(given)}
+    else:
+        # Whole orders of actions may be long.
+        long = f"{options.choice.name} ({crc32(_described(given).encode()):08x})"
+        rules["schedule"] = given if isinstance(given, str) else long
+    views = gather({name: _described(value) for name, value in rules.items()})
     for rank, theirs in enumerate(views):
         if theirs != views[0]:
             found = differences(views[0], theirs, "on rank 0", f"on rank {rank}")
             raise ConfigError(f"ranks were given different settings: {found[0]}; give all the same")
-
-
-def _rules(options: EngineOptions) -> Iterator[tuple[str, Any]]:
-    for name in ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize"):
-        yield name, getattr(options, name)
-    for field in fields(options.optimizer):
-        yield f"optimizer.{field.name}", getattr(options.optimizer, field.name)
-    yield "attention", options.attention
-    if isinstance(options.schedule, ScheduleConfig):
-        for field in fields(options.schedule):
-            yield f"schedule.{field.name}", getattr(options.schedule, field.name)
-    elif isinstance(options.schedule, str):
-        yield "schedule", options.schedule
-    else:
-        # Whole orders of actions may be long.
-        yield "schedule", f"{options.choice.name} ({crc32(_described(options.schedule).encode()):08x})"
 
 
 def _described(value: Any) -> str:

@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 from torch.distributed import ProcessGroup
@@ -37,12 +37,8 @@ class Absence(enum.Enum):
     SILENT = "reachable but silent"
 
 
-@dataclass(frozen=True)
-class Presence:
-    """A process's answer: the place where it is, and whether it waits for others itself."""
-
-    where: str
-    waits: bool
+Presence = tuple[str, bool]
+"""A process's answer: the place where it is, and whether it waits for others itself."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,9 @@ class Processes:
         if absent:
             return absent
         busy = [
-            f"process {rank} does not wait: {answer.where}"
+            f"process {rank} does not wait: {answer[0]}"
             for rank, answer in answers.items()
-            if isinstance(answer, Presence) and not answer.waits
+            if isinstance(answer, tuple) and not answer[1]
         ]
         return "; ".join([f"reachable: {self.named(answers)}", *busy[:_MOST_QUOTED]])
 
@@ -158,7 +154,7 @@ def answer(listener: socket.socket, presence: Presence) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.setblocking(False)
-            connection.send(json.dumps(asdict(presence)).encode())
+            connection.send(json.dumps(presence).encode())
 
 
 def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:
@@ -203,7 +199,10 @@ def _read(connection: socket.socket, text: bytearray) -> Presence | Absence | No
     try:
         part = connection.recv(_PART)
         text += part
-        return None if part else Presence(**json.loads(text))
+        if part:
+            return None
+        where, waits = json.loads(text)
+        return where, waits
     except BlockingIOError:
         return None
     except OSError as error:

@@ -108,9 +108,25 @@ class UnitCall:
 
     def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The unit's output for the stream, or the several tensors, that the unit before gave."""
-        if self.recompute:
-            return recomputed(_Recomputed(self, sequences, given), x)
-        return self.run(x, sequences, given)
+        if not self.recompute:
+            return self.run(x, sequences, given)
+        is_done = False
+
+        def run(x: Any) -> Any:
+            nonlocal is_done
+            # Once it has run in forward, buffers such as BatchNorm's statistics stay as they are now.
+            before = [(buffer, buffer.clone()) for buffer in self.module.buffers()] if is_done else []
+            is_done = True
+            try:
+                return self.run(x, sequences, given)
+            finally:
+                for buffer, value in before:
+                    # Not counted as a change: what autograd has saved is not the buffer's value.
+                    buffer.data.copy_(value)
+
+        # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
+        run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
+        return recomputed(run, x)
 
     def run(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """Call the module."""
@@ -144,36 +160,6 @@ class UnitCall:
 
 
 _NO_PROFILER = nullcontext()
-
-
-@dataclass(eq=False)
-class _Recomputed:
-    """A unit's run in forward, and its second in backward, which must leave the module's buffers alone."""
-
-    #: the unit, and what it is called with beside the stream
-    call: UnitCall
-    sequences: Sequences
-    given: Given
-    #: True once it has run in forward
-    is_done: bool = False
-
-    @property
-    def has_randomness(self) -> bool:
-        """True if torch must replay the random state: a unit with a seed of its own begins there each time."""
-        return self.call.draws and self.given.randomness is None
-
-    def __call__(self, x: Any) -> Any:
-        if not self.is_done:
-            self.is_done = True
-            return self.call.run(x, self.sequences, self.given)
-        # Buffers such as BatchNorm's statistics stay as they are now.
-        before = [(buffer, buffer.clone()) for buffer in self.call.module.buffers()]
-        try:
-            return self.call.run(x, self.sequences, self.given)
-        finally:
-            for buffer, value in before:
-                # Not counted as a change: what autograd has saved is not the buffer's value.
-                buffer.data.copy_(value)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

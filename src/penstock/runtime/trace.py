@@ -259,7 +259,7 @@ class Recorder:
     @property
     def presence(self) -> Presence:
         """The answer of this rank to a peer that asks."""
-        return Presence(self.where(), self.awaited is not None or self._together is not None)
+        return self.where(), self.awaited is not None or self._together is not None
 
     def where(self) -> str:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""

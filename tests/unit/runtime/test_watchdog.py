@@ -17,7 +17,7 @@ from penstock.runtime.watchdog import EXIT_CODE
 from penstock.schedule import Action, Op
 
 GRACE_S = 0.2
-PRESENT = Presence("rank 1, step 1: in 1F0 for 30.0 s, computes", waits=False)
+PRESENT = ("rank 1, step 1: in 1F0 for 30.0 s, computes", False)
 
 
 @dataclass

@@ -15,7 +15,6 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +30,6 @@ from penstock.engine.checkpoint.manifest import (
     CheckpointError,
     CheckpointInfo,
     DamagedCheckpoint,
-    FileRecord,
     TensorRecord,
     check_cover,
     describe_file,
@@ -432,7 +430,7 @@ class Checkpointer(CheckpointReader):
         files, error = {}, None
         try:
             names = write_tensors(staging, copies, file_of)
-            files = {name: asdict(describe_file(staging / name)) for name in names}
+            files = {name: describe_file(staging / name) for name in names}
         except Exception as caught:
             error = _reason(caught, staging)
         # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
@@ -443,7 +441,7 @@ class Checkpointer(CheckpointReader):
     def _publish(
         self, staging: Path, step: int, tensors: Mapping[str, TensorRecord], reports: list[dict[str, Any]]
     ) -> None:
-        files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
+        files = {name: record for report in reports for name, record in report["files"].items()}
         values = tuple(report["extra"] for report in reports)
         write_manifest(CheckpointInfo(staging, step, self._identity, values, tensors, files))
         target = self.folder / folder_name(step)

@@ -110,12 +110,10 @@ def check_cover(records: Mapping[str, TensorRecord]) -> None:
             raise ValueError(f"the ranks hold {count} elements of {name}, which has {math.prod(shape)}, {list(shape)}")
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """Size and SHA-256 of one file."""
+FileRecord = dict[str, Any]
+"""Size and SHA-256 of one file: the values of `_FILE_KINDS`."""
 
-    size_bytes: int
-    sha256: str
+_FILE_KINDS: dict[str, type] = {"size_bytes": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ def write_manifest(info: CheckpointInfo) -> None:
         "identity": info.identity,
         "extras": info.rank_values,
         "tensors": {name: record.to_json() for name, record in info.tensors.items()},
-        "files": {name: {"size_bytes": f.size_bytes, "sha256": f.sha256} for name, f in info.files.items()},
+        "files": info.files,
     }
     # Through JSON before hashing: the reader hashes what it has read.
     content = json.loads(json.dumps(content))
@@ -233,8 +231,12 @@ def read_manifest(path: Path) -> CheckpointInfo:
             content["identity"],
             tuple(content["extras"]),
             {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
-            {name: FileRecord(**record) for name, record in content["files"].items()},
+            content["files"],
         )
+        for name, record in info.files.items():
+            if not isinstance(record, dict) or record.keys() != _FILE_KINDS.keys():
+                raise ValueError(f"files: {name} has not {' and '.join(_FILE_KINDS)}")
+            check_kinds(record, _FILE_KINDS, name)
         check_cover(info.tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({error!r})") from None
@@ -259,8 +261,8 @@ def check_files(info: CheckpointInfo, part: int = 0, num_parts: int = 1) -> None
         if name not in present:
             raise DamagedCheckpoint(f"its {name} is missing")
         size_bytes = (info.path / name).stat().st_size
-        if size_bytes != record.size_bytes:
-            raise DamagedCheckpoint(f"its {name} has {size_bytes} bytes instead of {record.size_bytes}")
+        if size_bytes != record["size_bytes"]:
+            raise DamagedCheckpoint(f"its {name} has {size_bytes} bytes instead of {record['size_bytes']}")
     for name in sorted(info.files)[part::num_parts]:
         if describe_file(info.path / name) != info.files[name]:
             raise DamagedCheckpoint(f"its {name} was altered: the checksum differs")
@@ -270,7 +272,7 @@ def describe_file(path: Path) -> FileRecord:
     """Read a file back and give its size and checksum."""
     with open_file(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(file.tell(), sha256)
+        return {"size_bytes": file.tell(), "sha256": sha256}
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:

@@ -53,16 +53,15 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
         ConfigError: it holds another run, or one that has lost its checkpoints, or anything that is no run, or (with
             `fresh`) any run at all, or (with `resume`) none.
     """
-    continued = _check_folder(config, fresh)
-    if resume and not continued:
-        raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
-    return continued
 
+    def none() -> bool:
+        if resume:
+            raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
+        return False
 
-def _check_folder(config: RunConfig, fresh: bool) -> bool:
     folder = Path(config.output)
     if not folder.exists():
-        return False
+        return none()
     if not folder.is_dir():
         raise ConfigError(f"output = {config.output!r} is a file; give a folder")
     copy = folder / RUN_FILE
@@ -79,7 +78,7 @@ def _check_folder(config: RunConfig, fresh: bool) -> bool:
             raise ConfigError(
                 f"output = {config.output!r} holds {strangers[0]!r} and no run; give a new or an empty folder"
             )
-        return False
+        return none()
     if fresh:
         raise ConfigError(f"output = {config.output!r} already holds a run; --fresh takes another --output")
     theirs = read_config(copy)

@@ -371,12 +371,17 @@ class AuxLossTracker:
         if learns:
             for name, router in self._routers.items():
                 router.update(loads[name])
-        busiest = self._busiest(loads)
+        # The highest load of an expert over the mean of its layer, of all ranks; 0 without experts.
+        busiest = torch.tensor(
+            max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0), dtype=torch.float64
+        )
+        if self.pipeline.grid.control is not None:
+            dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
         notes = [note for t in aux_losses for note in t.values.items()]
         own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
         sums = self.pipeline.sum_over_ranks(*own)
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
-        return AuxLossReport(losses, busiest or None)
+        return AuxLossReport(losses, float(busiest) or None)
 
     def _send_factors(self, num_microbatches: int, factors: Sequence[float]) -> list[float]:
         """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
@@ -424,12 +429,3 @@ class AuxLossTracker:
             copies |= {f"{name}{SECOND_COPY}": name for name in loads if not name.endswith(SECOND_COPY)}
             sum_tied(copies, loads, pipeline.grid.mirror_group)
         return loads
-
-    def _busiest(self, loads: Mapping[str, Tensor]) -> float:
-        """The highest load of an expert over the mean of its layer, of all ranks; 0 without experts."""
-        busiest = max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0)
-        if self.pipeline.grid.control is None:
-            return busiest
-        highest = torch.tensor(busiest, dtype=torch.float64)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
-        return float(highest)

@@ -241,7 +241,19 @@ class Decoders:
     def of(self, form: DecodeForm) -> list[StageDecoder]:
         """The local stages' decoders, kept as long as the caches are."""
         if form not in self.by_form:
-            self.by_form[form] = [self._decoder(stage, form) for stage in self.stages]
+            captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
+            made: list[StageDecoder] = []
+            for stage in self.stages:
+                caches = self.caches[stage.index]
+                if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
+                    made.append(StageDecoder(stage, caches))
+                    continue
+                if captures and self._capture_stream is None:
+                    self._capture_stream = torch.cuda.Stream()
+                assert self._size is not None
+                stream = self._capture_stream if captures else None
+                made.append(FixedDecoder(stage, caches, self._size.num_tokens, stream))
+            self.by_form[form] = made
         return self.by_form[form]
 
     def release(self) -> None:
@@ -250,13 +262,3 @@ class Decoders:
             for decoder in decoders:
                 decoder.release()
         self._size, self.caches, self.by_form = None, {}, {}
-
-    def _decoder(self, stage: Stage, form: DecodeForm) -> StageDecoder:
-        caches = self.caches[stage.index]
-        if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
-            return StageDecoder(stage, caches)
-        captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
-        if captures and self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream()
-        assert self._size is not None
-        return FixedDecoder(stage, caches, self._size.num_tokens, self._capture_stream if captures else None)

@@ -152,12 +152,21 @@ class HeaderRelay:
 
     def start(self, batches: Iterator[Batch], in_thread: bool) -> None:
         """Begin to take batches, in a thread as soon as each is known; else each when `next` asks for it."""
-        if in_thread:
-            name = f"penstock headers of rank {self._ring.rank}"
-            self._thread = threading.Thread(target=self._take_all, args=(batches,), name=name, daemon=True)
-            self._thread.start()
-        else:
+        if not in_thread:
             self._batches = batches
+            return
+
+        def take_all() -> None:
+            try:
+                for batch in batches:
+                    self._taken.put(batch)
+                self._taken.put(None)
+            except Exception as error:
+                self._taken.put(error)  # raised where the rank computes
+
+        name = f"penstock headers of rank {self._ring.rank}"
+        self._thread = threading.Thread(target=take_all, name=name, daemon=True)
+        self._thread.start()
 
     def join(self) -> None:
         """Wait for the end of the thread, after all batches or after the links were cut."""
@@ -180,14 +189,6 @@ class HeaderRelay:
         if isinstance(taken, Exception):
             raise taken
         return taken
-
-    def _take_all(self, batches: Iterator[Batch]) -> None:
-        try:
-            for batch in batches:
-                self._taken.put(batch)
-            self._taken.put(None)
-        except Exception as error:
-            self._taken.put(error)  # raised where the rank computes
 
     # ---- headers
 
