@@ -84,7 +84,11 @@ def _reason(
         except ValueError:
             continue
         if found.peak_bytes <= cluster.device.memory_bytes:
-            return _slower(found, best)
+            if replace(found.candidate, options=()) == replace(best.candidate, options=(), cut=found.candidate.cut):
+                return "is the first of the plan"
+            parts = [f"{part} {more / best.step_s:+.0%}" for part, more in slower_parts(best, found)[:3] if more > 0]
+            slower = f"{found.step_s / best.step_s - 1:.1%} slower"
+            return f"{slower} ({found.candidate}): {', '.join(parts) or 'no part alone'}"
         if least is None or found.peak_bytes < least.peak_bytes:
             least = found
     if least is None:
@@ -93,11 +97,3 @@ def _reason(
         f"does not fit: {least.peak_bytes / _GIB:,.1f} GiB of {cluster.device.memory_bytes / _GIB:,.1f} "
         f"({least.candidate})"
     )
-
-
-def _slower(found: Estimate, best: Estimate) -> str:
-    if replace(found.candidate, options=()) == replace(best.candidate, options=(), cut=found.candidate.cut):
-        return "is the first of the plan"
-    parts = [f"{part} {more / best.step_s:+.0%}" for part, more in slower_parts(best, found)[:3] if more > 0]
-    slower = f"{found.step_s / best.step_s - 1:.1%} slower"
-    return f"{slower} ({found.candidate}): {', '.join(parts) or 'no part alone'}"

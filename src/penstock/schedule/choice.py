@@ -114,8 +114,11 @@ class ScheduleChoice:
             options |= options_for_step(self.costs)
         elif self.costs is not None and self.is_searched:
             options |= {name: getattr(self.costs, name) for name in _TIMES}
+        stages_per_rank = self.settings.stages_per_rank
+        if stages_per_rank is None and self.settings.placement == PlacementKind.V.value:
+            stages_per_rank = 2
         return builders.build(
-            self._builder, ranks=ranks, microbatches=microbatches, stages_per_rank=self._stages_per_rank, **options
+            self._builder, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options
         )
 
     def placement(self, ranks: int) -> Placement:
@@ -162,8 +165,22 @@ class ScheduleChoice:
                 f"schedule.name = {self.name!r} is none of {', '.join([*known, *builders.offered()])}, nor a file "
                 "ending in .csv or .txt, nor package.module:function"
             )
-        self._check_options()
-        self._check_search()
+        for option, value in self._options.items():
+            text = f"schedule.{option} = {str(value).lower()}"
+            if self.is_fixed:
+                raise ConfigError(f"{text} cannot change {self.name}, whose order is taken as it is; leave it out")
+            if option not in builders.options(self._builder):
+                possible = ", ".join(name for name in builders.names() if option in builders.options(name))
+                raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
+        if self.settings.search_cut and not self.is_searched:
+            raise ConfigError(
+                f"schedule.search_cut = true searches for a cut together with the order, but {self.name} has an order "
+                "of its own; possible is schedule.name = auto"
+            )
+        if self.settings.search_cut and not self.settings.measure:
+            raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
+        if self.settings.search_cut and self.settings.cut is not None:
+            raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
 
     def checked_program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
         """The program of a step, proved; see `program`. Settings that would change nothing are refused.
@@ -193,35 +210,6 @@ class ScheduleChoice:
         if not self.is_fixed:
             every |= builders.options(self._builder).keys()
         return {name: value for name, value in self.settings.given.items() if name in every}
-
-    @property
-    def _stages_per_rank(self) -> int | None:
-        """The number that the settings ask for; by default, a V has two."""
-        if self.settings.stages_per_rank is None and self.settings.placement == PlacementKind.V.value:
-            return 2
-        return self.settings.stages_per_rank
-
-    def _check_options(self) -> None:
-        for option, value in self._options.items():
-            text = f"schedule.{option} = {str(value).lower()}"
-            if self.is_fixed:
-                raise ConfigError(f"{text} cannot change {self.name}, whose order is taken as it is; leave it out")
-            if option not in builders.options(self._builder):
-                possible = ", ".join(name for name in builders.names() if option in builders.options(name))
-                raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
-
-    def _check_search(self) -> None:
-        if not self.settings.search_cut:
-            return
-        if not self.is_searched:
-            raise ConfigError(
-                f"schedule.search_cut = true searches for a cut together with the order, but {self.name} has an order "
-                "of its own; possible is schedule.name = auto"
-            )
-        if not self.settings.measure:
-            raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
-        if self.settings.cut is not None:
-            raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
 
 
 def _check_numbers(name: str, order: Schedule, ranks: int, microbatches: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import inf, isfinite, lcm
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from penstock.schedule.actions import Placement, PlacementKind, check_count
 
@@ -139,12 +139,8 @@ Join: TypeAlias = Callable[[Cost, int, int], Cost]
 """Adds a rank to a cost, given the times of its two stages."""
 
 
-class _State(NamedTuple):
-    """The units left once some ranks have theirs: from `start` to before `stop`."""
-
-    start: int
-    stop: int
-
+_State: TypeAlias = tuple[int, int]
+"""The units left once some ranks have theirs: the first, and the one behind the last."""
 
 _Layer: TypeAlias = dict[_State, tuple[Cost, _State]]
 """State after some ranks -> its least cost, and the state before the last of them."""
@@ -190,20 +186,13 @@ def balanced_cut(
     limit = -(-until[-1] // num_ranks)
     margin = limit // 32 + 1
     # A narrow limit makes the search fast; once any cut keeps to it, the best one does.
-    while (found := _best(until, num_ranks, limit, (0,), _slowest)) is None:
+    while (found := _best(until, num_ranks, limit, (0,), lambda cost, a, b: (max(cost[0], a + b),))) is None:
         limit, margin = limit + margin, 2 * margin
     (limit,), _ = found
-    even = _best(until, num_ranks, limit, (0, 0), _unevenness)
+    squares: Join = lambda cost, a, b: (cost[0] + (a + b) ** 2, cost[1] + a * a + b * b)  # noqa: E731
+    even = _best(until, num_ranks, limit, (0, 0), squares)
     assert even is not None, "the slowest rank keeps to its own time"
     return ranges(even[1])
-
-
-def _slowest(cost: Cost, first: int, second: int) -> Cost:
-    return (max(cost[0], first + second),)
-
-
-def _unevenness(cost: Cost, first: int, second: int) -> Cost:
-    return (cost[0] + (first + second) ** 2, cost[1] + first * first + second * second)
 
 
 def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Join) -> tuple[Cost, list[int]] | None:
@@ -212,44 +201,39 @@ def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Joi
     `until[i]` is the time of the first i units. The first rank holds both ends of the model, the next rank both ends of
     the rest, and so on, so a state is the rest; the last rank divides it between its two stages.
     """
-    everything = _State(0, len(until) - 1)
+    everything = 0, len(until) - 1
     layers: list[_Layer] = [{everything: (nothing, everything)}]
     for num_after in reversed(range(num_ranks)):
         layer: _Layer = {}
         for state, (cost, _) in layers[-1].items():
             for rest in _rests(until, state, num_after, limit):
-                first, second = until[rest.start] - until[state.start], until[state.stop] - until[rest.stop]
-                total = join(cost, first, second)
+                total = join(cost, until[rest[0]] - until[state[0]], until[state[1]] - until[rest[1]])
                 if rest not in layer or total < layer[rest][0]:
                     layer[rest] = total, state
         layers.append(layer)
     if not layers[-1]:
         return None
     state, (cost, _) = min(layers[-1].items(), key=lambda end: (end[1][0], end[0]))
-    return cost, _borders(layers, state)
+    lower, upper = [state[0]], list[int]()
+    for layer in reversed(layers[1:]):
+        state = layer[state][1]
+        lower.append(state[0])
+        upper.append(state[1])
+    return cost, lower[::-1] + upper
 
 
 def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Iterator[_State]:
     """Yield the states that a rank can leave to the `num_after` ranks after it, each of which needs two units."""
-    for start in range(state.start + 1, state.stop):
-        spare = limit - (until[start] - until[state.start])
+    first, end = state
+    for start in range(first + 1, end):
+        spare = limit - (until[start] - until[first])
         if spare < 0:
             return
-        least = max(start + 2 * num_after, bisect_left(until, until[state.stop] - spare))
-        for stop in range(least, state.stop if num_after else start + 1):
+        least = max(start + 2 * num_after, bisect_left(until, until[end] - spare))
+        for stop in range(least, end if num_after else start + 1):
             if until[stop] - until[start] > num_after * limit:
                 break
-            yield _State(start, stop)
-
-
-def _borders(layers: Sequence[Mapping[_State, tuple[Cost, _State]]], state: _State) -> list[int]:
-    """The borders of all stages, given the state after the last rank, in which no unit is left."""
-    lower, upper = [state.start], list[int]()
-    for layer in reversed(layers[1:]):
-        state = layer[state][1]
-        lower.append(state.start)
-        upper.append(state.stop)
-    return lower[::-1] + upper
+            yield start, stop
 
 
 def _uneven(

@@ -334,7 +334,9 @@ def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], mak
     compute = sum(by_op[op] for op in COMPUTE) - in_compute
     step = by_op[Op.STEP] - in_step
     transfers = sum(by_op[op] for op in SENDS | RECEIVES)
-    reduction = by_op[Op.REDUCE_GRAD] + sum(_before_step(spans)) + in_step
+    # Reductions are waited for from the end of a program's last action to the optimizer step, and within it.
+    before_step = [own.begin - last.end for last, own in pairwise(spans) if parts(own.action)[0].op is Op.STEP]
+    reduction = by_op[Op.REDUCE_GRAD] + sum(before_step) + in_step
     present = spans[-1].end - spans[0].begin
     return Spent(
         compute=compute,
@@ -346,13 +348,6 @@ def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], mak
         between=present - compute - in_compute - sum(waiting.values()) - transfers - reduction - step,
         outside=makespan - present,
     )
-
-
-def _before_step(spans: Sequence[Record]) -> Iterator[float]:
-    """The waits for reductions: from the end of a program's last action to the optimizer step."""
-    for before, span in pairwise(spans):
-        if parts(span.action)[0].op is Op.STEP:
-            yield span.begin - before.end
 
 
 def _waited_within(stretches: Iterable[tuple[float, float]], collectives: Iterable[CollectiveRecord]) -> float:

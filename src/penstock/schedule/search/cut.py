@@ -64,7 +64,10 @@ def search_cut(
     Raises: ValueError for more stages than units, for costs without one number for each unit, and for impossible times
     or limits.
     """
-    _check_units(units)
+    names = (*_TIMES, "microbatch_bytes")
+    lengths = {len(value) if isinstance(value := getattr(units, name), Sequence) else None for name in names}
+    if None in lengths or len(lengths) > 1:
+        raise ValueError(f"{', '.join(names)} must have one number for each unit of the model")
     num_ranks = placement.num_ranks
     most = _heaviest(units, partition(units.totals, num_ranks), Placement(placement.kind, num_ranks, 1))
     most *= num_ranks if max_live_microbatches is None else max_live_microbatches
@@ -161,10 +164,3 @@ def _heaviest(units: Costs, cut: Sequence[range], placement: Placement) -> float
     assert isinstance(kept, Sequence)
     of_stages = [sum(kept[i] for i in members) for members in cut]
     return max(sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
-
-
-def _check_units(units: Costs) -> None:
-    names = (*_TIMES, "microbatch_bytes")
-    lengths = {len(value) if isinstance(value := getattr(units, name), Sequence) else None for name in names}
-    if None in lengths or len(lengths) > 1:
-        raise ValueError(f"{', '.join(names)} must have one number for each unit of the model")
