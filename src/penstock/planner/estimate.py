@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -203,15 +204,6 @@ def groups_of(candidate: Candidate) -> Groups:
     )
 
 
-def _pipeline_stride(layout: Layout) -> int:
-    stride = 1
-    for axis in reversed(layout.axes):
-        if axis == "pp":
-            return stride
-        stride *= layout.sizes[axis]
-    raise AssertionError("pp is one of the axes")
-
-
 @dataclass(frozen=True)
 class StageCosts:
     """The stages of a candidate: seconds and bytes of each, and the waits that its passes contain."""
@@ -281,7 +273,8 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     reduce_s, after_s = _gradients(workload, candidate, clock, (max(dense), max(experts)))
     shared = layout.tp if style.sequence_parallel else 1
     message = workload.element_bytes * size.tokens * workload.shape.hidden_size / shared
-    transfer = clock.message_s(message, _pipeline_stride(layout)) if layout.pp > 1 else 0.0
+    stride = math.prod(layout.sizes[axis] for axis in layout.axes[layout.axes.index("pp") + 1 :])
+    transfer = clock.message_s(message, stride) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
         backward_input=tuple(sum(t.input_s for t in stage) for stage in times),

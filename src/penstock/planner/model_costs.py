@@ -122,8 +122,10 @@ class UnitSize:
 
 def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
     """The units of a model in order: embedding, a unit for each block, head."""
-    makers = {ATTENTION: _attention, MLP: _mlp, EXPERTS: _experts, MAMBA: _mamba}
-    known = {kind: makers[kind](shape, size) for kind in dict.fromkeys(shape.pattern)}
+    makers = {ATTENTION: _attention, EXPERTS: _experts, MAMBA: _mamba}
+    known = {kind: makers[kind](shape, size) for kind in dict.fromkeys(shape.pattern) if kind != MLP}
+    if MLP in shape.pattern:
+        known[MLP] = _unit(_dense("mlp", shape, size, shape.intermediate_size, MLP), _stream_bytes(shape, size), size)
     return [_embedding(shape, size), *(known[kind] for kind in shape.pattern), _head(shape, size)]
 
 
@@ -235,10 +237,6 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
         messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=(2.0 if size.own_engine else 1.5) * ring),
     )
     return _unit(block, stream, size)
-
-
-def _mlp(shape: ModelShape, size: UnitSize) -> UnitCosts:
-    return _unit(_dense("mlp", shape, size, shape.intermediate_size, MLP), _stream_bytes(shape, size), size)
 
 
 def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) -> _BlockSizes:

@@ -158,8 +158,11 @@ def plan(
 def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """Yield the layouts of all devices that the model and the batch can be shared by."""
     shape, devices = workload.shape, cluster.num_devices
+    num_experts = (EXPERTS in shape.pattern and shape.num_experts) or 1
     for tp in _divisors(devices):
-        if tp > cluster.devices_per_host or not _can_share(workload, tp):
+        key_heads = max(shape.num_kv_heads, tp) % min(shape.num_kv_heads, tp) == 0
+        can_share = shape.num_heads % tp == 0 and shape.intermediate_size % tp == 0 and key_heads
+        if tp > cluster.devices_per_host or not can_share:
             continue
         for pp in _divisors(devices // tp):
             if pp > min(_MOST_RANKS, len(shape.pattern)):
@@ -169,21 +172,9 @@ def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
                 short = cp > 1 and workload.seq_len // cp < _LEAST_TOKENS
                 if short or workload.num_sequences % dp or cp & (cp - 1):
                     continue
-                for ep in _expert_groups(workload, dp * cp):
-                    yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order="pp-dp-cp-tp")
-
-
-def _can_share(workload: Workload, tp: int) -> bool:
-    shape = workload.shape
-    key_heads = max(shape.num_kv_heads, tp) % min(shape.num_kv_heads, tp) == 0
-    return shape.num_heads % tp == 0 and shape.intermediate_size % tp == 0 and key_heads
-
-
-def _expert_groups(workload: Workload, ranks: int) -> list[int]:
-    experts = workload.shape.num_experts if EXPERTS in workload.shape.pattern else 0
-    if not experts:
-        return [1]
-    return [ep for ep in _divisors(math.gcd(ranks, experts)) if ep & (ep - 1) == 0]
+                for ep in _divisors(math.gcd(dp * cp, num_experts)):
+                    if ep & (ep - 1) == 0:
+                        yield Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, order="pp-dp-cp-tp")
 
 
 @lru_cache(4096)
