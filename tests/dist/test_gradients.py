@@ -127,13 +127,13 @@ def _reduce_buckets(rank: int, dtype: torch.dtype, cap_bytes: int) -> dict[str, 
         buckets.launch()
         if not microbatch_fails:
             buckets.wait()
-    expected = {name: torch.zeros_like(buckets.gradient(name)) for name in SHAPES}
+    expected = {name: torch.zeros_like(buckets.gradients[name]) for name in SHAPES}
     for name in SHAPES:
         if name != "bias":
             expected[name] += given[name]
         dist.all_reduce(expected[name])
     return {
-        "equal": {name: torch.equal(buckets.gradient(name), expected[name]) for name in SHAPES},
+        "equal": {name: torch.equal(buckets.gradients[name], expected[name]) for name in SHAPES},
         "launched": launched[: len(buckets.buckets)],
         "buckets": [bucket.gradients.data_ptr() for bucket in buckets.buckets],
     }
@@ -216,7 +216,7 @@ class _Pipeline:
         losses = run_together(self.executors, [feeds] * 2)[1]
         for buckets in self.buckets:
             buckets.wait()
-        return losses, [buckets.gradient("weight").clone() for buckets in self.buckets], list(self.reduced)
+        return losses, [buckets.gradients["weight"].clone() for buckets in self.buckets], list(self.reduced)
 
 
 FAILURES = {

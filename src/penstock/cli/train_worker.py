@@ -257,7 +257,7 @@ class TrainLoop:
         if measured is None:
             return None
         costs = _costs(measured.timeline, num_microbatches)
-        return RecordedStep(measured, self.engine.pipeline.simulated(num_microbatches, costs))
+        return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
 
 
 class _RunReporter:

@@ -168,7 +168,7 @@ class ExampleReader:
         if not all(any(value for key, value in message.items() if key != "role") for message in said):
             raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
         chat = Chat(self, where, template_options(where, example))
-        if chat.is_marked:
+        if _MARKS.search(chat.template) is not None:
             tokens, learned = chat.marked(messages)
             if num_prompt:
                 before = chat.tokenise(chat.render(messages[:num_prompt], answer_follows=True))
@@ -203,11 +203,6 @@ class Chat:
                 "chat_template.jinja into its folder, or give texts in place of messages"
             )
         return tokenizer.get_chat_template(None, self.options.get("tools"))
-
-    @property
-    def is_marked(self) -> bool:
-        """True where the template marks what the assistant says."""
-        return _MARKS.search(self.template) is not None
 
     def render(self, messages: Sequence[Message], answer_follows: bool = False) -> str:
         """The text of these messages, with the beginning of an answer if one follows."""

@@ -279,15 +279,6 @@ def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
 # ---- State, as slices of whole tensors
 
 
-def local_parameters(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
-    """This rank's parameters by full name, as views."""
-    found: dict[str, LocalTensor] = {}
-    for name, parameter in parameters.items():
-        data = parameter.detach()
-        found[name] = {shards[name].part: data} if name in shards else data
-    return found
-
-
 def local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
     """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
     found: dict[str, LocalTensor] = {}

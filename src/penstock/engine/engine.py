@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from penstock import schedule
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import UnitSource
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
@@ -27,10 +28,11 @@ from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook
 from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
 from penstock.engine.watch import Watchers
-from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint, whole_slices
+from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.parallel import Grid
 from penstock.parallel.grid import own_world_rank, world_ranks
+from penstock.parallel.tensor_slice import TensorSlice, local_slices
 from penstock.runtime import Recorder
 from penstock.schedule import Costs, Timeline
 from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
@@ -392,7 +394,7 @@ class Engine(ModelState, WeightEndpoint):
     @checked
     def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
         """The simulated timeline of a step."""
-        return self.pipeline.simulated(num_microbatches, costs)
+        return schedule.simulate(self.pipeline.program(num_microbatches), costs)
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
@@ -420,5 +422,9 @@ class Engine(ModelState, WeightEndpoint):
             self.pipeline.close()
 
     def _slices(self) -> Slices:
-        state = self.state(optimizer=False)
-        return whole_slices({name: own for name, own in state.items() if name not in self.pipeline.loans}, self.ties)
+        found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
+        for name, local in self.state(optimizer=False).items():
+            # A tied copy counts under its owner's name.
+            if name not in self.pipeline.loans and (parts := local_slices(local)):
+                found.setdefault(self.ties.get(name, name), []).extend(parts.items())
+        return found

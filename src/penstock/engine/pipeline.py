@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import schedule
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import (
     SECOND_COPY,
@@ -68,7 +67,7 @@ from penstock.runtime import (
     open_transport,
 )
 from penstock.runtime.recovery import StepState
-from penstock.schedule import Costs, Pair, Placement, Program, Timeline
+from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
@@ -387,7 +386,7 @@ class Pipeline:
                 {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
                 self.transport,
                 self.recorder,
-                reduce=reduce or _no_reduction,
+                reduce=reduce or (lambda stage: None),
                 pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
             )
             found.alarm = self.recovery.alarm
@@ -441,10 +440,6 @@ class Pipeline:
             stages_per_rank=self.placement.stages_per_microbatch,
         )
 
-    def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
-        """The simulated timeline of a step."""
-        return schedule.simulate(self.program(num_microbatches), costs)
-
     def vain_overlap(self, num_microbatches: int) -> str | None:
         """A sentence where overlap is asked for and no rank's stages exchange anything meanwhile; else None.
 
@@ -470,10 +465,6 @@ class Pipeline:
             f"{program.schedule.name} fuses forwards with backwards, so that one computes while the other's exchange "
             "with its peers is under way; here no layer exchanges anything, so overlap gains nothing"
         )
-
-
-def _no_reduction(stage: int) -> None:
-    return None
 
 
 def device_of(name: str) -> torch.device:

@@ -155,11 +155,6 @@ def step_numbers(taken: TrainResult) -> dict[str, float | int | bool]:
     }
 
 
-def evaluation_numbers(loss: EvaluationLoss) -> dict[str, float]:
-    """The numbers of an evaluation that every tracker writes, by name."""
-    return {"validation_loss": float(loss), **{f"validation_{name}": own for name, own in loss.metrics.items()}}
-
-
 # ---- Trackers: each writes the same numbers of a run, by step and name, somewhere else; one rank has them
 
 
@@ -285,7 +280,8 @@ class Trackers:
 
     def on_evaluation(self, step: int, loss: EvaluationLoss) -> None:
         """Write the numbers of an evaluation."""
-        self.write(step, evaluation_numbers(loss))
+        validation = {f"validation_{name}": own for name, own in loss.metrics.items()}
+        self.write(step, {"validation_loss": float(loss), **validation})
 
     def on_end(self, step: int) -> None:
         """Close all of them."""

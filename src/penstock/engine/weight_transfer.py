@@ -20,7 +20,7 @@ from penstock.parallel import connect, naming_ended_ranks
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
-from penstock.parallel.tensor_slice import LocalTensor, TensorSlice, local_slices
+from penstock.parallel.tensor_slice import TensorSlice
 from penstock.runtime import PipelineError
 from penstock.runtime.distributed import default_store
 from penstock.runtime.errors import TransportError
@@ -153,14 +153,6 @@ class RemoteEngine(WeightEndpoint):
                 f"this engine is on ranks {', '.join(map(str, self._world_ranks))} of the world, and not on this one "
                 f"(rank {own_world_rank()}), which can only take part in send_weights; ask engine.is_here"
             )
-
-
-def whole_slices(state: Mapping[str, LocalTensor], aliases: Mapping[str, str]) -> Slices:
-    """A rank's tensors under the names that count: a tied copy under its owner's."""
-    found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
-    for name, local in state.items():
-        found.setdefault(aliases.get(name, name), []).extend(local_slices(local).items())
-    return {name: parts for name, parts in found.items() if parts}
 
 
 # ---- the way from one engine to another

@@ -248,7 +248,7 @@ class GradientBuckets:
     _pending: list[Handle[Tensor]]
     #: the parameters that `gather` has started to collect
     _gathering: list[Handle[Tensor]]
-    #: full name -> the parameter's gradient, a view of its bucket
+    #: full name -> the parameter's gradient, a view of its bucket: fp32, or fp64 for an fp64 parameter
     gradients: dict[str, Tensor]
     #: the parameters' hooks, which `close` removes
     _hooks: list[RemovableHandle]
@@ -284,10 +284,6 @@ class GradientBuckets:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """All parameters by full name."""
         return {place.name: place.parameter for place in self.places}
-
-    def gradient(self, name: str) -> Tensor:
-        """One parameter's gradient as a view: fp32, or fp64 for an fp64 parameter."""
-        return self.gradients[name]
 
     def zero_(self) -> None:
         """Set all gradients to zero, reattach them where they were removed, and forget an unfinished step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -52,15 +52,6 @@ def answer_of_store(
     thread.start()
     thread.join(limit_s)
     return answers[0] if answers else if_silent
-
-
-def check_same_calls(calls: Sequence[str]) -> None:
-    """Refuse ranks that are in different calls, given by rank. Raises: DifferentCalls."""
-    if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), None):
-        raise DifferentCalls(
-            f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
-            f"{calls[other]}"
-        )
 
 
 def on_all_ranks(

@@ -47,10 +47,6 @@ MakeLane = Callable[[Action, Wire, Tensors | None, Pairs], Lane[None]]
 _PAIRS = Pairs()
 
 
-def _no_reduction(stage: int) -> None:
-    return None
-
-
 @dataclass(eq=False)
 class Executor:
     """Runs one rank of a program over its local stages.
@@ -68,7 +64,7 @@ class Executor:
     #: notes every action
     recorder: Recorder
     #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait
-    reduce: Callable[[int], None] = _no_reduction
+    reduce: Callable[[int], None] = lambda stage: None
     #: the way in which the two actions of a fused pair take turns
     pairs: Pairs = _PAIRS
     #: this rank's place in the program

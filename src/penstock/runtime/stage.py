@@ -4,7 +4,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,14 +162,6 @@ class UnitCall:
 _NO_PROFILER = nullcontext()
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the module, buffer) of those buffers that belong to the module's state dict."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
-
-
 # ---- A stage: a contiguous run of the model's units, whose forward and backward are lanes
 
 
@@ -294,9 +286,11 @@ class Stage:
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(full name, buffer) in model order; those that belong to the modules' state dict."""
         return [
-            (f"{name}.{own}{self.suffix}", buffer)
+            (f"{name}.{f'{path}.' if path else ''}{own}{self.suffix}", buffer)
             for name, module in self.units
-            for own, buffer in persistent_buffers(module)
+            for path, part in module.named_modules()
+            for own, buffer in part._buffers.items()
+            if buffer is not None and own not in part._non_persistent_buffers_set
         ]
 
     def forward(

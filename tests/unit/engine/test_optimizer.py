@@ -137,7 +137,7 @@ def test_the_norm_is_exact_to_float64_also_for_large_parameters() -> None:
     stage = GradientBuckets([("large", nn.Parameter(torch.zeros(1000, 2000)))])
     optimizer = Optimizer([stage], OptimizerConfig())
     gradient = torch.randn(1000, 2000, generator=torch.Generator().manual_seed(1))
-    stage.gradient("large").copy_(gradient)
+    stage.gradients["large"].copy_(gradient)
     expected = math.sqrt(math.fsum((gradient.double() ** 2).flatten().tolist()))
     # A sum of 2 million float64 squares, in whatever order.
     assert optimizer.step().grad_norm == pytest.approx(expected, rel=1e-12)
@@ -193,7 +193,7 @@ def test_the_loss_scale_changes_nothing_but_the_gradients_before_the_step(clip_n
         _set_gradients([scaled], step, factor=other.loss_scale)
         scales.append(other.loss_scale)
         assert one.step() == other.step()
-        assert all(torch.equal(plain.gradient(name), scaled.gradient(name)) for name in SHAPES)
+        assert all(torch.equal(plain.gradients[name], scaled.gradients[name]) for name in SHAPES)
     assert scales == [256.0, 256.0, 512.0, 512.0, 1024.0]
     assert all(torch.equal(plain.parameters[name], scaled.parameters[name]) for name in SHAPES)
 
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, value
     first = optimizer.step()
     before = {n: t.clone() for n, t in [*optimizer.state().items(), *stage.parameters.items()]}
     _set_gradients([stage], 1)
-    stage.gradient("c.weight")[1, 0] = value
+    stage.gradients["c.weight"][1, 0] = value
     skipped = optimizer.step()
     after = {**optimizer.state(), **stage.parameters}
     assert not skipped.success and math.isnan(skipped.grad_norm) and skipped.learning_rate == first.learning_rate

@@ -56,13 +56,13 @@ def test_gradients_accumulate_in_fp32_and_equal_autograds(dtype: torch.dtype) ->
     for microbatch in range(3):
         _loss(parameters, microbatch).backward()
     for name, gradient in expected.items():
-        assert buckets.gradient(name).dtype == gradient.dtype
-        assert torch.equal(buckets.gradient(name), gradient), name
-        assert parameters[name].main_grad is buckets.gradient(name)  # type: ignore[attr-defined]
+        assert buckets.gradients[name].dtype == gradient.dtype
+        assert torch.equal(buckets.gradients[name], gradient), name
+        assert parameters[name].main_grad is buckets.gradients[name]  # type: ignore[attr-defined]
         if dtype.itemsize == 2:
             assert parameters[name].grad is None
         else:
-            assert parameters[name].grad is buckets.gradient(name)
+            assert parameters[name].grad is buckets.gradients[name]
 
 
 @pytest.mark.parametrize("dtype, cap_bytes", list(itertools.product(DTYPES, (0, 256, 25 * 2**20))), ids=str)
@@ -116,7 +116,7 @@ def test_an_unused_parameter_has_the_gradient_zero(dtype: torch.dtype) -> None:
     buckets.launch()
     buckets.wait()
     for name in SHAPES:
-        assert bool((buckets.gradient(name) == (name == "line")).all()), name
+        assert bool((buckets.gradients[name] == (name == "line")).all()), name
 
 
 @pytest.mark.shows(34)
@@ -131,7 +131,7 @@ def test_a_step_after_a_failed_one_starts_from_zero(dtype: torch.dtype) -> None:
     failing.remove()
     buckets.zero_()
     _loss(parameters, 0).backward()
-    assert all(torch.equal(buckets.gradient(name), gradient) for name, gradient in expected.items())
+    assert all(torch.equal(buckets.gradients[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -146,7 +146,7 @@ def test_gradients_taken_off_by_somebody_are_attached_again(dtype: torch.dtype, 
         buckets.zero_()
     for microbatch in range(2):
         _loss(parameters, microbatch).backward()
-    assert all(torch.equal(buckets.gradient(name), gradient) for name, gradient in expected.items())
+    assert all(torch.equal(buckets.gradients[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +158,7 @@ def test_gradients_taken_off_between_microbatches_are_added_all_the_same(dtype: 
         for parameter in parameters.values():
             parameter.grad = None
         _loss(parameters, microbatch).backward()
-    assert all(torch.equal(buckets.gradient(name), gradient) for name, gradient in expected.items())
+    assert all(torch.equal(buckets.gradients[name], gradient) for name, gradient in expected.items())
 
 
 def test_parameters_that_require_no_gradient_are_left_alone() -> None:
@@ -181,7 +181,7 @@ def test_closing_takes_the_hooks_off() -> None:
     buckets = GradientBuckets([("p", parameter)])
     buckets.close()
     parameter.sum().backward()
-    assert parameter.grad is not None and not buckets.gradient("p").any()
+    assert parameter.grad is not None and not buckets.gradients["p"].any()
 
 
 def test_nothing_outlives_the_module_and_its_buckets() -> None:

@@ -380,11 +380,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     _put(state, random.setstate, torch.set_rng_state, torch.cuda.set_rng_state if torch.cuda.is_available() else None)
 
 
-def check_random_state(state: Mapping[str, Any]) -> None:
-    """Check that `set_random_state` would take a state; nothing is changed. Raises: as there."""
-    _put(state, random.Random().setstate, torch.Generator().set_state)
-
-
 def _put(
     state: Mapping[str, Any],
     python: Callable[[Any], object],
@@ -471,7 +466,8 @@ def check_rank_values(values: Sequence[Any], step: int) -> None:
     for rank, theirs in enumerate(values):
         try:
             _check_fields(theirs)
-            check_random_state(theirs["random"])
+            # Would `set_random_state` take it? Nothing is changed.
+            _put(theirs["random"], random.Random().setstate, torch.Generator().set_state)
         except ValueError as error:
             raise ValueError(f"of rank {rank}, {error}") from None
         if differing := [key for key in _SAME_ON_ALL_RANKS if theirs.get(key) != values[0].get(key)]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_parameters, local_state
+from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_state
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update, state_aliases
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
@@ -39,7 +39,7 @@ from penstock.engine.training.microbatches import (
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
 from penstock.parallel.gradients import StateBytes
-from penstock.parallel.host import check_same_calls, gather_json, shown_to_all_ranks
+from penstock.parallel.host import DifferentCalls, gather_json, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
@@ -449,15 +449,17 @@ class ModelState:
             names = [own for buckets in self.trainer.gradients.values() for own in buckets.gradients]
             near = f"the nearest name is {nearest(str(name), names)!r}" if names else "no parameter is trained here"
             raise ValueError(f"this rank has no gradient of {name!r}; {near}")
-        return found[0].gradient(name)
+        return found[0].gradients[name]
 
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
         """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
-        model = local_parameters(self.parameters(), self.shards) | self.buffers()
         self.pipeline.options.check_unpacked("the state")
-        if not optimizer:
-            return model
-        return model | local_state(self.trainer.optimizer.owned_state(), self.shards)
+        found: dict[str, LocalTensor] = {}
+        for name, own in (self.parameters() | self.buffers()).items():
+            found[name] = {self.shards[name].part: own.detach()} if name in self.shards else own.detach()
+        if optimizer:
+            found |= local_state(self.trainer.optimizer.owned_state(), self.shards)
+        return found
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
@@ -495,4 +497,8 @@ class ModelState:
         with self.pipeline.recorder.collective(f"begin {call}, which all ranks call"):
             gather = partial(gather_json, group=self.pipeline.grid.control)
             _, calls = shown_to_all_ranks(check, gather, ValueError)
-        check_same_calls(calls)
+        if other := next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None):
+            raise DifferentCalls(
+                f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
+                f"{calls[other]}"
+            )
