@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -67,16 +67,16 @@ def _nothing(original: Any, *args: Any) -> None:
 
 
 def _forget_tensor(original: Any, sends: _KeptSends, sent: _Sent) -> None:
-    original(sends, replace(sent, message=torch.empty(0)) if sends.are_polled else sent)
+    original(sends, (torch.empty(0), *sent[1:]) if sends.are_polled else sent)
 
 
 def _forget_header(original: Any, sends: _KeptSends, sent: _Sent) -> None:
-    original(sends, sent if sends.are_polled else replace(sent, message=torch.empty(0)))
+    original(sends, sent if sends.are_polled else (torch.empty(0), *sent[1:]))
 
 
 def _free_before_wait(original: Any, sends: _KeptSends) -> None:
     while sends._in_flight:
-        works = sends._in_flight.popleft().works
+        _, _, works = sends._in_flight.popleft()
         for work in works:
             work.wait()
 

@@ -229,7 +229,6 @@ def _check_sequence_tokens(sequence_tokens: int) -> None:
 
 
 def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The numbers of each range, one range after another."""
     return np.concatenate([np.arange(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
 
 

@@ -459,7 +459,6 @@ class PackedBatch:
         return PackedBatch.trusted(**{**kept, **changes})
 
     def _with_tables(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> "PackedBatch":
-        """Change all that is kept by key alike."""
         return self._copy(**{name: change(of) for name in _TABLES if (of := getattr(self, name)) is not None})
 
     def _of_items(self, items: Sequence[int], data: Mapping[str, Tensor]) -> "PackedBatch":

@@ -122,7 +122,6 @@ class Source:
 
 
 def _table(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a file that `datasets` reads, with its place."""
     import datasets
 
     kind = ROW_ENDINGS[file.suffix]

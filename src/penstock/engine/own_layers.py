@@ -144,7 +144,6 @@ class OwnLayers:
 
     @cached_property
     def _wanted(self) -> frozenset[str]:
-        """The keys that some of them ask for."""
         return frozenset[str]().union(*(call.parameters.keys for call in self.calls))
 
     @property

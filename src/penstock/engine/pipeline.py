@@ -244,7 +244,6 @@ class Pipeline:
         self.transport = self.open_transport(self.placement, self.device)
 
     def _join(self) -> tuple[torch.device, Grid]:
-        """This rank's device, and its groups with the others."""
         device = device_of(self.options.device)
         if device.type == "cpu":
             keep_freed_memory()
@@ -292,7 +291,6 @@ class Pipeline:
             )
 
     def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
-        """The stages of these numbers, with their initial weights on this rank's device."""
         return build_stages(self.units, self.cut, numbers, self.boundary, self.options, self.device)
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:

@@ -84,6 +84,8 @@ class Watchers:
         return asked
 
 
+@checked
+@dataclass(eq=False)
 class EarlyStop:
     """Stops once `patience` evaluations in a row have not lowered the loss by more than `min_delta`.
 
@@ -99,20 +101,16 @@ class EarlyStop:
     #: evaluations without improvement that end the run
     patience: int
     #: what counts as an improvement
-    min_delta: float
+    min_delta: float = 0.0
     #: the lowest loss so far
-    best: float
+    best: float = field(default=math.inf, init=False)
     #: evaluations since then
-    num_worse: int
+    num_worse: int = field(default=0, init=False)
 
-    @checked
-    def __init__(self, patience: int, min_delta: float = 0.0) -> None:
-        if patience < 1 or not min_delta >= 0:
-            raise ValueError(
-                f"early stopping needs a patience of at least 1 and no negative min_delta, not {patience}, {min_delta}"
-            )
-        self.patience, self.min_delta = patience, min_delta
-        self.best, self.num_worse = math.inf, 0
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not self.min_delta >= 0:
+            given = f"{self.patience}, {self.min_delta}"
+            raise ValueError(f"early stopping needs a patience of at least 1 and no negative min_delta, not {given}")
 
     @property
     def stopped(self) -> bool:

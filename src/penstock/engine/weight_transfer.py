@@ -79,7 +79,16 @@ class WeightEndpoint:
             TransportError: a rank has ended, or did not come in time.
         """
         check_argument("to", to, WeightEndpoint)
-        self._check(to)
+        if to is self:
+            raise ValueError("an engine cannot send weights to itself; give another engine")
+        if to.options.learns:
+            raise ValueError(
+                "an engine that learns cannot receive weights, which its optimizer would not know of; make it with "
+                "learns=False"
+            )
+        for engine in (self, to):
+            if engine._local is not None:
+                engine._local.recovery.check_usable()
         if own_world_rank() not in (*self._world_ranks, *to._world_ranks):
             return self.version
         if dist.is_initialized():
@@ -118,21 +127,7 @@ class WeightEndpoint:
         self._transfers.clear()
 
     def _slices(self) -> Slices:
-        """This process's tensors."""
         return {}
-
-    def _check(self, to: WeightEndpoint) -> None:
-        """Raises: ValueError, PipelineError."""
-        if to is self:
-            raise ValueError("an engine cannot send weights to itself; give another engine")
-        if to.options.learns:
-            raise ValueError(
-                "an engine that learns cannot receive weights, which its optimizer would not know of; make it with "
-                "learns=False"
-            )
-        for engine in (self, to):
-            if engine._local is not None:
-                engine._local.recovery.check_usable()
 
 
 class RemoteEngine(WeightEndpoint):
@@ -309,7 +304,6 @@ _Form = tuple[str, tuple[int, ...]]
 
 
 def _view(own: Slices) -> dict[str, Any]:
-    """Describe what a rank has, as a JSON value."""
     found = {}
     for name, parts in own.items():
         shapes = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]

@@ -173,7 +173,6 @@ class Collectives:
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def _reduce_scatter(self, kind: CollectiveKind, x: Tensor, out: Tensor | None) -> Handle[Tensor]:
-        """Sum this rank's part of the rows into `out`, or into a new tensor."""
         num_rows = x.shape[0] // self.size
         if x.device.type == "cpu":
             # gloo would sum all rows on every rank and drop most: twice the bytes, and a sum that delays all ranks.

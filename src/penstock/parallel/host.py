@@ -202,7 +202,6 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _described(structure: Any) -> list[tuple[str, list[int]]]:
-    """Type and shape of each tensor, in the order in which they were packed."""
     if isinstance(structure, dict):
         if _TENSOR in structure:
             return [structure[_TENSOR]]

@@ -232,7 +232,6 @@ def _envelope(content: bytearray) -> Tensor:
 
 
 def _travels_inside(tensor: Tensor) -> bool:
-    """True if a message goes inside its announcement."""
     return tensor.nbytes <= _MOST_INSIDE_BYTES and tensor.device.type == "cpu"
 
 
@@ -301,38 +300,15 @@ class _ChannelEnd:
             works = [self.backends[-1].send([envelope], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("sent", error) from error
-        self.sends.add(_Sent(tensor, envelope, works))
+        self.sends.add((tensor, envelope, works))
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
         return TransportError(f"{describe_message(self.channel)} can no longer be {done} ({first_line(error)})")
 
 
-@dataclass(eq=False, slots=True)
-class _Sent:
-    """A message under way."""
-
-    #: the message, and its announcement, in which it may be too
-    message: Tensor
-    announcement: Tensor
-    #: the handles of the backend, the message's last
-    works: Sequence[dist.Work]
-
-    def has_left(self) -> bool:
-        """True once the message has left; for backends whose works can be polled, which those of announcements cannot.
-
-        Dropped before its end, a send of gloo never comes. The receiver awaits the announcement before the message.
-        """
-        if not self.works[-1].is_completed():
-            return False
-        for work in self.works[:-1]:
-            work.wait()
-        return True
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
+_Sent = tuple[Tensor, Tensor, Sequence[dist.Work]]
+"""A message under way, its announcement, in which it may be too, and the backend's handles, the message's last."""
 
 _Sends = deque[_Sent]
 
@@ -357,7 +333,13 @@ class _KeptSends:
             self._wait_for_first()
 
     def num_in_flight(self) -> int:
-        while self.are_polled and self._in_flight and self._in_flight[0].has_left():
+        while self.are_polled and self._in_flight:
+            *announcements, message = self._in_flight[0][2]
+            if not message.is_completed():
+                break
+            # Dropped before its end, a send of gloo never comes. The receiver awaits the announcement first.
+            for work in announcements:
+                work.wait()
             self._in_flight.popleft()
         return len(self._in_flight)
 
@@ -426,7 +408,7 @@ class _ThreadedSends:
             raise self._error
         self._num_added += 1
         self._kept.append(sent)
-        self._kept_bytes += sent.message.nbytes
+        self._kept_bytes += sent[0].nbytes
         if self._kept_bytes >= _MOST_KEPT_BYTES:
             self._queue.put(self._kept)
             self._kept, self._kept_bytes = deque(), 0
@@ -468,7 +450,8 @@ def _wait_until_left(channel: Line, sent: _Sent) -> None:
     """Raises: TransportError where that takes longer than the backend waits."""
     start = time.monotonic()
     try:
-        sent.wait()
+        for work in sent[2]:
+            work.wait()
     except RuntimeError as error:
         waited = time.monotonic() - start
         raise TransportError(

@@ -250,7 +250,6 @@ class Executor:
             self._departures[key] = leaving
 
     def _transmit(self, channel: Channel, tensors: Tensors) -> None:
-        """Send a result, whose tensors follow each other on one channel."""
         for tensor in tensors:
             self.transport.send(channel, tensor.contiguous())
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -126,57 +126,49 @@ class Alarm:
             raise StepError(str(self.failure))
 
 
+@dataclass(eq=False)
 class Recovery:
-    """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point.
+    """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point."""
 
-    `group` are all ranks of the engine, on host memory; None for one that is alone. `place` gives this rank's
-    coordinates, for messages; empty where there is one pipeline.
-    """
-
-    #: rung by the failure of any rank
-    alarm: Alarm
-    #: the reason why no further step can be taken; None as long as one can
-    lost: str | None
-    #: the same where it can be once weights have been loaded
-    uncertain: str | None
-    #: what is cut and made anew, in one order on all ranks
-    communicators: list[Communicator]
-    #: number of times that communicators have been made anew
-    _generation: int
-    #: called after communicators were cut, and after they have been made anew
-    _undo: list[Callable[[], None]]
-    _redo: list[Callable[[], None]]
-    #: True while an exception of this rank is unknown to the others
-    _alone: bool
-    #: True while weights are stepped
-    _stepping: bool
-    #: the longest that ranks wait for each other
-    _limit: timedelta
-    #: this rank and all others, by number; how messages name its place
-    _rank: int
-    _num_ranks: int
-    _place: str
+    #: all ranks of the engine, on host memory; None for one that is alone
+    group: InitVar[dist.ProcessGroup | None]
     #: knows what the rank is doing
-    _recorder: Recorder
+    recorder: Recorder
     #: put back after a failure
-    _state: StepState
+    state: StepState
+    #: this rank's coordinates, for messages; empty where there is one pipeline
+    place: str = ""
+    #: rung by the failure of any rank
+    alarm: Alarm = field(default_factory=Alarm, init=False)
+    #: the reason why no further step can be taken; None as long as one can
+    lost: str | None = field(default=None, init=False)
+    #: the same where it can be once weights have been loaded
+    uncertain: str | None = field(default=None, init=False)
+    #: what is cut and made anew, in one order on all ranks
+    communicators: list[Communicator] = field(default_factory=list, init=False)
+    #: number of times that communicators have been made anew
+    _generation: int = field(default=0, init=False)
+    #: called after communicators were cut, and after they have been made anew
+    _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _redo: list[Callable[[], None]] = field(default_factory=list, init=False)
+    #: True while an exception of this rank is unknown to the others
+    _alone: bool = field(default=False, init=False)
+    #: True while weights are stepped
+    _stepping: bool = field(default=False, init=False)
+    #: the longest that ranks wait for each other
+    _limit: timedelta = field(default=_FOREVER, init=False)
+    #: this rank and all others, by number
+    _rank: int = field(default=0, init=False)
+    _num_ranks: int = field(default=1, init=False)
     #: where failures are written for all ranks; None for a rank that is alone
-    _store: Store | None
+    _store: Store | None = field(default=None, init=False)
     #: set once this rank's communicators are cut
-    _is_cut: threading.Event
+    _is_cut: threading.Event = field(default_factory=threading.Event, init=False)
     #: waits for other ranks' failures, and ends that wait; None for a rank that is alone
-    _watch: _Watch | None
-    _end_watch: Callable[[], object] | None
+    _watch: _Watch | None = field(default=None, init=False)
+    _end_watch: Callable[[], object] | None = field(default=None, init=False)
 
-    def __init__(self, group: dist.ProcessGroup | None, recorder: Recorder, state: StepState, place: str = "") -> None:
-        self.alarm, self.lost, self.uncertain, self.communicators = Alarm(), None, None, []
-        self._recorder, self._state, self._place = recorder, state, place and f" ({place})"
-        self._generation, self._undo, self._redo = 0, [], []
-        self._alone = self._stepping = False
-        self._is_cut = threading.Event()
-        self._rank, self._num_ranks, self._store, self._limit = 0, 1, None, _FOREVER
-        self._watch = None
-        self._end_watch = None
+    def __post_init__(self, group: dist.ProcessGroup | None) -> None:
         if group is not None:
             self._rank, self._num_ranks = group.rank(), group.size()
             self._limit = group._get_backend(torch.device("cpu")).options._timeout
@@ -202,9 +194,9 @@ class Recovery:
         """Raises: PipelineError if no call is possible: after the end, or within another call of this rank."""
         if self.lost:
             raise PipelineError(self.lost)
-        if self._alone and self._recorder.doing != "between actions":
+        if self._alone and self.recorder.doing != "between actions":
             raise PipelineError(
-                f"the engine was called while it is {self._recorder.doing}; a loss, a hook or a listener cannot call it"
+                f"the engine was called while it is {self.recorder.doing}; a loss, a hook or a listener cannot call it"
             )
 
     def close(self) -> None:
@@ -226,16 +218,16 @@ class Recovery:
         self.check_usable()
         if self.uncertain:
             raise PipelineError(self.uncertain)
-        self._state.save()
+        self.state.save()
         try:
             self.alarm.check()
             yield
         except BaseException as error:
             # What follows has time limits of its own, and may outlast the watchdog's for an action.
-            self._recorder.give_up()
+            self.recorder.give_up()
             failure = self._failure_behind(error)
             if failure is None:
-                self._state.restore()
+                self.state.restore()
                 if self._store is None:
                     self._call(self._undo)
                     self._call(self._redo)
@@ -273,9 +265,9 @@ class Recovery:
             return
         failure = Failure(
             self._rank,
-            self._place,
-            self._recorder.step,
-            self._recorder.doing,
+            self.place and f" ({self.place})",
+            self.recorder.step,
+            self.recorder.doing,
             type(error).__name__,
             "; ".join([str(error), *layer_notes(error)])[:_MOST_QUOTED],
             left=not isinstance(error, Exception),
@@ -310,7 +302,7 @@ class Recovery:
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
         self._call(self._undo)
-        self._state.restore()
+        self.state.restore()
         if failure.left:
             self.lost = f"this engine cannot go on, since {failure}; start all processes again"
             raise StepError(str(failure)) from error
@@ -322,7 +314,7 @@ class Recovery:
         except RuntimeError as gone:
             self.lost = f"this engine cannot go on, since {failure}, and then not all ranks came back ({gone})"
             raise StepError(f"{failure}; after that not all ranks came back") from gone
-        self._recorder.begin_step(self._recorder.step)
+        self.recorder.begin_step(self.recorder.step)
         self.alarm.failure = None
         self._is_cut.clear()
         assert self._watch is not None

@@ -315,7 +315,6 @@ def _request(
 
 
 def _prompts(value: Any, model: ServedModel, config: ServeConfig) -> list[list[int]]:
-    """A text, token ids, or a list of either."""
     if value is None:
         raise invalid("prompt", "prompt is missing; give a text or token ids")
     several = isinstance(value, list) and bool(value) and not _are_ids(value)

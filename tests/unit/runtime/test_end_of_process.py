@@ -40,7 +40,7 @@ import sys, time
 from datetime import timedelta
 
 import torch
-from penstock.runtime.distributed import _Sent, _ThreadedSends
+from penstock.runtime.distributed import _ThreadedSends
 from penstock.schedule import Channel, Direction
 from torch.distributed import TCPStore
 
@@ -58,7 +58,7 @@ class Lasting:
 lasting = Lasting()
 sends = _ThreadedSends(Channel(0, 1, Direction.FORWARD), 60.0)
 message = torch.zeros(1 << 20)
-sends.add(_Sent(message, torch.zeros(1), [Waiting()]))
+sends.add((message, torch.zeros(1), [Waiting()]))
 time.sleep(0.3)
 print("ending", flush=True)
 """

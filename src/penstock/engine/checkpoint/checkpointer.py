@@ -468,7 +468,6 @@ class Checkpointer(CheckpointReader):
 
 
 def _begun(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:
-    """Begin the work in a thread of its own, which never keeps the process from ending."""
     written = Future[None]()
 
     def run() -> None:

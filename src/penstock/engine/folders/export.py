@@ -176,7 +176,6 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
 
 
 def _whole(fetch: Callable[[], Tensor], shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the whole parameter on every rank of the group that shares it."""
     own = fetch()
     if group is None:
         return own
@@ -246,7 +245,6 @@ def write_folder(
 
 
 def _names(parameter: ExportedParameter, stored: StoredSlice, options: ExportOptions) -> list[str]:
-    """The names of what is written for a parameter's part."""
     return [stored.name, scale_name(stored.name)] if options.rounds(parameter) else [stored.name]
 
 

@@ -245,7 +245,6 @@ class Adapter:
 
     @torch.no_grad()
     def _read(self, layer: Any, key: str) -> None:
-        """Set a layer's adapter to the stored values."""
         assert self.source is not None
         with safe_open(self.source / _FILE, framework="pt") as file:
             for kind in ("lora_A", "lora_B"):
@@ -367,7 +366,6 @@ def _own_adapters(pipeline: Pipeline, adapter: Adapter) -> Iterator[tuple[str, T
 
 
 def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of a module that have adapters, by name."""
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
             yield name, part

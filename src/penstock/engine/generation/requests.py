@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock import schedule
 from penstock.engine.generation.answers import AnswerText, Decodes
@@ -144,50 +144,36 @@ class TokenDelta:
     ending: Ending | None
 
 
+@dataclass(eq=False)
 class RequestQueue:
-    """The requests of one generation that does not end before it is closed.
+    """The requests of one generation that does not end before it is closed."""
 
-    Args:
-        num_rows: answers that are computed at the same time.
-        max_waiting: answers that may wait beside those.
-        tokenizer: makes text of tokens; None leaves texts empty.
-        publish: called with what the answers have grown by, in the thread that computes; it must return soon.
-    """
-
-    #: answers that may be waiting or running
-    max_unfinished: int
-    #: makes text of tokens
-    _tokenizer: Decodes | None
-    #: is given what answers have grown by
-    _publish: Callable[[list[TokenDelta]], object]
+    #: answers that are computed at the same time, and those that may wait beside them
+    num_rows: int
+    max_waiting: int
+    #: makes text of tokens; None leaves texts empty
+    tokenizer: Decodes | None
+    #: called with what the answers have grown by, in the thread that computes; it must return soon
+    publish: Callable[[list[TokenDelta]], object]
     #: held to read or change what follows, and notified when something has come
-    _changed: threading.Condition
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     #: sequences that no batch has heard of yet, and numbers of those that are to end
-    _submitted: list[schedule.Sequence]
-    _stopped: list[int]
+    _submitted: list[schedule.Sequence] = field(default_factory=list, init=False)
+    _stopped: list[int] = field(default_factory=list, init=False)
     #: number -> its text so far, for each unfinished answer
-    _texts: dict[int, AnswerText]
+    _texts: dict[int, AnswerText] = field(default_factory=dict, init=False)
     #: the numbers of the next sequence and of the next prompt
-    _next_sequence: int
-    _next_prompt: int
+    _next_sequence: int = field(default=0, init=False)
+    _next_prompt: int = field(default=0, init=False)
     #: why no requests are taken; None while they are
-    _closed: str | None
+    _closed: str | None = field(default=None, init=False)
     #: answers that had a row when the last batch was made
-    _num_running: int
+    _num_running: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_waiting: int,
-        tokenizer: Decodes | None,
-        publish: Callable[[list[TokenDelta]], object],
-    ) -> None:
-        self.max_unfinished = num_rows + max_waiting
-        self._tokenizer, self._publish = tokenizer, publish
-        self._changed = threading.Condition()
-        self._submitted, self._stopped, self._texts = [], [], {}
-        self._next_sequence = self._next_prompt = 0
-        self._closed, self._num_running = None, 0
+    @property
+    def max_unfinished(self) -> int:
+        """Answers that may be waiting or running."""
+        return self.num_rows + self.max_waiting
 
     # ---- in any thread
 
@@ -210,7 +196,7 @@ class RequestQueue:
             self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
             taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
             self._submitted += taken
-            self._texts |= {own.number: AnswerText(self._tokenizer, params.stop) for own in taken}
+            self._texts |= {own.number: AnswerText(self.tokenizer, params.stop) for own in taken}
             self._changed.notify()
         return [own.number for own in taken]
 
@@ -270,4 +256,4 @@ class RequestQueue:
                     del self._texts[sequence.number]
                 deltas.append(TokenDelta(sequence.number, token, shown, ending))
         if deltas:
-            self._publish(deltas)
+            self.publish(deltas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -217,7 +217,14 @@ class LossMetrics:
             return {}
         # Ranks of a tp group have the same ones, which count once.
         own = self._parts if pipeline.grid.tp_rank == 0 else {}
-        rows = {name: [str(parts[0].reduction), _numbers(parts)] for name, parts in own.items()}
+        # Value and weight of each part.
+        rows = {
+            name: [
+                str(parts[0].reduction),
+                [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts],
+            ]
+            for name, parts in own.items()
+        }
         with pipeline.recorder.collective("gather the loss's metrics"):
             by_rank = gather_json(rows, pipeline.grid.control)
         found: dict[str, tuple[str, list[Any]]] = {}
@@ -241,11 +248,6 @@ class EvaluationLoss(float):
         made = super().__new__(cls, loss)
         made.metrics = dict(metrics or {})
         return made
-
-
-def _numbers(parts: Iterable[Metric]) -> list[list[float]]:
-    """Value and weight of each part."""
-    return [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts]
 
 
 def _reduce(reduction: MetricReduction, numbers: Sequence[Sequence[float]]) -> float:

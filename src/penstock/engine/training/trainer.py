@@ -298,7 +298,6 @@ class Trainer:
             buckets.zero_()
 
     def _undo(self) -> None:
-        """Forget reductions that were under way, and put back what the optimizer has moved."""
         for buckets in self.gradients.values():
             buckets.forget()
         if self._put_back is not None:

@@ -313,7 +313,6 @@ class DecodeLoop:
         return numbers_SW
 
     def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
-        """The tokens of a batch, as `Drawn.packed`."""
         draws, sampled = [], local.sampled
         if not sampled:
             return torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
@@ -347,7 +346,6 @@ def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
 
 
 def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
-    """Give sequences the answers that were packed elsewhere."""
     tokens = zip(*(answers[kind].tolist() for kind in ("ids", "log_probs", "versions")), strict=True)
     likeliest = zip(answers["likeliest"].tolist(), answers["likeliest_log_probs"].tolist(), strict=True)
     for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):

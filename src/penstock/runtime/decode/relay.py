@@ -212,13 +212,11 @@ class HeaderRelay:
         self.announce(None)
 
     def _received(self, receipt: Receipt) -> Batch | None:
-        """The batch of a header that is on its way, and of the news behind it."""
         header = receipt.wait().tolist()
         size = header[_HEAD - 1]
         return unpacked_header(header, self._post(size, torch.uint8).wait() if size else None)
 
     def _post(self, size: int, dtype: torch.dtype) -> Receipt:
-        """Post the receive of the previous rank's next message."""
         channel = HostChannel(self._ring.rank - 1, self._ring.rank, HEADERS)
         return self._ring.host.receive(channel, (size,), dtype)
 
