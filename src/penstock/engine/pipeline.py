@@ -119,18 +119,8 @@ class ContextShards:
 class Pipeline:
     """This rank's part of a model that is cut into stages, with all that running a program on it takes.
 
-    Every process of the layout constructs it at the same point and calls its methods in the same order.
-
-    Args:
-        units: the model in order, or a function that makes it from the groups that share it.
-        hidden_size: width of the residual stream that stages pass on.
-        layout: the grid of processes.
-        options: schedule, precision, optimizer and the rest; an engine also takes each by its name.
-
-    Raises:
-        ValueError: the layout does not fit the world, or the model cannot be cut so.
-        PipelineError, ValueError, FileNotFoundError: another rank could not build its part, and why.
-        TransportError: a link between two ranks failed its test; the message names it.
+    Every process of the layout constructs it at the same point and calls its methods in the same order. Arguments and
+    errors are those of `Engine`.
     """
 
     #: the settings that the caller gave

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import ProcessEnded, gather_json
 from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
@@ -109,22 +108,17 @@ def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
     except RuntimeError as error:
         # The first rank alone sees at once that another has ended; the rest wait for its word, as long as it lives.
         cut_backends([dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))])
+        late = "another rank"
+        if found := re.search(r"Rank (\d+) failed to pass", str(error)):
+            late = f"rank {found[1]}"
+        else:
+            # The barrier saw a connection break. The store ends with the process that holds it.
+            with contextlib.suppress(RuntimeError):
+                counts = {rank: store.add(f"{_MEETINGS}/{rank}", 0) for rank in range(dist.get_world_size())}
+                late = next((f"rank {rank}" for rank, count in counts.items() if count < meeting), late)
         raise ProcessEnded(
-            f"{_late(str(error), store, meeting)} has ended, or has not reached the construction of the engine in "
-            "time; its own output says why"
+            f"{late} has ended, or has not reached the construction of the engine in time; its own output says why"
         ) from error
-
-
-def _late(text: str, store: Store, meeting: int) -> str:
-    """The rank that is missing at a meeting: as the barrier says, or, where it saw a connection break, as counted."""
-    if found := re.search(r"Rank (\d+) failed to pass", text):
-        return f"rank {found[1]}"
-    # The store ends with the process that holds it.
-    with contextlib.suppress(RuntimeError):
-        for rank in range(dist.get_world_size()):
-            if store.add(f"{_MEETINGS}/{rank}", 0) < meeting:
-                return f"rank {rank}"
-    return "another rank"
 
 
 @contextlib.contextmanager

@@ -132,11 +132,6 @@ class Shard:
         """The part's length along `dim`."""
         return self.part.shape[self.dim]
 
-    @property
-    def shape(self) -> Shape:
-        """The part's shape."""
-        return self.part.shape
-
     def of(self, whole: Tensor) -> Tensor:
         """The part of the whole parameter, or of its gradient or optimizer state, as a view."""
         return self.part.of(whole)

@@ -235,7 +235,7 @@ def test_stored_slices_meet_any_part_of_a_parameter(dim: int, count: int) -> Non
     values = {one.name: one.part.of(whole).view(one.shape) for one in stored}
     for index in range(count):
         shard = Shard("tp", dim, index, count, shape)
-        part = torch.full(shard.shape, -1)
+        part = torch.full(shard.part.shape, -1)
         for name, indices, into in copies(stored, shard.part, part):
             into.copy_(values[name][indices])
         assert torch.equal(part, shard.of(whole))

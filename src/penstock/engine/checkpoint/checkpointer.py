@@ -66,14 +66,9 @@ class CheckpointReader:
     """Loads the checkpoints of one run from its folder, to which another process may be writing.
 
     Every rank of the grid makes one and calls alike.
-
-    The folder may also be a single checkpoint. identity: the settings that make this run what it is, as a flat JSON
-    mapping; None reads those of any run. aliases: names of tensors that are
-    equal to another by construction (tied copies and their optimizer state) -> that other's name, under which alone
-    they are stored.
     """
 
-    #: the folder of the checkpoints, each a folder of its own
+    #: the folder of the checkpoints, each a folder of its own; or a single checkpoint
     folder: Path
     #: damaged checkpoint -> what is wrong with it
     refused: dict[Path, str]
@@ -83,7 +78,8 @@ class CheckpointReader:
     _gather: Callable[[Any], list[Any]]
     #: the settings that make this run what it is, as JSON gives them back; None to read any run
     _identity: Any
-    #: name of a tensor -> the name under which alone it is stored
+    #: names of tensors that are equal to another by construction (tied copies and their optimizer state) -> that
+    #: other's name, under which alone they are stored
     _aliases: dict[str, str]
 
     def __init__(
@@ -251,10 +247,6 @@ class AnotherRun(ValueError):
 class Checkpointer(CheckpointReader):
     """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
-    keep: how many of the newest checkpoints stay. standalone: the folder is within no run's. Then folders around it are
-    made where they are missing (those of a run are there, unless somebody has deleted them), and checkpoints of later
-    steps than the one saved are deleted, so that the last one saved is the one found.
-
     Where several ranks have the same slice of a tensor, one of them saves it; they take turns.
 
     Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
@@ -262,7 +254,9 @@ class Checkpointer(CheckpointReader):
 
     #: how many of the newest checkpoints stay
     _keep: int
-    #: whether the folder is within no run's
+    #: True if the folder is within no run's. Then folders around it are made where they are missing (those of a run are
+    #: there, unless somebody has deleted them), and checkpoints of later steps than the one saved are deleted, so that
+    #: the last one saved is the one found
     _standalone: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
@@ -284,14 +278,9 @@ class Checkpointer(CheckpointReader):
         self._keep, self._standalone = keep, standalone
         self._host_copies, self._writing = {}, None
         _import_writer()
-        on_all_ranks(
-            lambda: self._claim() if grid.rank == 0 else None,
-            self._gather,
-            AnotherRun,
-            ValueError,
-            FileNotFoundError,
-            otherwise=CheckpointError,
-        )
+        kinds = AnotherRun, ValueError, FileNotFoundError
+        claim = self._claim if grid.rank == 0 else lambda: None
+        on_all_ranks(claim, self._gather, *kinds, otherwise=CheckpointError)
 
     def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
         """Copy this rank's tensors to host memory and write them while training goes on.

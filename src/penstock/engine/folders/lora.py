@@ -316,8 +316,20 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_part() -> None:
-        if (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0):
-            save_file(dict(_own_adapters(pipeline, adapter)), folder / f".part-{grid.rank}", metadata={"format": "pt"})
+        if (grid.dp_rank, grid.cp_rank, grid.tp_rank) != (0, 0, 0):
+            return
+        own: dict[str, Tensor] = {}
+        for stage in pipeline.stages.values():
+            stage.weights_ready()
+            # Second copies are left out.
+            for unit, module in stage.units if not stage.suffix else ():
+                for name, layer in _tuned(module):
+                    [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
+                    for kind in ("lora_A", "lora_B"):
+                        weight = getattr(layer, kind)[_ADAPTER].weight
+                        key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
+                        own[key] = weight.detach().to("cpu", copy=True).contiguous()
+        save_file(own, folder / f".part-{grid.rank}", metadata={"format": "pt"})
 
     def join() -> None:
         tensors: dict[str, Tensor] = {}
@@ -350,19 +362,6 @@ def merged_weight(module: nn.Module, name: str, weight: Tensor) -> Tensor:
     if not name.endswith(f"{_BASE}.weight"):
         return weight
     return weight + layer.get_delta_weight(_ADAPTER).to(weight.dtype)
-
-
-def _own_adapters(pipeline: Pipeline, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    """This rank's adapters, without those of second copies, by their names in peft's files."""
-    for stage in pipeline.stages.values():
-        stage.weights_ready()
-        for unit, module in stage.units if not stage.suffix else ():
-            for name, layer in _tuned(module):
-                [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
-                for kind in ("lora_A", "lora_B"):
-                    weight = getattr(layer, kind)[_ADAPTER].weight
-                    key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
-                    yield key, weight.detach().to("cpu", copy=True).contiguous()
 
 
 def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -668,11 +668,6 @@ class RunFolder(ModelFolder):
             # The engine's units read them when it was made.
             return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
         saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.aliases)
-        found = saved.latest()
-        if found is None:
-            path, reason = next(iter(saved.refused.items()))
-            raise ConfigError(
-                f"all {len(saved.refused)} checkpoints of {self.folder} are damaged, such as {path.name} ({reason})"
-            )
+        found = saved.existing()
         saved.load(found, state.state(optimizer=False))
         return f"step {found.step} of {self.run.digest()}"
