@@ -1,4 +1,4 @@
-"""Checks of what a generation is asked for: prompts, their parameters, and answers to skip."""
+"""The way in which answers are generated, the answers with their text, and checks of what is asked for."""
 
 from __future__ import annotations
 

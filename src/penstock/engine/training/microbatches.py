@@ -1,4 +1,4 @@
-"""The split of a batch into microbatches, the same number on every rank, with one small collective."""
+"""A batch checked, and split into microbatches, the same number on every rank, with one small collective."""
 
 from __future__ import annotations
 
