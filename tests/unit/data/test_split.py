@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.data import (
@@ -145,17 +145,40 @@ def test_small_batches_are_balanced_as_well_as_can_be(loads, num_groups):
     assert largest(groups, loads) == best_largest(loads, num_groups)
 
 
+def can_be_had(loads: list[int], num_groups: int, limit: int) -> bool:
+    """True if some split has no group above the limit; tried item by item, the longest first."""
+    longest, seen = sorted(loads, reverse=True), set[tuple[int, tuple[int, ...]]]()
+
+    def place(number: int, rooms: tuple[int, ...]) -> bool:
+        if number == len(longest):
+            return True
+        if (number, rooms) in seen:
+            return False
+        seen.add((number, rooms))
+        load = longest[number]
+        return any(
+            place(number + 1, tuple(sorted((*rooms[:i], room - load, *rooms[i + 1 :]))))
+            for i, room in enumerate(rooms)
+            if room >= load and room not in rooms[:i]
+        )
+
+    return place(0, (limit,) * num_groups)
+
+
 @pytest.mark.shows(78)
 @few
 @given(st.lists(st.integers(1, 1000), min_size=13, max_size=80), st.integers(2, 8))
-def test_large_batches_are_within_a_tenth_of_the_lower_bound(loads, num_groups):
+@example([1] * 9 + [23, 23, 23, 46], 2)
+def test_large_batches_are_within_a_tenth_of_the_best_possible_balance(loads, num_groups):
     # of the j * num_groups + 1 longest items some group holds j + 1
     longest = sorted(loads, reverse=True)
     crowded = [sum(longest[j * num_groups - j : j * num_groups + 1]) for j in range(1, len(loads) // num_groups)]
     lower_bound = max(*loads, -(-sum(loads) // num_groups), *crowded)
     # with few items a group the bound itself can be out of reach, though no better split exists
     if len(loads) >= 4 * num_groups:
-        assert largest(balanced(loads, num_groups), loads) <= 1.1 * lower_bound
+        found = largest(balanced(loads, num_groups), loads)
+        # The bound itself may be out of reach: then nothing better by a tenth can be had at all.
+        assert found <= 1.1 * lower_bound or not can_be_had(loads, num_groups, int(found / 1.1))
 
 
 @few
