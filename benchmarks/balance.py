@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import main, new_parser, progress, spread
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_check import check_run

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from benchmarks.ranks import RankFailed
-from penstock.cli.commands import Parser, print_json
 from penstock.cli.main import run_as_script
+from penstock.cli.options import Parser
+from penstock.cli.output import print_json
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common import main, new_parser, spread
 from benchmarks.ranks import on_ranks
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.options import EngineOptions

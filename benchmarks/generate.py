@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import main, new_parser, options_of, progress, spread
 from benchmarks.ranks import Turn, in_turns
-from penstock.cli.commands import Parser
 from penstock.cli.doctor import processor_name
+from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.build import parameter_dtype
 from penstock.engine.folders.model_folder import EngineArguments

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import main, new_parser, spread
 from benchmarks.generate import TRANSFORMERS, Generation, transformers_sides
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units

@@ -23,8 +23,8 @@ from benchmarks.overhead import over_gloo
 from benchmarks.ranks import in_turns
 from benchmarks.train import Training
 from penstock import Layout, MicroBatchSpec, SamplingParams
-from penstock.cli.commands import Parser
 from penstock.cli.doctor import processor_name
+from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
 from penstock.runtime import distributed
 
@@ -51,7 +51,7 @@ class UncheckedEnd(distributed._ChannelEnd):
         return _NO_ENVELOPE, [self.backends[0].recv([buffer], self.peer, 0)]
 
     def send(self, tensor: Tensor) -> None:
-        self.sends.add(distributed._Sent(tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
+        self.sends.add((tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
 
 
 def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:

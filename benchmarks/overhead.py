@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.common import main, new_parser, spread
 from benchmarks.ranks import on_ranks
 from penstock import schedule
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.model import NOTHING_GIVEN, Given, Lane, Sequences
 from penstock.runtime import (
     Boundary,

@@ -20,7 +20,7 @@ from benchmarks.common import main, new_parser, options_of, progress, spread
 from benchmarks.ranks import Team
 from benchmarks.slow_links import LIMIT_S, meet, new_engine, timed_step
 from benchmarks.slow_network import SlowNetwork
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.data import PackedBatch
 from penstock.schedule.recording import CollectiveKind, CollectiveTotal
 from penstock.settings import ExpertConfig, Layout, ModelConfig, ScheduleConfig

@@ -22,7 +22,8 @@ from benchmarks import schedules
 from benchmarks.common import main, new_parser, progress
 from benchmarks.ranks import Turn, in_turns
 from benchmarks.train import NUM_RANKS, RATE, Training
-from penstock.cli.commands import Parser, print_table
+from penstock.cli.options import Parser
+from penstock.cli.output import print_table
 from penstock.data import MicroBatchSpec
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.timed_cut import times_here

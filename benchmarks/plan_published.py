@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.common import main, new_parser, progress
 from benchmarks.published import PublishedRun, TimedRun, read_runs
-from penstock.cli.commands import Parser, print_table
+from penstock.cli.options import Parser
+from penstock.cli.output import print_table
 from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.cluster import unknown
 from penstock.planner.times import Constants

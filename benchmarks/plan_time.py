@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import main, new_parser, progress
-from penstock.cli.commands import Parser, print_table
+from penstock.cli.options import Parser
+from penstock.cli.output import print_table
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Workload
 from penstock.planner.search import plan

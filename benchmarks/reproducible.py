@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import main, new_parser, progress, spread
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.data import NO_LABEL, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions, token_scores
 from penstock.model import decoder_units

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import main, new_parser
 from benchmarks.slow_links import Traffic, measure_hidden
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import Layout, ModelConfig, ScheduleConfig
 

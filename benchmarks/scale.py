@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import main, new_parser
 from penstock import schedule
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.schedule import builders
 
 MAX_SECONDS, MAX_BYTES = 20.0, 2 * 2**30  # limits for the largest size

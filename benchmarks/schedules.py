@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from benchmarks.common import main, new_parser, progress
 from benchmarks.ranks import Job, jobs_in_turns
 from penstock import schedule
-from penstock.cli.commands import Parser, print_table
+from penstock.cli.options import Parser
+from penstock.cli.output import print_table
 from penstock.model import Sequences, WeightGradients
 from penstock.runtime import Boundary, DistributedTransport, Executor, Feed, Recorder, Stage
 from penstock.schedule import builders

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import main, new_parser, progress, spread
 from benchmarks.generate import Generation, llama
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 
 _HOST = "127.0.0.1"
 WHOLE, STREAMED, GENERATE = "server, whole answers", "server, streamed answers", "generate"

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import main, new_parser, spread
 from benchmarks.train import Training
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
 from penstock.model import Sequences, drain

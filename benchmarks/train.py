@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import main, new_parser, options_of, progress, spread
 from benchmarks.ranks import Turn, in_turns
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units

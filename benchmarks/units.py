@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import main, new_parser
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
 from penstock.model.linear import TORCH, Matmul, OneDnnMatmul
 from penstock.settings import ModelConfig

@@ -11,8 +11,8 @@ from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
 
 from penstock import schedule
-from penstock.cli.commands import Command
 from penstock.cli.main import COMMANDS
+from penstock.cli.options import Command
 from penstock.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -5,11 +5,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.cli.commands import Unfinished, write_text
 from penstock.cli.main import main
+from penstock.cli.output import ResultsFile, write_text
 from penstock.engine.folders import export
 from tests.e2e.training import write_run
 from tests.fork_server import Forked, run_command
@@ -93,15 +94,15 @@ def test_a_full_disk_under_the_lines_written_is_one_sentence_with_their_file(
     given, output = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
     given.write_text(TOKENS)
     words = [given] if command == "score" else ["--file", given, "--max-new-tokens", 3]
-    append = Unfinished.append
+    write = ResultsFile.write
 
-    def on_full_disk(file: Unfinished, lines: list[str], *, to_disk: bool) -> None:
+    def on_full_disk(file: ResultsFile, results: list[Any], *, to_disk: bool) -> None:
         with full_disk():
-            append(file, lines, to_disk=to_disk)
+            write(file, results, to_disk=to_disk)
 
     arguments = [command, str(model), *map(str, words), "--pp", "1", "--output", str(output)]
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "append", on_full_disk)
+        patch.setattr(ResultsFile, "write", on_full_disk)
         assert main(arguments) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}: file too large\n", err), err
@@ -111,10 +112,10 @@ def test_a_full_disk_under_the_lines_written_is_one_sentence_with_their_file(
 
 
 def test_a_full_disk_at_the_end_leaves_the_lines_and_no_second_file(tmp_path: Path):
-    file = Unfinished(tmp_path / "out.jsonl", "digest")
-    file.append(["{}"], to_disk=True)
+    file = ResultsFile(tmp_path / "out.jsonl", "digest")
+    file.write([{}], to_disk=True)
     with full_disk(), pytest.raises(OSError, match="too large") as caught:
-        file.publish([b"{}\n"])
+        file.publish(lambda result: 0)
     assert caught.value.filename == str(tmp_path / "out.jsonl")
     assert os.listdir(tmp_path) == [file.hidden.name]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.answers_file import AnswersFile
 from penstock.cli.main import main
+from penstock.cli.output import ResultsFile
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.generation.answers import AnswerText
 from tests.e2e.training import run, write_run
@@ -117,15 +117,15 @@ def prompts(tmp_path: Path) -> Path:
 
 def stop_in_the_middle(model: Path, prompts: Path, patch: pytest.MonkeyPatch, *words: str) -> list[Path]:
     """The command, which dies once three answers are there; gives what it has left."""
-    write = AnswersFile.write
+    write = ResultsFile.write
 
-    def write_three(file: AnswersFile, answer: Mapping[str, Any]) -> None:
-        if len(file.kept) == 3:
+    def write_three(file: ResultsFile, answers: list[Mapping[str, Any]], *, to_disk: bool) -> None:
+        if len(file.read()) == 3:
             raise KeyError("made to stop")
-        write(file, answer)
+        write(file, answers, to_disk=to_disk)
 
     with patch.context() as patched, pytest.raises(KeyError, match="made to stop"):
-        patched.setattr(AnswersFile, "write", write_three)
+        patched.setattr(ResultsFile, "write", write_three)
         patched.setattr("penstock.cli.processes.session._report_failure", fail)
         main(["generate", str(model), "--file", str(prompts), "--max-new-tokens", "5", *words])
     return sorted(prompts.parent.glob(".*.unfinished"))

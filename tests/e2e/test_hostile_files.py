@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.commands import Unfinished
 from penstock.cli.main import main
+from penstock.cli.output import ResultsFile
 from tests.e2e.training import write_run
 from tests.hugging_face import make_model
 
@@ -403,13 +403,13 @@ def place(tmp_path: Path, originals: Path, monkeypatch: pytest.MonkeyPatch) -> P
     p.outside.mkdir()
     (p.outside / "secret.txt").write_text(SECRET)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make = Unfinished.__init__
+    make = ResultsFile.__init__
 
-    def remembered(self: Unfinished, *args: Any) -> None:
-        make(self, *args)
+    def remembered(self: ResultsFile, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
         names_of_answers.append(self.hidden)
 
-    monkeypatch.setattr(Unfinished, "__init__", remembered)
+    monkeypatch.setattr(ResultsFile, "__init__", remembered)
     return p
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.cli import scoring
 from penstock.cli.main import main
+from penstock.cli.output import ResultsFile
 from penstock.data import PackedBatch
 from penstock.engine import Engine
 from penstock.engine.folders.model_folder import open_model
@@ -152,16 +152,16 @@ def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     capsys.readouterr()
     half = folder / "half.jsonl"
     written: list[int] = []
-    write = scoring.ScoreFile.write
+    write = ResultsFile.write
 
-    def stop_in_the_second_batch(file: scoring.ScoreFile, lines: Any) -> None:
+    def stop_in_the_second_batch(file: ResultsFile, lines: Any, *, to_disk: bool) -> None:
         written.append(len(lines))
-        write(file, lines if len(written) == 1 else lines[:1])
+        write(file, lines if len(written) == 1 else lines[:1], to_disk=to_disk)
         if len(written) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(scoring.ScoreFile, "write", stop_in_the_second_batch)
+        patch.setattr(ResultsFile, "write", stop_in_the_second_batch)
         assert main([*words, str(half)]) == 130
     [unfinished] = folder.glob(".half.jsonl.*.unfinished")
     assert not half.exists() and len(unfinished.read_text().splitlines()) == written[0] + 1

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from torch.distributed.run import get_args_parser
 
-from penstock.cli.commands import Command
 from penstock.cli.main import COMMANDS
+from penstock.cli.options import Command
 from penstock.cli.train import read_arguments
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.commands import Parser, print_json
-from penstock.cli.progress import show_log
+from penstock.cli.options import Parser
+from penstock.cli.output import print_json, show_log
 from penstock.engine.folders.runs import RUN_FILE
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.cli.commands import Parser, print_json, refuse_to_overwrite, write_text
-from penstock.cli.options import add_options, parallel_options, values_of
+from penstock.cli.options import Parser, add_options, parallel_options, values_of
+from penstock.cli.output import print_json, refuse_to_overwrite, write_text
 from penstock.cli.processes.launch import LAUNCHER_PID, WorkerCommand, launch
 from penstock.cli.processes.meeting import Group, find_group
 from penstock.settings import Groups, Layout, ParallelConfig

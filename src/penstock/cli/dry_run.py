@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from penstock import schedule
-from penstock.cli.commands import print_json
 from penstock.cli.doctor import group_rows, group_table
-from penstock.cli.progress import show_log
+from penstock.cli.output import print_json, show_log
 from penstock.engine.build import cut_units
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import RehearsedRun

@@ -1,146 +1,54 @@
-"""`penstock generate MODEL [PROMPT ...]`: continues prompts with a saved model."""
+"""`penstock generate MODEL [PROMPT ...]`: continues prompts with a saved model.
+
+Several pipelines share the prompts: each makes its answers, and one process shows or writes all of them.
+"""
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
 import tempfile
-from argparse import ArgumentTypeError, BooleanOptionalAction
+import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.commands import Parser, refuse_to_overwrite
-from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, parallel_options, values_of
+from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options, values_of
+from penstock.cli.output import Progress, ResultsFile, plain_number, print_json, refuse_to_overwrite, show_log
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.processes.memory_limits import check_rows
-from penstock.cli.progress import show_log
+from penstock.cli.processes.machine import check_rows, options_here
 from penstock.cli.session import (
+    IMPORTS,
     RING_OPTIONS,
-    DecodedRows,
-    ModelArguments,
     ModelCommand,
-    ModelSession,
-    shared_arguments,
+    Text,
+    prompts_of_texts,
+    read_prompts,
+    show_lacking,
+    tokens_of_word,
 )
-from penstock.settings import SamplingParams, Setting, walk_settings
+from penstock.settings import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.cli.answers_file import AnswersFile, GenerateJob
+    from penstock import schedule
+    from penstock.cli.processes.session import Pipelines
     from penstock.engine.folders.model_folder import ModelFolder
+    from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
 
-_IMPORTS = ("penstock.cli.answers_file", "penstock.cli.processes.session", "penstock.engine.engine")
-
-# Options that are settings of `SamplingParams`: the option's name where it is another, and the metavar of its value.
-_SAMPLING = {
-    "max_new_tokens": ("max_new_tokens", "N"),
-    "min_new_tokens": ("min_new_tokens", "N"),
-    "temperature": ("temperature", "T"),
-    "top_k": ("top_k", "K"),
-    "top_p": ("top_p", "P"),
-    "chained": ("chained", None),
-    "min_p": ("min_p", "P"),
-    "repetition_penalty": ("repetition_penalty", "X"),
-    "presence_penalty": ("presence_penalty", "X"),
-    "frequency_penalty": ("frequency_penalty", "X"),
-    "stop": ("stop", "TEXT"),
-    "seed": ("seed", "N"),
-    "num_samples": ("samples", "N"),
-    "raw_log_probs": ("raw_log_probs", None),
-    "top_log_probs": ("top_log_probs", "N"),
-}
-_PARALLEL = parallel_options(("pp", "dp", "tp", *PROCESSES))
-_CHOSEN = ("pp", "dp", "tp", "threads")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments(ModelArguments):
-    """One call of the command; the pipelines share the prompts.
-
-    prompts: from the command line; file: JSON lines; with neither, the prompt is standard input. sampling: settings of
-    `SamplingParams` by name, those that were given. bad_words: texts. ring: settings of `RingConfig`. end_tokens: None
-    for those of the model.
-    """
-
-    axes = ("pp", "dp", "tp")
-
-    prompts: tuple[str, ...]
-    file: Path | None
-    output: Path | None
-    fresh: bool
-    sampling: dict[str, Any]
-    end_tokens: tuple[int, ...] | None
-    bad_words: tuple[str, ...]
-    ring: dict[str, Any]
-    special_tokens: bool
-    json: bool
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the prompts or the output cannot be used; nothing has been started or written.
-    """
-    arguments = read_arguments(words)
-    show_log("WARNING")
-    if arguments.output is not None:
-        refuse_to_overwrite(arguments.output, otherwise="give another --output")
-    again = "gives the same answers" if arguments.output is None else "continues where it was stopped"
-    workers = WorkerCommand("penstock.cli.generate", again, _IMPORTS)
-    command = ModelCommand(workers, read_arguments, _open, _generate, _fitting_options, _workers_environ)
-    return command.run(words, arguments)
-
-
-@contextlib.contextmanager
-def _workers_environ(arguments: GenerateArguments) -> Iterator[dict[str, str]]:
-    """Put standard input into a file where it is the prompt: it can be read only once."""
-    if arguments.prompts or arguments.file is not None:
-        yield {}
-        return
-    with _file_with(_standard_input()) as path:
-        yield {STANDARD_INPUT: path}
-
-
-@contextlib.contextmanager
-def _file_with(text: str) -> Iterator[str]:
-    """The path of a file with this text; on Linux it has no name, so that nothing is left however this process ends."""
-    is_nameless = sys.platform == "linux"
-    make = tempfile.TemporaryFile if is_nameless else tempfile.NamedTemporaryFile
-    with make("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_nameless else file.name
-
-
-def _fitting_options(arguments: GenerateArguments) -> list[str]:
-    """The options of the layout in which this machine is expected to end first.
-
-    Raises: ValueError for a model that cannot be run here.
-    """
-    from penstock.cli.processes.layout_here import options_here
-
-    model, file = _open(arguments), arguments.file
-    num_prompts = len(arguments.prompts) or 1
-    if file is not None and file.is_file():
-        with file.open("rb") as lines:
-            num_prompts = max(1, sum(1 for _ in lines))
-    asked = {**model.sampling, **arguments.sampling}
-    params = SamplingParams(**{key: asked[key] for key in ("num_samples", "max_new_tokens") if key in asked})
-    num_answers = num_prompts * params.num_samples
-    return options_here(model, num_answers, params.max_new_tokens, num_answers, arguments.parallel.device)
-
-
-def _open(arguments: GenerateArguments) -> "ModelFolder":
-    """Open the model. Raises: ValueError for one that no number of processes could run; prompts are left to them."""
-    from penstock.cli.texts import open_to_cut
-
-    return open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
+# Those of the settings of `SamplingParams` that the command takes in other forms are added by themselves.
+_SAMPLING = options_of(
+    SamplingParams(), {"num_samples": "samples"}, without=("logit_bias", "bad_words", "end_tokens", "filter_mask")
+)
+_METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "stop": "TEXT"}
+# How often answers of other pipelines are looked for while this one computes, and how often afterwards.
+_EVERY_S, _POLL_S = 0.2, 0.02
 
 
 def parser() -> Parser:
@@ -164,9 +72,7 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
     parser.add_argument("--fresh", action="store_true", help="drop the answers that a stopped call has left")
     sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
-    for own in walk_settings(SamplingParams()):
-        if own.key in _SAMPLING:
-            _add_sampling(sampling, own)
+    add_options(sampling, _SAMPLING, _METAVARS, switches=True)
     sampling.add_argument(
         "--logit-bias", action="append", type=_bias, metavar="ID=X", help="added to the logit of the token with that id"
     )
@@ -176,28 +82,12 @@ not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
     sampling.add_argument("--end-token", type=int, action="append", metavar="ID", help="default: the model's own")
     sampling.add_argument("--ignore-end", action="store_true", help="no end token but those given ends an answer")
     ring = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
-    for options in (_PARALLEL, RING_OPTIONS, MODEL_OPTIONS):
-        add_options(ring, options, {"timeout": "SECONDS"}, _CHOSEN)
-    parser.add_argument("--no-native", action="store_true", help="as --native false")
+    Generate.add_options(ring, RING_OPTIONS)
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and progress to standard error")
     return parser
-
-
-def _add_sampling(parser: Any, own: Setting) -> None:
-    """Add the option of a sampling setting; one that is not given is None."""
-    name, metavar = _SAMPLING[own.key]
-    option, text = f"--{name.replace('_', '-')}", own.help.rstrip(".")
-    if isinstance(own.default, bool):
-        parser.add_argument(option, action=BooleanOptionalAction, default=None, help=text)
-    elif isinstance(own.default, tuple):
-        parser.add_argument(option, action="append", metavar=metavar, help=text)
-    else:
-        kind = float if isinstance(own.default, float) else int
-        default = "" if own.default is None else f" (default {own.default})"
-        parser.add_argument(option, type=kind, metavar=metavar, help=text + default)
 
 
 def _bias(word: str) -> tuple[int, float]:
@@ -208,66 +98,197 @@ def _bias(word: str) -> tuple[int, float]:
         raise ArgumentTypeError(f"{word!r} is no bias; give a token id and a number, such as 17=-2.5") from None
 
 
-def read_arguments(words: Sequence[str]) -> GenerateArguments:
-    """Read the command line.
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
 
-    Raises: ValueError for a mistake in it.
+    Raises:
+        ValueError, OSError: the model, the prompts or the output cannot be used; nothing has been started or written.
     """
-    given = parser().parse_args(list(words))
-    if given.file is not None and given.prompts:
-        raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
-    if given.output is not None and given.file is None:
-        raise ValueError("--output is where the answers to --file go; give --file, or leave it out")
-    if given.fresh and given.file is None:
-        raise ValueError("--fresh drops answers to --file that a stopped call has left; give --file, or leave it out")
-    sampling = {key: getattr(given, name) for key, (name, _) in _SAMPLING.items()}
-    sampling["logit_bias"] = given.logit_bias and dict(given.logit_bias)
-    return GenerateArguments(
-        **shared_arguments(given, _PARALLEL, _CHOSEN),
-        prompts=tuple(given.prompts),
-        file=given.file,
-        output=given.output or (given.file and given.file.with_suffix(".answers.jsonl")),
-        fresh=given.fresh,
-        sampling={key: value for key, value in sampling.items() if value is not None},
-        end_tokens=tuple(given.end_token or ()) if given.ignore_end or given.end_token else None,
-        bad_words=tuple(given.bad_word),
-        ring=values_of(given, RING_OPTIONS),
-        special_tokens=not given.no_special_tokens,
-        json=given.json,
-    )
+    command = Generate(words)
+    show_log("WARNING")
+    if command.output is not None:
+        refuse_to_overwrite(command.output, otherwise="give another --output")
+    return command.run()
 
 
-def check_requests(arguments: GenerateArguments) -> "GenerateJob":
-    """Read the model's settings and the prompts.
+@dataclass(frozen=True)
+class GenerateJob:
+    """The checked input of one call, and the destination of its answers: a file, JSON, or the terminal."""
 
-    Raises: ValueError for prompts that the model cannot continue.
-    """
-    from penstock.cli.answers_file import GenerateJob
-    from penstock.cli.texts import plainly, prompts_of_texts, read_prompts, tokens_of_word
-    from penstock.engine.generation.answers import GenerateOptions, check_prompts
-    from penstock.model import Limits
+    model: "ModelFolder"
+    prompts: Sequence[Text]
+    params: SamplingParams
+    options: "GenerateOptions"
+    output: Path | None = None
+    as_json: bool = False
 
-    model = _open(arguments)
-    model = model if arguments.special_tokens else plainly(model)
-    if arguments.sampling.get("stop") and model.tokenizer is None:
-        raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
-    ends = model.end_tokens if arguments.end_tokens is None else arguments.end_tokens
-    words = [tokens for word in arguments.bad_words for tokens in tokens_of_word(word, model)]
-    words += map(tuple, model.sampling.get("bad_words", ()))
-    given = {**model.sampling, **arguments.sampling, "end_tokens": ends, "bad_words": tuple(words)}
-    params = SamplingParams(**given)
-    if arguments.file is not None:
-        prompts = read_prompts(arguments.file, model)
-    else:
-        prompts = prompts_of_texts(arguments.prompts or [_standard_input()], model)
-    limits = Limits(model.vocab_size, model.max_length)
-    names = [prompt.name(number, arguments.file) for number, prompt in enumerate(prompts)]
-    check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)
-    options = GenerateOptions(**arguments.ring, tokenizer=model.tokenizer)
-    shape = options.shape(len(prompts) * params.num_samples, arguments.parallel.pp)
-    longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
-    check_rows(shape.num_slots, shape.num_rows, longest, model.num_units, arguments.parallel.device)
-    return GenerateJob(model, prompts, params, options, arguments.output, arguments.json)
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.num_samples
+
+    def number(self, answer: dict[str, Any]) -> int:
+        """The number of an answer in a file."""
+        return answer["prompt"] * self.params.num_samples + answer["sample"]
+
+    def is_answer(self, line: Any) -> bool:
+        """Return whether a line of a file is that of an answer."""
+        prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
+        return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self.params.num_samples
+
+    def of_others(self, pipelines: "Pipelines") -> frozenset[int]:
+        """The numbers of the answers that other pipelines make.
+
+        Samples of a prompt stay together, so that it is read once, unless that would leave pipelines without work.
+        """
+        together = self.params.num_samples if len(self.prompts) >= pipelines.count else 1
+        numbers = range(self.num_answers)
+        return frozenset(number for number in numbers if number // together % pipelines.count != pipelines.index)
+
+
+class Generate(ModelCommand):
+    """One call of the command; the pipelines share the prompts."""
+
+    parser = staticmethod(parser)
+    layout = parallel_options(("pp", "dp", "tp", *PROCESSES))
+    chosen = ("pp", "dp", "tp", "threads")
+    #: says how a stopped call is taken up
+    workers: WorkerCommand = WorkerCommand("penstock.cli.generate", "gives the same answers", IMPORTS)
+
+    #: where answers go; None if they are only shown
+    output: Path | None
+    #: settings of `RingConfig`, and those of `SamplingParams` that are given
+    ring: dict[str, Any]
+    sampling: dict[str, Any]
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        given = self.given
+        if given.file is not None and given.prompts:
+            raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
+        if given.output is not None and given.file is None:
+            raise ValueError("--output is where the answers to --file go; give --file, or leave it out")
+        if given.fresh and given.file is None:
+            raise ValueError(
+                "--fresh drops answers to --file that a stopped call has left; give --file, or leave it out"
+            )
+        self.output = given.output or (given.file and given.file.with_suffix(".answers.jsonl"))
+        if self.output is not None:
+            self.workers = replace(self.workers, again="continues where it was stopped")
+        self.ring, self.sampling = values_of(given, RING_OPTIONS), given_of(given, _SAMPLING)
+        if given.logit_bias:
+            self.sampling["logit_bias"] = dict(given.logit_bias)
+
+    @contextlib.contextmanager
+    def environ(self) -> Iterator[dict[str, str]]:
+        """Put standard input into a file where it is the prompt: it can be read only once."""
+        if self.given.prompts or self.given.file is not None:
+            yield {}
+            return
+        with _file_with(_standard_input()) as path:
+            yield {STANDARD_INPUT: path}
+
+    def fit(self) -> list[str]:
+        """The options of the layout in which this machine is expected to end first.
+
+        Raises: ValueError for a model that cannot be run here.
+        """
+        model, file = self.look(), self.given.file
+        num_prompts = len(self.given.prompts) or 1
+        if file is not None and file.is_file():
+            with file.open("rb") as lines:
+                num_prompts = max(1, sum(1 for _ in lines))
+        asked = {**model.sampling, **self.sampling}
+        params = SamplingParams(**{key: asked[key] for key in ("num_samples", "max_new_tokens") if key in asked})
+        num_answers = num_prompts * params.num_samples
+        return options_here(model, num_answers, params.max_new_tokens, num_answers, self.parallel.device)
+
+    def job(self) -> GenerateJob:
+        """Read the model's settings and the prompts.
+
+        Raises: ValueError for prompts that the model cannot continue.
+        """
+        from penstock.engine.generation.answers import GenerateOptions, check_prompts
+        from penstock.model import Limits
+
+        given, model = self.given, self.look()
+        model = model.without_special_tokens() if given.no_special_tokens else model
+        if self.sampling.get("stop") and model.tokenizer is None:
+            raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
+        has_ends = given.ignore_end or given.end_token
+        words = [tokens for word in given.bad_word for tokens in tokens_of_word(word, model)]
+        words += map(tuple, model.sampling.get("bad_words", ()))
+        ends = {"end_tokens": tuple(given.end_token or ()) if has_ends else model.end_tokens, "bad_words": tuple(words)}
+        params = SamplingParams(**{**model.sampling, **self.sampling, **ends})
+        if given.file is not None:
+            prompts = read_prompts(given.file, model)
+        else:
+            prompts = prompts_of_texts(given.prompts or [_standard_input()], model)
+        limits = Limits(model.vocab_size, model.max_length)
+        names = [prompt.name(number, given.file) for number, prompt in enumerate(prompts)]
+        check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)
+        options = GenerateOptions(**self.ring, tokenizer=model.tokenizer)
+        shape = options.shape(len(prompts) * params.num_samples, self.parallel.pp)
+        longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
+        check_rows(shape.num_slots, shape.num_rows, longest, model.num_units, self.parallel.device)
+        return GenerateJob(model, prompts, params, options, self.output, given.json)
+
+    def work(self) -> None:
+        job, is_first = self.together("prompts", self.job), self.group.rank == 0
+        prompts, params = [prompt.tokens for prompt in job.prompts], job.params
+        if is_first:
+            show_lacking(job.model, self.sampling)
+        self.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
+        shape = job.options.shape(job.num_answers, self.parallel.pp)
+        mean, longest = sum(map(len, prompts)) / len(prompts), max(map(len, prompts)) + params.max_new_tokens
+        # Answers are on their way from the first token to the last: half of the longest, on average.
+        decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2, shape.num_rows * longest)
+        with self.open(job.model, decoded) as (engine, version):
+            file = self.together("output", lambda: self._results(job, version) if is_first else None)
+            there = [job.number(answer) for answer in file.read()] if file is not None else []
+            kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
+            listener = None
+            if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
+                own = self.pipelines
+                listener = AnswerSender(own) if own.index else AnswerCollector(job, file, kept, own)
+            try:
+                options = replace(job.options, skip=kept | job.of_others(self.pipelines))
+                on_token, on_answer = listener and listener.on_token, listener and listener.on_answer
+                result = engine.generate(prompts, params, options, on_token, on_answer)
+                if listener is not None:
+                    listener.end(result)
+                # The store may belong to a process that has already finished its own work.
+                self.agree("end", {})
+            except BaseException:
+                if file is not None:
+                    file.close()
+                raise
+            finally:
+                if listener is not None:
+                    listener.close()
+
+    def _results(self, job: GenerateJob, version: str) -> ResultsFile | None:
+        """Open the file of answers, with those that a stopped call left there.
+
+        Raises: ValueError if the file cannot be written, or its answers belong to other input.
+        """
+        if job.output is None:
+            return None
+        given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
+        numbers = {name: self.opened[name] for name in ("precision", "reproducible")}
+        decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), numbers]
+        digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
+        return ResultsFile(job.output, digest, job.is_answer, alone=True, fresh=self.given.fresh)
+
+
+@contextlib.contextmanager
+def _file_with(text: str) -> Iterator[str]:
+    """The path of a file with this text; on Linux it has no name, so that nothing is left however this process ends."""
+    is_nameless = sys.platform == "linux"
+    make = tempfile.TemporaryFile if is_nameless else tempfile.NamedTemporaryFile
+    with make("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_nameless else file.name
 
 
 def _standard_input() -> str:
@@ -279,61 +300,218 @@ def _standard_input() -> str:
     return sys.stdin.read()
 
 
-def _answers_file(job: "GenerateJob", version: str, numbers: dict[str, Any], fresh: bool) -> "AnswersFile | None":
-    """Open the file of answers, with those that a stopped call left there.
+# ---- Answers as they come: those of this pipeline, and those that others hand over
 
-    Raises: ValueError if the file cannot be written, or its answers belong to other input.
+
+class AnswerSender:
+    """Hands a pipeline's answers over to the first pipeline's process that reports them."""
+
+    #: all pipelines, of which this is one
+    _pipelines: "Pipelines"
+    #: the names of this pipeline's messages, the next one first
+    _names: Iterator[str]
+
+    def __init__(self, pipelines: "Pipelines") -> None:
+        self._pipelines, self._names = pipelines, _names(pipelines.index)
+
+    def on_token(self, number: int, token: int) -> None:
+        """Wait for the whole answer."""
+
+    def on_answer(self, number: int, answer: "schedule.Sequence") -> None:
+        """Hand an answer over."""
+        assert answer.ending is not None
+        self._pipelines.hand_over(next(self._names), {"answer": [number, answer.generated, answer.ending.value]})
+
+    def end(self, result: "GenerateResult") -> None:
+        """Hand over what the answers took."""
+        figures = [result.wall_s, result.busy_s, result.num_forwards, result.num_rounds]
+        self._pipelines.hand_over(next(self._names), {"figures": figures})
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class AnswerCollector:
+    """Shows and writes the answers of this pipeline and those that the others hand over.
+
+    In the terminal, answers are printed one after another: the first as it grows, the others in turn. Otherwise only
+    the number of ended answers is shown. A file gets each answer as soon as it has ended, JSON output gets all of them
+    at the end.
     """
-    from penstock.cli.answers_file import AnswersFile
 
-    if job.output is None:
-        return None
-    given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
-    decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), numbers]
-    digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
-    return AnswersFile(job.output, digest, job.params.num_samples, fresh)
+    #: the call, and where answers are written; None if they are only shown
+    _job: GenerateJob
+    _file: ResultsFile | None
+    #: answer -> its text and its number of tokens
+    _texts: list[Any]
+    _num_tokens: list[int]
+    #: answers of an earlier call, and all that have ended
+    _num_kept: int
+    _num_ended: int
+    #: answer -> what of it is not printed yet, from its heading on; those that have ended; the one that grows
+    _waiting: list[str]
+    _ended: set[int]
+    _current: int
+    #: shows how many answers are done; None where their texts are shown
+    _progress: Progress | None
+    #: all pipelines, of which this is the first; pipeline -> the names of its messages, the next one first
+    _pipelines: "Pipelines"
+    _names: dict[int, Iterator[str]]
+    #: pipeline -> the name of the message that comes next; without those whose figures have come
+    _awaited: dict[int, str]
+    #: all sequences, by number; those of other pipelines get their answers here
+    _sequences: "list[schedule.Sequence]"
+    #: the figures of other pipelines
+    _figures: list[Any]
+    #: when messages were last looked for, in seconds
+    _looked_s: float
 
+    def __init__(
+        self, job: GenerateJob, file: ResultsFile | None, kept: frozenset[int], pipelines: "Pipelines"
+    ) -> None:
+        from penstock.engine.generation.answers import AnswerText
+        from penstock.schedule import Sequence as Made
 
-def _generate(session: ModelSession[GenerateArguments]) -> None:
-    from penstock.cli.answers_file import AnswerCollector, AnswerSender, others_answers
-    from penstock.cli.texts import show_lacking
+        self._job, self._file, self._pipelines = job, file, pipelines
+        self._texts = [AnswerText(job.model.tokenizer, job.params.stop) for _ in range(job.num_answers)]
+        self._num_tokens = [0] * job.num_answers
+        self._num_kept = self._num_ended = len(kept)
+        self._waiting = [self._heading(number) for number in range(job.num_answers)]
+        self._ended, self._current, self._progress = set(), 0, None
+        if job.output is not None or job.as_json:
+            shown = sys.stderr if job.as_json else sys.stdout
+            self._progress = Progress(job.num_answers, self._num_kept, shown, "answer")
+        self._names = {index: _names(index) for index in range(1, pipelines.count)}
+        self._awaited = {index: next(names) for index, names in self._names.items()}
+        self._sequences = Made.all_of([p.tokens for p in job.prompts], [job.params] * len(job.prompts))
+        self._figures, self._looked_s = [], 0.0
 
-    arguments, pipelines, is_first = session.arguments, session.pipelines, session.group.rank == 0
-    job = session.together("prompts", lambda: check_requests(arguments))
-    prompts = [prompt.tokens for prompt in job.prompts]
-    if is_first:
-        show_lacking(job.model, arguments.sampling)
-    session.refuse_differing("answers", {**arguments.sampling, "prompts": [list(prompt) for prompt in prompts]})
-    numbers = {name: arguments.opened[name] for name in ("precision", "reproducible")}
-    with session.open(job.model, _decoded(job, arguments.parallel.pp)) as (engine, version):
-        file = session.together(
-            "output", lambda: _answers_file(job, version, numbers, arguments.fresh) if is_first else None
-        )
-        kept = frozenset(session.agree("kept", {"kept": file.kept if file else []})[0]["kept"])
-        listener = None
-        if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
-            listener = AnswerCollector(job, file, pipelines) if pipelines.index == 0 else AnswerSender(pipelines)
-        try:
-            options = replace(job.options, skip=kept | others_answers(job, pipelines))
-            result = engine.generate(
-                prompts, job.params, options, listener and listener.on_token, listener and listener.on_answer
+    def on_token(self, number: int, token: int) -> None:
+        """Show a token, and now and then look for answers of other pipelines."""
+        self._hear(number, token)
+        if self._awaited and time.monotonic() - self._looked_s > _EVERY_S:
+            self._look()
+
+    def on_answer(self, number: int, answer: "schedule.Sequence") -> None:
+        """Write an answer that has ended."""
+        if self._file is not None:
+            self._file.write([self._described(number, answer)], to_disk=False)
+
+    def end(self, result: "GenerateResult") -> None:
+        """Wait for the other pipelines, write or print all answers, and report the speed."""
+        while self._awaited:
+            self._look()
+            time.sleep(_POLL_S)
+        self.close()
+        merged = zip(self._sequences, result, strict=True)
+        result = replace(result, sequences=tuple(theirs if theirs.ending else own for theirs, own in merged))
+        for wall_s, busy_s, num_forwards, num_rounds in self._figures:
+            result = replace(
+                result,
+                wall_s=max(result.wall_s, wall_s),
+                busy_s=(*result.busy_s, *busy_s),
+                num_forwards=(*result.num_forwards, *num_forwards),
+                num_rounds=max(result.num_rounds, num_rounds),
             )
-            if listener is not None:
-                listener.end(result)
-            # The store may belong to a process that has already finished its own work.
-            session.agree("end", {})
-        except BaseException:
-            if file is not None:
-                file.close()
-            raise
-        finally:
-            if listener is not None:
-                listener.close()
+        if self._file is not None:
+            self._file.publish(self._job.number)
+        if self._job.as_json:
+            content: dict[str, Any] = {"resumed_from": self._num_kept}
+            if self._file is None:
+                content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
+            figures = {
+                "num_tokens": result.num_tokens,
+                "time_s": result.wall_s,
+                "tokens_per_s": result.tokens_per_s,
+                "idle_share": result.idle_share,
+            }
+            print_json({"model": str(self._job.model.folder), **content, **figures})
+        elif self._file is not None:
+            kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
+            print(
+                f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
+                f"idle {result.idle_share:.1%}; wrote {self._job.output}"
+            )
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        if self._progress is not None:
+            self._progress.close()
+
+    def _hear(self, number: int, token: int) -> None:
+        """Add an answer's next token."""
+        text, params = self._texts[number], self._job.params
+        self._num_tokens[number] += 1
+        new = text.add(token)
+        ended = token in params.end_tokens or self._num_tokens[number] == params.max_new_tokens
+        if ended or text.stopped:
+            new += text.finish()
+            self._ended.add(number)
+            self._num_ended += 1
+        if self._progress is not None:
+            self._progress.count(self._num_ended, 1)
+            return
+        self._waiting[number] += new + ("\n" if number in self._ended else "")
+        while self._current < len(self._waiting):
+            print(self._waiting[self._current], end="", flush=True)
+            self._waiting[self._current] = ""
+            if self._current not in self._ended:
+                return
+            self._current += 1
+
+    def _heading(self, number: int) -> str:
+        """The prompt, which the answer follows; with several answers, below a line that names it."""
+        prompt, sample = divmod(number, self._job.params.num_samples)
+        text = self._job.prompts[prompt].text or ""
+        if self._job.num_answers == 1:
+            return text
+        of_samples = f", sample {sample}" if self._job.params.num_samples > 1 else ""
+        return f"{'' if number == 0 else chr(10)}--- prompt {prompt}{of_samples} ---\n{text}"
+
+    def _described(self, number: int, answer: "schedule.Sequence") -> dict[str, Any]:
+        prompt = self._job.prompts[answer.prompt]
+        described: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
+        if prompt.line is not None:
+            described["line"] = prompt.line
+        if prompt.id is not None:
+            described["id"] = prompt.id
+        described |= {
+            "text": self._texts[number].text,
+            "tokens": list(answer.tokens),
+            "log_probs": [plain_number(value) for value in answer.log_probs],
+            "ending": answer.ending and answer.ending.value,
+        }
+        if answer.raw_log_probs is not None:
+            described["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
+        if answer.top_log_probs is not None:
+            described["top_log_probs"] = [
+                [[token, plain_number(value)] for token, value in likeliest] for likeliest in answer.top_log_probs
+            ]
+        return described
+
+    def _look(self) -> None:
+        """Take what other pipelines have handed over."""
+        from penstock.schedule import Ending, Token
+
+        for index, names in self._names.items():
+            while index in self._awaited and self._pipelines.has(self._awaited[index]):
+                message = self._pipelines.receive(self._awaited[index], f"answer from pipeline {index}")
+                if "figures" in message:
+                    self._figures.append(message["figures"])
+                    del self._awaited[index]
+                    continue
+                self._awaited[index] = next(names)
+                number, generated, ending = message["answer"]
+                answer = self._sequences[number]
+                for fields in generated:
+                    token = Token(*fields)
+                    answer.generated.append(token._replace(likeliest=tuple((n, x) for n, x in token.likeliest)))
+                    self._hear(number, token.id)
+                answer.ending = Ending(ending)
+                self.on_answer(number, answer)
+        self._looked_s = time.monotonic()
 
 
-def _decoded(job: "GenerateJob", num_stages: int) -> DecodedRows:
-    """The rows that the job's prompts make of the ring."""
-    shape = job.options.shape(len(job.prompts) * job.params.num_samples, num_stages)
-    lengths = [len(prompt.tokens) for prompt in job.prompts]
-    mean, longest = sum(lengths) / len(lengths), max(lengths) + job.params.max_new_tokens
-    return DecodedRows(shape.rows_per_slot, mean + job.params.max_new_tokens / 2, shape.num_rows * longest)
+def _names(index: int) -> Iterator[str]:
+    """The names of a pipeline's messages."""
+    return (f"answers/{index}/{number}" for number in itertools.count())

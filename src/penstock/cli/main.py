@@ -7,8 +7,8 @@ import signal
 import sys
 
 from penstock import __version__
-from penstock.cli import progress
-from penstock.cli.commands import Command, Main, dispatch
+from penstock.cli import output
+from penstock.cli.options import Command, Main, dispatch, script
 
 COMMANDS = {
     "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
@@ -65,8 +65,6 @@ def _run(arguments: list[str]) -> int:
         print(versions())
         return 0
     if arguments[:1] == ["--print-completion"]:
-        from penstock.cli.commands import script
-
         print(script(arguments[1:], COMMANDS))
         return 0
     return dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
@@ -85,7 +83,7 @@ def versions() -> str:
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     """Run a command's `main`, and turn its errors for users' mistakes into one sentence and an exit code."""
-    progress.prepare()
+    output.prepare()
     try:
         return _flushed(main, sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:

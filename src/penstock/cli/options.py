@@ -1,26 +1,137 @@
-"""Options of commands that are settings: type, default, help and bounds come from the declaration."""
+"""Commands and their options: a parser with one-sentence errors, and options that are settings.
+
+Type, default, help and bounds of a setting come from its declaration.
+"""
 
 import argparse
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
-from typing import Any, get_args, get_origin
+import re
+import textwrap
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any, NoReturn, get_args, get_origin
 
-from penstock.settings import (
-    InferenceConfig,
-    ModelConfig,
-    ParallelConfig,
+from penstock.settings.declare import (
+    ConfigError,
     Setting,
     Settings,
-    TrainConfig,
+    from_words,
+    is_table,
+    nearest,
+    parts_of,
+    plain,
+    possible,
+    suggestion,
     walk_settings,
 )
-from penstock.settings.declare import is_table, parts_of, plain, possible
-from penstock.settings.run import from_words
+
+#: columns of every help, which a terminal has at the least
+WIDTH = 80
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of at most `WIDTH` columns, with defaults; the usage line leaves out options, which are listed below it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=min(WIDTH, get_terminal_size().columns))
+
+    def _get_help_string(self, action):
+        said = super()._get_help_string(action) or ""
+        is_plain = isinstance(action.default, int | float | str) and action.default is not argparse.SUPPRESS
+        return f"{said} (default %(default)s)" if is_plain and action.default and "default" not in said else said
+
+    def _format_args(self, action, default_metavar):
+        # A setting takes as many words as its type has values, which the help need not repeat.
+        of_setting = action.nargs == "*" and action.option_strings and action.dest != "help"
+        return str(action.metavar) if of_setting else super()._format_args(action, default_metavar)
+
+    def add_usage(self, usage, actions, groups, prefix=None):
+        needed = [action for action in actions if action.required or not action.option_strings]
+        others = [] if len(list(actions)) == len(needed) else [argparse.Action([], "", nargs="?", metavar="OPTIONS")]
+        super().add_usage(usage, [*needed, *others], [], prefix)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes no abbreviations and whose errors are one sentence.
+
+    The description is filled to `WIDTH` columns. An example is a line, or a pair of a line and what it does.
+    """
+
+    #: begins a word that is no option
+    _negative_number_matcher: re.Pattern[str]
+
+    def __init__(self, prog: str, description: str, *, examples: Sequence[str | tuple[str, str]] = (), **more) -> None:
+        shown = [example if isinstance(example, str) else f"{example[0]}\n      {example[1]}" for example in examples]
+        super().__init__(
+            prog=prog,
+            description=textwrap.fill(" ".join(description.split()), WIDTH),
+            epilog="\n  ".join(["examples:", *shown]) if shown else None,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+            **more,
+        )
+        # argparse itself would name the type, and take other negative numbers than -1 and -0.5 for options.
+        self.register("type", int, whole_number)
+        self.register("type", float, number)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        options, unknown = self.parse_known_args(self._spelt(args), namespace)
+        for word in unknown:
+            name = word.partition("=")[0]
+            if name.startswith("--"):
+                raise self.unknown_option(name)
+            raise ConfigError(f"{self.prog} has no use for {word!r}; {self.prog} --help says what it takes")
+        return options
+
+    def unknown_option(self, name: str) -> ConfigError:
+        """The error for an option that there is not."""
+        # Dashes, which all options have, bring none nearer.
+        near = nearest(name[2:], [option[2:] for option in self._option_string_actions], 0.5)
+        hint = f"did you mean {f'--{near}'!r}?" if near else f"{self.prog} --help says what it takes"
+        return ConfigError(f"no option of {self.prog} is called {name!r}; {hint}")
+
+    def _spelt(self, words: Sequence[str] | None) -> Sequence[str] | None:
+        """The words with options as they are declared: hyphens and underscores stand for each other."""
+        known = {option.replace("-", "_"): option for option in self._option_string_actions}
+        return words and [
+            known.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
+            for word in words
+            for name, equals, value in [word.partition("=")]
+        ]
+
+    def print_help(self, file=None):
+        # argparse itself says nothing of a file that takes no more.
+        print(self.format_help(), end="", file=file)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def whole_number(word: str) -> int:
+    """The number that a word of the command line is. Raises: ArgumentTypeError if it is none."""
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number") from None
+
+
+def number(word: str) -> float:
+    """As `whole_number`, of any number."""
+    try:
+        return float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number") from None
+
+
+# ---- Options that are settings: type, default, help and bounds come from the declaration
+
 
 Options = Mapping[str, Setting]
 """Settings by the names of their options, with underscores."""
 
-_SHORT = {"num_threads": "threads", "timeout_s": "timeout"}
 #: columns of possible values that stand in the help's sentence and no longer behind the option
 _LONG = 50
 PROCESSES = ("device", "threads", "timeout")
@@ -33,42 +144,44 @@ def options_of(settings: Settings, short: Mapping[str, str] | None = None, witho
 
 def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
     """The options of these names among those of the layout and of its processes; `defaults` are the command's own."""
-    every = options_of(ParallelConfig(), _SHORT)
+    from penstock.settings import ParallelConfig
+
+    every = options_of(ParallelConfig(), {"num_threads": "threads", "timeout_s": "timeout"})
     return {name: replace(every[name], default=defaults.get(name, every[name].default)) for name in names}
 
 
-MODEL_OPTIONS: Options = {
-    # What is left out is as in the model's files.
-    own.key: replace(own, default=None) if own.key == "quantize" else own
-    for own in (*walk_settings(ModelConfig()), *walk_settings(TrainConfig()), *walk_settings(InferenceConfig()))
-    if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
-}
-"""The options of a saved model that decide how it is run."""
-
-
 def add_options(
-    parser: Any, options: Options, metavars: Mapping[str, str] | None = None, chosen: Container[str] = ()
+    parser: Any,
+    options: Options,
+    metavars: Mapping[str, str] | None = None,
+    chosen: Container[str] = (),
+    *,
+    switches: bool = False,
+    nargs: str | None = None,
 ) -> None:
     """Add an option for each setting; one that is not given is None. A dotted name stays as it is in files.
 
-    chosen: names of options that the command chooses by itself where none of them is given.
+    chosen: names of options that the command chooses by itself where none of them is given. switches: a truth value is
+    asked for by --name and --no-name. nargs: as argparse has it, of all options; without, a list has one value each
+    time that its option is given.
     """
     for name, own in options.items():
         values = (metavars or {}).get(name, _values(own.type))
         of = f": {values.strip('{}').replace(',', ', ')}" if len(values) > _LONG else ""
+        default = plain(own.default)
+        words = list(own.default) if isinstance(own.default, tuple) else [default]
+        shown = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
+        form: dict[str, Any] = {"metavar": "NAME" if of else values, "nargs": nargs}
+        if own.type is bool and switches:
+            form = {"action": argparse.BooleanOptionalAction, "default": None}
+        elif get_origin(own.type) is tuple and nargs is None:
+            form["action"] = "append"
+        said = "" if name in chosen or default in (None, (), {}) else f" (default {shown})"
         parser.add_argument(
             f"--{name if '.' in name else name.replace('_', '-')}",
-            metavar="NAME" if of else values,
-            help=f"{own.help.rstrip('.')}{of}{'' if name in chosen else _default(own.default)}".replace("%", "%%"),
+            help=f"{own.help.rstrip('.')}{of}{said}".replace("%", "%%"),
+            **form,
         )
-
-
-def _default(value: Any) -> str:
-    """The default as it would be given; nothing for one that is empty."""
-    if value is None or plain(value) in ((), {}):
-        return ""
-    words = value if isinstance(value, tuple) else [plain(value)]
-    return f" (default {' '.join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)})"
 
 
 def _values(kind: Any) -> str:
@@ -82,14 +195,130 @@ def _values(kind: Any) -> str:
     return "TEXT" if str in parts_of(kind) else "X" if float in parts_of(kind) else "N"
 
 
-def values_of(given: argparse.Namespace, options: Options) -> dict[str, Any]:
-    """The value of each option by the attribute of its setting; the default where it is not given.
+def given_of(
+    given: argparse.Namespace, options: Options, key: Callable[[Setting], str] = lambda own: own.path[-1]
+) -> dict[str, Any]:
+    """The value of each option that is given, by the attribute of its setting or by another key.
 
     Raises:
         ConfigError: a value of another type, or out of bounds.
     """
     found = {}
     for name, own in options.items():
-        word = getattr(given, name)
-        found[own.path[-1]] = own.default if word is None else own.take(from_words(own, [word]))
+        words = getattr(given, name)
+        if words is not None:
+            words = [words] if isinstance(words, str) else words
+            found[key(own)] = own.take(from_words(own, words) if isinstance(words, list) else words)
     return found
+
+
+def values_of(given: argparse.Namespace, options: Options) -> dict[str, Any]:
+    """As `given_of`, with the default of each option that is not given."""
+    return {own.path[-1]: own.default for own in options.values()} | given_of(given, options)
+
+
+# ---- Tables of commands
+
+
+Main = Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command's line in the help, and the place of its `main(arguments) -> exit code`, imported on use."""
+
+    summary: str
+    module: str
+    function: str = "main"
+
+    def load(self) -> Main:
+        return getattr(import_module(self.module), self.function)
+
+    def parser(self) -> Parser:
+        """The parser that the command reads its arguments with: `parser()` of its module, or `<function>_parser()`."""
+        name = "parser" if self.function == "main" else f"{self.function}_parser"
+        return getattr(import_module(self.module), name)()
+
+
+def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *, head: str, foot: str = "") -> int:
+    """Run the command that the first argument names, or print the table of all of them as help.
+
+    Returns: the command's exit code; 2 after help that was not asked for.
+    Raises: ValueError naming the nearest command for an unknown name.
+    """
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text(program, table, head, foot))
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in table:
+        if name.startswith("-"):
+            raise ValueError(f"{program} takes a command before {name!r}: {', '.join(table)}")
+        raise ValueError(f"no {program} command is called {name!r}; {suggestion(name, table)}")
+    return table[name].load()(rest)
+
+
+def help_text(program: str, table: Mapping[str, Command], head: str, foot: str) -> str:
+    margin = max(map(len, table)) + 2
+    rows = "\n".join(f"  {name:{margin}}{command.summary}" for name, command in table.items())
+    return "\n\n".join(part for part in (f"usage: {program} COMMAND ...", head, f"commands:\n{rows}", foot) if part)
+
+
+# ---- Completion of commands and options in a shell, as shtab writes it from the commands' own parsers
+
+
+def script(shells: Sequence[str], table: Mapping[str, Command]) -> str:
+    """Write the script that makes a shell complete `penstock`.
+
+    Raises: ValueError unless one shell is given, of those that shtab knows.
+    """
+    import shtab
+
+    if len(shells) != 1 or shells[0] not in shtab.SUPPORTED_SHELLS:
+        given = f", not {' '.join(shells)}" if shells else ""
+        raise ValueError(f"--print-completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}{given}")
+    root = Parser("penstock", "")
+    root.add_argument("--version", action="store_true", help="print the versions of Penstock, torch and Python")
+    root.add_argument("--print-completion", choices=shtab.SUPPORTED_SHELLS, help="print a script such as this one")
+    _add_commands(root, table)
+    return shtab.complete(root, shells[0])
+
+
+def _add_commands(parent: Parser, table: Mapping[str, Command]) -> None:
+    parsers = {f"{parent.prog} {name}": _parser_of(f"{parent.prog} {name}", own) for name, own in table.items()}
+
+    def made(*, prog: str, **_: Any) -> argparse.ArgumentParser:
+        return parsers[prog]
+
+    commands = parent.add_subparsers(prog=parent.prog, metavar="COMMAND", parser_class=made)  # pyright: ignore
+    for name, command in table.items():
+        commands.add_parser(name, help=command.summary)
+
+
+def _parser_of(program: str, command: Command) -> Parser:
+    inner: Mapping[str, Command] | None = getattr(import_module(command.module), "COMMANDS", None)
+    if inner and command not in inner.values():
+        found = Parser(program, command.summary)
+        _add_commands(found, inner)
+        return found
+    found = command.parser()
+    found.description = command.summary
+    for action in found._actions:
+        _complete(action, program)
+    return found
+
+
+def _complete(action: argparse.Action, program: str) -> None:
+    """Have a path completed as one, a schedule by its names, and a setting by the values that its metavar lists."""
+    import shtab
+
+    from penstock.schedule import names
+
+    shown = action.metavar if isinstance(action.metavar, str) else ""
+    is_schedule = action.dest == "name" and not action.option_strings
+    # Most schedules that are to be proved lie in files.
+    if action.type is Path or (is_schedule and program.endswith(" verify")):
+        action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    elif is_schedule or action.dest == "schedule.name":
+        action.choices = names()
+    elif action.choices is None and shown.startswith("{"):
+        action.choices = shown.strip("{}").split(",")

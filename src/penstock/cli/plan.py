@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import planner
-from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite, write_text
+from penstock.cli.options import Parser
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite, write_text
 from penstock.planner.search import NUM_BEST
 from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError

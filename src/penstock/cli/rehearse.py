@@ -5,7 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.commands import Parser, print_json, print_table, refuse_to_overwrite
+from penstock.cli.options import Parser
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite
 from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, UnitCost, check_order
 from penstock.settings import Layout, read_config
 

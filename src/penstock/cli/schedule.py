@@ -10,17 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import schedule
-from penstock.cli.commands import (
-    WIDTH,
-    Command,
-    Parser,
-    dispatch,
-    number,
-    print_json,
-    print_table,
-    refuse_to_overwrite,
-    write_text,
-)
+from penstock.cli.options import WIDTH, Command, Parser, dispatch, number
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite, write_text
 from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound

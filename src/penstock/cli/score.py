@@ -1,29 +1,48 @@
-"""`penstock score MODEL FILE.jsonl`: each token's log-probability, and each text's perplexity."""
+"""`penstock score MODEL FILE.jsonl`: each token's log-probability, and each text's perplexity.
+
+Batches of texts are shared out among pipelines, and one process writes the lines of all.
+"""
 
 import hashlib
 import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.cli.commands import Parser, counted, print_json, refuse_to_overwrite
-from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.options import PROCESSES, Parser, options_of, parallel_options, values_of
+from penstock.cli.output import (
+    Progress,
+    ResultsFile,
+    counted,
+    plain_number,
+    print_json,
+    refuse_to_overwrite,
+    show_log,
+)
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.progress import show_log
-from penstock.cli.session import ModelArguments, ModelCommand, ModelSession, shared_arguments
+from penstock.cli.session import IMPORTS, ModelCommand, Text, read_texts
 from penstock.settings import DataConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
 if TYPE_CHECKING:
-    from penstock.cli.scoring import ScoreJob, Summary
+    from penstock.data import MicroBatchSpec, PackedBatch
+    from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
-_WORKERS = WorkerCommand(
-    "penstock.cli.score", "continues where it was stopped", ("penstock.cli.scoring", "penstock.engine.engine")
-)
+MICROBATCH_TOKENS = 2048
+"""Enough tokens for a microbatch to be worth its overhead, and few enough that its logits stay small."""
+
+NOT_A_NUMBER = "are not numbers: a weight or an activation is NaN or infinite, so nothing can be scored"
+"""The end of the sentence on scores that are NaN."""
+
+# A batch is written at once, and is the most that is lost when the command is stopped. Batches and microbatches do not
+# depend on the number of stages or pipelines, so neither does any bit of the file.
+_MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -37,44 +56,7 @@ class ScoreConfig(Settings, section="score"):
     text_field: str = same_as(DataConfig, "text_field")
 
 
-_PARALLEL = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
 _SCORING = options_of(ScoreConfig())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreArguments(ModelArguments):
-    """One call of the command; the pipelines share the texts."""
-
-    axes = ("pp", "dp", "cp", "tp")
-
-    file: Path
-    output: Path
-    scoring: ScoreConfig
-    special_tokens: bool
-    json: bool
-
-    @property
-    def decisive(self) -> dict[str, object]:
-        """The arguments that the scores depend on, beside the model and the texts."""
-        return {
-            "temperature": self.scoring.temperature,
-            "text_field": self.scoring.text_field,
-            "special_tokens": self.special_tokens,
-            "precision": self.opened["precision"],
-            "reproducible": self.opened["reproducible"],
-        }
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
-    """
-    arguments = read_arguments(words)
-    show_log("WARNING")
-    refuse_to_overwrite(arguments.output, otherwise="give another --output")
-    return ModelCommand(_WORKERS, read_arguments, _opened, _score).run(words, arguments)
 
 
 def parser() -> Parser:
@@ -97,9 +79,7 @@ stand, but training on texts ends each with the tokenizer's end token: a text to
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl", help="the texts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: FILE.scores.jsonl beside FILE")
-    for options in (_PARALLEL, _SCORING, MODEL_OPTIONS):
-        add_options(parser, options, {"temperature": "T", "text_field": "NAME", "timeout": "SECONDS"})
-    parser.add_argument("--no-native", action="store_true", help="as --native false")
+    Score.add_options(parser, _SCORING, metavars={"temperature": "T", "text_field": "NAME"})
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="texts without the tokenizer's own, such as one to begin with"
     )
@@ -107,100 +87,278 @@ stand, but training on texts ends each with the tokenizer's end token: a text to
     return parser
 
 
-def read_arguments(words: Sequence[str]) -> ScoreArguments:
-    """Read the command line.
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
 
-    Raises: ValueError for a mistake in it.
+    Raises:
+        ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
     """
-    given = parser().parse_args(list(words))
-    return ScoreArguments(
-        **shared_arguments(given, _PARALLEL),
-        file=given.file,
-        output=given.output or given.file.with_suffix(".scores.jsonl"),
-        scoring=ScoreConfig(**values_of(given, _SCORING)),
-        special_tokens=not given.no_special_tokens,
-        json=given.json,
-    )
+    command = Score(words)
+    show_log("WARNING")
+    refuse_to_overwrite(command.output, otherwise="give another --output")
+    return command.run()
 
 
-def _opened(arguments: ScoreArguments) -> "ModelFolder":
-    """The model, which may be one that rates texts. Raises: ValueError."""
-    from penstock.cli.texts import open_to_cut
+@dataclass(frozen=True)
+class ScoreJob:
+    """The checked input of one call."""
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, may_rate=True, **arguments.opened)
-    if model.rates is not None and arguments.scoring.temperature != 1.0:
-        raise ValueError(f"--temperature divides the logits of tokens, but {model.folder} rates {model.rates}")
-    return model
+    model: "ModelFolder"
+    texts: Sequence[Text]
+    max_tokens: int
+    cp: int = 1
+
+    @property
+    def batches(self) -> list[Sequence[Text]]:
+        """The texts, in order, in parts of about so many tokens."""
+        parts, start, size = [], 0, 0
+        for end, text in enumerate(self.texts, 1):
+            size += len(text.tokens)
+            if size >= self.max_tokens * _MICROBATCHES or end == len(self.texts):
+                parts.append(self.texts[start:end])
+                start, size = end, 0
+        return parts
+
+    @property
+    def spec(self) -> "MicroBatchSpec":
+        """Microbatches of a batch; under context parallelism as few as `max_tokens` allows."""
+        from penstock.data import MicroBatchSpec
+
+        num = _MICROBATCHES if self.cp == 1 else None
+        return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
+
+    def line(self, text: Text, values: Sequence[Any]) -> dict[str, Any]:
+        """The line of a text, from what the model's head gives for each of its tokens.
+
+        That is the log-probability of the token's successor, of which the last token has none; without scored tokens
+        the perplexity is None. Of a reward model, another classifier or a value model it is a number for each label.
+
+        Source: transformers' sequence classification, which rates a text by its last token that is no padding.
+        """
+        line: dict[str, Any] = {"line": text.line, **({} if text.id is None else {"id": text.id})}
+        if self.model.rates is None:
+            first = len(text.tokens) - text.num_scored
+            log_probs = [plain_number(value) for value in values[first - 1 : -1]]
+            total, tokens = _total(log_probs), list(text.tokens[first:])
+            figures = {"log_prob": total, "perplexity": _perplexity(total, len(tokens))}
+            return line | {"tokens": tokens, "log_probs": log_probs} | figures
+        ratings = [[plain_number(value) for value in labels] for labels in values]
+        if self.model.rates == "tokens":
+            return line | {"values": [labels[0] if len(labels) == 1 else labels for labels in ratings]}
+        from penstock.data.examples import rated_place
+
+        rated = ratings[rated_place(text.tokens, self.model.pad_token)]
+        return line | ({"reward": rated[0]} if len(rated) == 1 else {"rewards": rated})
 
 
-def check_documents(arguments: ScoreArguments) -> "ScoreJob":
-    """Read the model's settings and the texts.
+class Score(ModelCommand):
+    """One call of the command; the pipelines share the texts."""
 
-    Raises: ValueError for input that cannot be scored.
+    parser = staticmethod(parser)
+    layout = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
+    workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
+
+    #: where the lines are written, and how they are computed
+    output: Path
+    scoring: ScoreConfig
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        self.output = self.given.output or self.given.file.with_suffix(".scores.jsonl")
+        self.scoring = ScoreConfig(**values_of(self.given, _SCORING))
+
+    def look(self) -> "ModelFolder":
+        """Open the model, which may be one that rates texts. Raises: ValueError."""
+        model = self.open_to_cut(may_rate=True)
+        if model.rates is not None and self.scoring.temperature != 1.0:
+            raise ValueError(f"--temperature divides the logits of tokens, but {model.folder} rates {model.rates}")
+        return model
+
+    def job(self) -> ScoreJob:
+        """Read the model's settings and the texts. Raises: ValueError for input that cannot be scored."""
+        model = self.look()
+        model = model.without_special_tokens() if self.given.no_special_tokens else model
+        texts, most = read_texts(self.given.file, model, self.scoring.text_field), self.scoring.max_tokens
+        longest = max(texts, key=lambda text: len(text.tokens))
+        if most is not None and len(longest.tokens) > most:
+            raise ValueError(
+                f"{self.given.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
+                f"{most}; no text is cut, so give at least that"
+            )
+        return ScoreJob(model, texts, most or max(MICROBATCH_TOKENS, len(longest.tokens)), self.parallel.cp)
+
+    def work(self) -> None:
+        job = self.together("texts", self.job)
+        digest = _digest([[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in job.texts])
+        # What the scores depend on, beside the model and the texts.
+        decisive = {
+            "temperature": self.scoring.temperature,
+            "text_field": self.scoring.text_field,
+            "special_tokens": not self.given.no_special_tokens,
+            "precision": self.opened["precision"],
+            "reproducible": self.opened["reproducible"],
+        }
+        self.refuse_differing("scoring", {**decisive, "texts": digest, "max_tokens": job.max_tokens})
+        with self.open(job.model) as (engine, version):
+            of_call = _digest([str(job.model.folder.resolve()), version, digest, job.max_tokens, decisive])
+            # Ranks that share the last stage have the same results; one of them delivers.
+            delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
+            writes = delivers and self.pipelines.index == 0
+            file = self.together("file", lambda: ResultsFile(self.output, of_call, _is_scored) if writes else None)
+            summary = Summary()
+            if file is not None:
+                # A batch that a killed call left incomplete is scored again.
+                ends, left = list(accumulate(map(len, job.batches))), file.read()
+                summary.resumed_from = max((end for end in ends if end <= len(left)), default=0)
+                file.keep(summary.resumed_from)
+                summary.add(left[: summary.resumed_from])
+            first = max(lines["num"] for lines in self.agree("lines", {"num": summary.num_lines}))
+            start_s = time.perf_counter()
+            progress = file and Progress(len(job.texts), first, sys.stderr if self.given.json else sys.stdout, "line")
+
+            def write(texts: Sequence[Text], lines: list[dict[str, Any]]) -> None:
+                assert file is not None and progress is not None
+                file.write(lines, to_disk=True)
+                summary.add(lines)
+                progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
+
+            self._score_all(engine, job, delivers, first, write if file else None)
+            # The store may belong to a process that has already finished its own work.
+            self.agree("end", {})
+            if file is not None and progress is not None:
+                progress.close()
+                summary.time_s = time.perf_counter() - start_s
+                summary.tokens_per_s = progress.num_tokens / summary.time_s
+                # Before anything is closed: what fails then takes nothing from the scores.
+                file.publish()
+                paths = {"model": str(self.given.model), "file": str(self.given.file), "output": str(self.output)}
+                if self.given.json:
+                    print_json({**paths, **asdict(summary)})
+                else:
+                    print(f"{summary}; wrote {self.output}")
+
+    def _score_all(
+        self,
+        engine: "Engine",
+        job: ScoreJob,
+        delivers: bool,
+        first: int,
+        write: "Callable[[Sequence[Text], list[dict[str, Any]]], None] | None",
+    ) -> None:
+        """Score all texts but the first ones, batch by batch, each on one pipeline.
+
+        delivers: whether this process hands over its pipeline's results. write: takes the lines of all pipelines; None
+        on all processes but one.
+
+        Raises: ValueError where the model gives no numbers; PipelineError if another pipeline's do not come in time.
+        """
+        from penstock.engine.training.scorer import PerToken, token_scores
+
+        # Of a classifier, the outputs of its head for each token and label.
+        rates, pipelines = job.model.rates is not None, self.pipelines
+        hook = (
+            PerToken(lambda output, _: {"ratings": output.float()}) if rates else token_scores(self.scoring.temperature)
+        )
+        done = 0
+        for number, texts in enumerate(job.batches):
+            done += len(texts)
+            if done <= first:
+                continue
+            if number % pipelines.count == pipelines.index:
+                items = engine.forward(_packed(texts), hook, list, micro_batches=job.spec)
+                if not delivers:
+                    continue
+                for text, item in zip(texts, items, strict=True):
+                    # An infinite one can be true: a token may be impossible.
+                    if any(values.isnan().any() for values in item.values()):
+                        raise ValueError(f"the scores of line {text.line} {NOT_A_NUMBER}")
+                name = "ratings" if rates else "log_probs"
+                lines = [job.line(text, item[name].tolist()) for text, item in zip(texts, items, strict=True)]
+                if write is None:
+                    pipelines.hand_over(str(number), lines)
+            elif write is not None:
+                whose = f"scores of batch {number} from pipeline {number % pipelines.count}"
+                lines = pipelines.receive(str(number), whose)
+            if write is not None:
+                write(texts, lines)
+
+
+@dataclass
+class Summary:
+    """Totals of all lines; `resumed_from` lines were there already, and `tokens_per_s` is that of this call.
+
+    `num_rated` lines are those of a classifier, whose tokens have no log-probabilities; `mean_reward` is that of one
+    with one label for each text. `log_prob` is None once it is unknown.
     """
-    from penstock.cli.scoring import MICROBATCH_TOKENS, ScoreJob
-    from penstock.cli.texts import plainly, read_texts
 
-    model = _opened(arguments)
-    model = model if arguments.special_tokens else plainly(model)
-    texts = read_texts(arguments.file, model, arguments.scoring.text_field)
-    longest = max(texts, key=lambda text: len(text.tokens))
-    if arguments.scoring.max_tokens is not None and len(longest.tokens) > arguments.scoring.max_tokens:
-        raise ValueError(
-            f"{arguments.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
-            f"{arguments.scoring.max_tokens}; no text is cut, so give at least that"
-        )
-    max_tokens = arguments.scoring.max_tokens or max(MICROBATCH_TOKENS, len(longest.tokens))
-    return ScoreJob(model, texts, max_tokens, arguments.parallel.cp)
+    #: counted so far, like all that follows
+    num_lines: int = 0
+    num_scored_tokens: int = 0
+    log_prob: float | None = 0.0
+    perplexity: float | None = None
+    num_rated: int = 0
+    mean_reward: float | None = None
+    resumed_from: int = 0
+    time_s: float = 0.0
+    tokens_per_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._rewards: list[float] = []
 
-def _score(session: ModelSession[ScoreArguments]) -> None:
-    from penstock.cli.scoring import ScoreFile, Scoring
+    def add(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Count further lines."""
+        for line in lines:
+            log_probs = line.get("log_probs", ())
+            total = _total(log_probs)
+            self.log_prob = None if total is None or self.log_prob is None else self.log_prob + total
+            self.num_scored_tokens += len(log_probs)
+            self.num_rated += "log_probs" not in line
+            if line.get("reward") is not None:
+                self._rewards.append(line["reward"])
+        self.num_lines += len(lines)
+        self.perplexity = _perplexity(self.log_prob, self.num_scored_tokens)
+        self.mean_reward = round(math.fsum(self._rewards) / len(self._rewards), 7) if self._rewards else None
 
-    arguments = session.arguments
-    job = session.together("texts", lambda: check_documents(arguments))
-    digest = _digest(job.texts)
-    session.refuse_differing("scoring", {**arguments.decisive, "texts": digest, "max_tokens": job.max_tokens})
-    with session.open(job.model) as (engine, version):
-        decisive = [str(job.model.folder.resolve()), version, digest, job.max_tokens, arguments.decisive]
-        ends = list(accumulate(map(len, job.batches)))
-        # Ranks that share the last stage have the same results; one of them delivers.
-        delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
-        writes = delivers and session.pipelines.index == 0
-        file = session.together(
-            "file", lambda: ScoreFile(arguments.output, _digest(decisive), ends) if writes else None
-        )
-        num_lines = session.agree("lines", {"num": 0 if file is None else file.num_lines})
-        first = max(lines["num"] for lines in num_lines)
-        scoring = Scoring(engine, job, session.pipelines, delivers, file, first)
-        summary = scoring.run(arguments.scoring.temperature, sys.stderr if arguments.json else sys.stdout)
-        # The store may belong to a process that has already finished its own work.
-        session.agree("end", {})
-        if file is not None and summary is not None:
-            # Before anything is closed: what fails then takes nothing from the scores.
-            file.publish()
-            _show(summary, arguments)
+    def __str__(self) -> str:
+        lines = counted(self.num_lines, "line")
+        if self.num_rated:
+            return f"{lines} rated" + ("" if self.mean_reward is None else f", mean reward {self.mean_reward:.4f}")
+        perplexity = "perplexity above 1e304" if self.num_scored_tokens else "no token had one before it"
+        if self.perplexity is not None:
+            perplexity = f"perplexity {self.perplexity:.4f}"
+        return f"{lines}, {counted(self.num_scored_tokens, 'token')} scored, {perplexity}"
 
 
 def _digest(value: object) -> str:
-    text = json.dumps(value, default=lambda text: [text.line, text.id, list(text.tokens), text.num_prompt_tokens])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
-def _show(summary: "Summary", arguments: ScoreArguments) -> None:
-    paths = {"model": str(arguments.model), "file": str(arguments.file), "output": str(arguments.output)}
-    if arguments.json:
-        print_json({**paths, **summary.to_dict()})
-        return
-    if summary.num_rated:
-        mean = "" if summary.mean_reward is None else f", mean reward {summary.mean_reward:.4f}"
-        print(f"{counted(summary.num_lines, 'line')} rated{mean}; wrote {arguments.output}")
-        return
-    if summary.perplexity is not None:
-        perplexity = f"perplexity {summary.perplexity:.4f}"
-    else:
-        perplexity = "perplexity above 1e304" if summary.num_scored_tokens else "no token had one before it"
-    print(
-        f"{counted(summary.num_lines, 'line')}, {counted(summary.num_scored_tokens, 'token')} scored, {perplexity}; "
-        f"wrote {arguments.output}"
-    )
+def _is_scored(line: Any) -> bool:
+    if not isinstance(line, dict):
+        return False
+    log_probs = line.get("log_probs")
+    if isinstance(log_probs, list):
+        return all(isinstance(value, float | int | None) for value in log_probs)
+    return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
+
+
+def _total(log_probs: Sequence[float | None]) -> float | None:
+    known = [value for value in log_probs if value is not None]
+    return round(math.fsum(known), 7) if len(known) == len(log_probs) else None
+
+
+def _perplexity(total: float | None, num_tokens: int) -> float | None:
+    if total is None or num_tokens == 0 or -total / num_tokens > 700:
+        return None
+    return float(f"{math.exp(-total / num_tokens):.8g}")
+
+
+def _packed(texts: Sequence[Text]) -> "PackedBatch":
+    """Pack tokens, with each scored token as the label of the one before it."""
+    from penstock.data import NO_LABEL, PackedBatch
+
+    labels = []
+    for text in texts:
+        first = len(text.tokens) - text.num_scored
+        labels.append([NO_LABEL] * (first - 1) + list(text.tokens[first:]) + [NO_LABEL])
+    return PackedBatch.from_sequences({"tokens": [list(text.tokens) for text in texts], "labels": labels})

@@ -7,24 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.commands import Parser
-from penstock.cli.options import MODEL_OPTIONS, PROCESSES, add_options, options_of, parallel_options, values_of
+from penstock.cli.options import PROCESSES, Parser, add_options, options_of, parallel_options, values_of
+from penstock.cli.output import show_log, size_in_words
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.processes.layout_here import size_in_words
-from penstock.cli.processes.memory_limits import check_rows
-from penstock.cli.progress import show_log
-from penstock.cli.session import (
-    RING_OPTIONS,
-    DecodedRows,
-    ModelArguments,
-    ModelCommand,
-    ModelSession,
-    shared_arguments,
-)
+from penstock.cli.processes.machine import check_rows, options_here
+from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand, show_lacking
 from penstock.io.files import read_text
 from penstock.settings import RingConfig, ServeConfig
 
@@ -39,9 +29,6 @@ if TYPE_CHECKING:
 API_KEY = "PENSTOCK_API_KEY"
 """The environment variable with the key that clients must give."""
 
-_IMPORTS = ("penstock.serve.server", "penstock.cli.processes.session", "penstock.engine.engine")
-_PARALLEL = parallel_options(("pp", *PROCESSES))
-_CHOSEN = ("pp", "threads")
 _SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
 _USUAL_LENGTH = 4096
 # oneDNN keeps code for each number of rows that a product has had, up to 1,024 of them: here so many come that this
@@ -50,7 +37,6 @@ _KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 # A launcher passes on a signal that its workers may have been sent as well.
 _SAME_SIGNAL_S = 1.0
 _METAVARS = {
-    "timeout": "SECONDS",
     "drain": "SECONDS",
     "address": "ADDRESS",
     "port": "PORT",
@@ -58,31 +44,6 @@ _METAVARS = {
     "api_key_file": "FILE",
     "chat_template": "FILE",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeArguments(ModelArguments):
-    """One call of the command."""
-
-    axes = ("pp",)
-
-    serve: ServeConfig
-    ring: RingConfig
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
-    """
-    arguments = read_arguments(words)
-    show_log("WARNING")
-    for library in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(library) is None:
-            raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
-    workers = WorkerCommand("penstock.cli.serve", "serves again", _IMPORTS)
-    return ModelCommand(workers, read_arguments, _open, _serve, _fitting_options).run(words, arguments)
 
 
 def parser() -> Parser:
@@ -104,162 +65,161 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
-    running = parser.add_argument_group("how it runs (where no layout is given, as fits this machine)")
-    for options in (_PARALLEL, RING_OPTIONS, MODEL_OPTIONS):
-        add_options(running, options, _METAVARS, _CHOSEN)
-    parser.add_argument("--no-native", action="store_true", help="as --native false")
+    Serve.add_options(
+        parser.add_argument_group("how it runs (where no layout is given, as fits this machine)"), RING_OPTIONS
+    )
     return parser
 
 
-def read_arguments(words: Sequence[str]) -> ServeArguments:
-    """Read the command line.
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
 
-    Raises: ValueError for a mistake in it.
+    Raises:
+        ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
     """
-    given = parser().parse_args(list(words))
-    return ServeArguments(
-        **shared_arguments(given, _PARALLEL, _CHOSEN),
-        serve=ServeConfig(**values_of(given, _SERVE)),
-        ring=RingConfig(**values_of(given, RING_OPTIONS)),
-    )
+    command = Serve(words)
+    show_log("WARNING")
+    for library in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
+    return command.run()
 
 
-def _open(arguments: ServeArguments) -> "ModelFolder":
-    """Open the model. Raises: ValueError for what no number of processes could serve."""
-    from penstock.cli.texts import open_to_cut
+class Serve(ModelCommand):
+    """One call of the command."""
 
-    model = open_to_cut(arguments.model, arguments.parallel.pp, **arguments.opened)
-    longest = arguments.serve.max_length
-    if longest is not None and longest > (most := model.max_generated_length()):
-        raise ValueError(f"--max-length {longest} is more than the {most} tokens that {model.folder} generates")
-    shape = _shape(arguments)
-    check_rows(shape.num_slots, shape.num_rows, _length(arguments, model), model.num_units, arguments.parallel.device)
-    return model
+    parser = staticmethod(parser)
+    layout = parallel_options(("pp", *PROCESSES))
+    chosen = ("pp", "threads")
+    workers = WorkerCommand("penstock.cli.serve", "serves again", ("penstock.serve.server", *IMPORTS))
 
+    #: what the server takes, and what goes round the ring
+    config: ServeConfig
+    ring: RingConfig
 
-def _fitting_options(arguments: ServeArguments) -> list[str]:
-    """The options of the layout that fits this machine. Raises: ValueError for a model that cannot be served here."""
-    from penstock.cli.processes.layout_here import options_here
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        self.config = ServeConfig(**values_of(self.given, _SERVE))
+        self.ring = RingConfig(**values_of(self.given, RING_OPTIONS))
 
-    model, shape = _open(arguments), _shape(arguments)
-    return options_here(model, shape.num_rows, _length(arguments, model), 1, arguments.parallel.device)
+    @property
+    def shape(self) -> "RingShape":
+        """The rows that go round the ring, as for prompts without end."""
+        from penstock.engine.generation.answers import GenerateOptions
 
+        ring = self.ring
+        options = GenerateOptions(ring.num_slots, ring.rows_per_slot, ring.max_rows_per_slot, ring.prefill_tokens)
+        return options.shape(1 << 30, self.parallel.pp)
 
-def _length(arguments: ServeArguments, model: "ModelFolder") -> int:
-    """The tokens of a row of the KV cache."""
-    return arguments.serve.max_length or min(_USUAL_LENGTH, model.max_generated_length())
+    def length(self, model: "ModelFolder") -> int:
+        """The tokens of a row of the KV cache."""
+        return self.config.max_length or min(_USUAL_LENGTH, model.max_generated_length())
 
+    def look(self) -> "ModelFolder":
+        """Open the model. Raises: ValueError for what no number of processes could serve."""
+        model, longest, shape = self.open_to_cut(), self.config.max_length, self.shape
+        if longest is not None and longest > (most := model.max_generated_length()):
+            raise ValueError(f"--max-length {longest} is more than the {most} tokens that {model.folder} generates")
+        check_rows(shape.num_slots, shape.num_rows, self.length(model), model.num_units, self.parallel.device)
+        return model
 
-def _shape(arguments: ServeArguments) -> "RingShape":
-    from penstock.engine.generation.answers import GenerateOptions
+    def fit(self) -> list[str]:
+        """The options of the layout that fits this machine. Raises: ValueError for a model that cannot be served."""
+        model = self.look()
+        return options_here(model, self.shape.num_rows, self.length(model), 1, self.parallel.device)
 
-    # As for prompts without end.
-    ring = arguments.ring
-    options = GenerateOptions(ring.num_slots, ring.rows_per_slot, ring.max_rows_per_slot, ring.prefill_tokens)
-    return options.shape(1 << 30, arguments.parallel.pp)
+    def work(self) -> None:
+        from penstock.engine.generation.answers import GenerateOptions
+        from penstock.serve.server import listening_socket
 
+        is_first, config = self.group.rank == 0, self.config
+        model = self.together("model", self.look)
+        if is_first:
+            show_lacking(model, ["max_new_tokens"])
+        shape, length = self.shape, self.length(model)
+        self.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
-def _key(arguments: ServeArguments) -> str | None:
-    """The key that clients must give; None for none. Raises: ValueError for an unusable one."""
-    key, where = os.environ.get(API_KEY), f"the environment variable {API_KEY}"
-    if arguments.serve.api_key_file is not None:
-        where = arguments.serve.api_key_file
-        key = read_text(where)
-    if key is None:
-        return None
-    if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():
-        raise ValueError(f"{where} holds no usable key; give printable ASCII characters without blanks")
-    return key.strip()
+        def prepare() -> "tuple[ServerParts, socket] | None":
+            return (self._parts(model, shape), listening_socket(config.address, config.port)) if is_first else None
 
+        prepared = self.together("address", prepare)
+        os.environ.setdefault(*_KEPT_PRODUCTS)
+        # Answers are on their way from the first token to the last: half of the longest, on average.
+        with self.open(model, (shape.rows_per_slot, length / 2, shape.num_rows * length)) as (engine, _):
+            ending = threading.Event() if prepared is not None else None
+            for number in (signal.SIGTERM, signal.SIGINT):
+                # The other ranks end with the ring, which the first one closes.
+                signal.signal(number, lambda *_: None if ending is None else ending.set())
+            own_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
+            sizes = [theirs["bytes"] for theirs in self.agree("cache", {"bytes": own_bytes})]
+            if prepared is None or ending is None:
+                engine.generator.serve(None, shape, length, GenerateOptions())
+            else:
+                self._answer(engine, _of_caches(sizes), prepared, ending)
 
-def _parts(arguments: ServeArguments, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
-    """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
-    from penstock.data.guard import ChatTemplate
-    from penstock.engine.generation.requests import RequestQueue
-    from penstock.model import Limits
-    from penstock.serve.app import ServerParts
-    from penstock.serve.asked import ServedModel
-    from penstock.serve.mailboxes import Mailboxes
-    from penstock.serve.metrics import ServerMetrics
+    def _answer(
+        self, engine: "Engine", cache: str, prepared: "tuple[ServerParts, socket]", ending: threading.Event
+    ) -> None:
+        """Generate on the first rank until the server has been told to end; `cache` goes into the greeting."""
+        from penstock.engine.generation.answers import GenerateOptions
+        from penstock.serve.server import HttpThread
 
-    config, file = arguments.serve, arguments.serve.chat_template
-    served = ServedModel(
-        name=config.name or model.folder.resolve().name,
-        created=int(time.time()),
-        tokenizer=model.tokenizer,
-        template=ChatTemplate.load(model.tokenizer_folder, None if file is None else Path(file)),
-        limits=Limits(model.vocab_size, _length(arguments, model)),
-        max_unfinished=shape.num_rows + config.max_waiting,
-        end_tokens=model.end_tokens,
-        sampling=model.sampling,
-    )
-    mailboxes = Mailboxes(lambda publish: RequestQueue(shape.num_rows, config.max_waiting, model.tokenizer, publish))
-    return ServerParts(served, config, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), _key(arguments))
+        parts, listener = prepared
+        shape, length = self.shape, parts.model.limits.max_length
+        http = HttpThread(parts, listener)
+        http.start()
+        threading.Thread(target=_drain, args=(parts, ending), name="penstock ending", daemon=True).start()
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]" if ":" in host else host
+        print(
+            f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
+            f"each of up to {length} tokens with its prompt{cache}",
+            flush=True,
+        )
+        try:
+            engine.generator.serve(parts.mailboxes.queue, shape, length, GenerateOptions())
+        except BaseException as error:
+            parts.mailboxes.fail(f"the server has failed: {error}")
+            raise
+        finally:
+            http.end()
 
+    def _parts(self, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
+        """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
+        from penstock.data.guard import ChatTemplate
+        from penstock.engine.generation.requests import RequestQueue
+        from penstock.model import Limits
+        from penstock.serve.app import ServerParts
+        from penstock.serve.asked import ServedModel
+        from penstock.serve.mailboxes import Mailboxes
+        from penstock.serve.metrics import ServerMetrics
 
-def _serve(session: ModelSession[ServeArguments]) -> None:
-    from penstock.cli.texts import show_lacking
-    from penstock.serve.server import listening_socket
+        config, file = self.config, self.config.chat_template
+        served = ServedModel(
+            name=config.name or model.folder.resolve().name,
+            created=int(time.time()),
+            tokenizer=model.tokenizer,
+            template=ChatTemplate.load(model.tokenizer_folder, None if file is None else Path(file)),
+            limits=Limits(model.vocab_size, self.length(model)),
+            max_unfinished=shape.num_rows + config.max_waiting,
+            end_tokens=model.end_tokens,
+            sampling=model.sampling,
+        )
+        rows, waiting = shape.num_rows, config.max_waiting
+        mailboxes = Mailboxes(lambda publish: RequestQueue(rows, waiting, model.tokenizer, publish))
+        return ServerParts(served, config, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), self._key())
 
-    arguments, config = session.arguments, session.arguments.serve
-    is_first = session.group.rank == 0
-    model = session.together("model", lambda: _open(arguments))
-    if is_first:
-        show_lacking(model, ["max_new_tokens"])
-    shape, length = _shape(arguments), _length(arguments, model)
-    session.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
-
-    def prepare() -> "tuple[ServerParts, socket] | None":
-        return (_parts(arguments, model, shape), listening_socket(config.address, config.port)) if is_first else None
-
-    prepared = session.together("address", prepare)
-    os.environ.setdefault(*_KEPT_PRODUCTS)
-    # Answers are on their way from the first token to the last: half of the longest, on average.
-    decoded = DecodedRows(shape.rows_per_slot, length / 2, shape.num_rows * length)
-    with session.open(model, decoded) as (engine, _):
-        ending = threading.Event() if prepared is not None else None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # The other ranks end with the ring, which the first one closes.
-            signal.signal(number, lambda *_: None if ending is None else ending.set())
-        own_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
-        cache = _of_caches([theirs["bytes"] for theirs in session.agree("cache", {"bytes": own_bytes})])
-        _run(engine, shape, length, cache, prepared, ending)
-
-
-def _run(
-    engine: "Engine",
-    shape: "RingShape",
-    length: int,
-    cache: str,
-    prepared: "tuple[ServerParts, socket] | None",
-    ending: threading.Event | None,
-) -> None:
-    """Generate until the server has been told to end, on every rank. cache: what the greeting says of KV caches."""
-    from penstock.engine.generation.answers import GenerateOptions
-    from penstock.serve.server import HttpThread
-
-    options = GenerateOptions()
-    if prepared is None or ending is None:
-        engine.generator.serve(None, shape, length, options)
-        return
-    parts, listener = prepared
-    http = HttpThread(parts, listener)
-    http.start()
-    threading.Thread(target=_drain, args=(parts, ending), name="penstock ending", daemon=True).start()
-    host, port = listener.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    print(
-        f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
-        f"each of up to {length} tokens with its prompt{cache}",
-        flush=True,
-    )
-    try:
-        engine.generator.serve(parts.mailboxes.queue, shape, length, options)
-    except BaseException as error:
-        parts.mailboxes.fail(f"the server has failed: {error}")
-        raise
-    finally:
-        http.end()
+    def _key(self) -> str | None:
+        """The key that clients must give; None for none. Raises: ValueError for an unusable one."""
+        key, where = os.environ.get(API_KEY), f"the environment variable {API_KEY}"
+        if self.config.api_key_file is not None:
+            where = self.config.api_key_file
+            key = read_text(where)
+        if key is None:
+            return None
+        if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():
+            raise ValueError(f"{where} holds no usable key; give printable ASCII characters without blanks")
+        return key.strip()
 
 
 def _of_caches(sizes_bytes: Sequence[int | None]) -> str:

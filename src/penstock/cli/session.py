@@ -1,88 +1,151 @@
-"""A session of a saved model, which `generate`, `score` and `serve` share: from a command's words to a loaded engine.
+"""A saved model that `generate`, `score` and `serve` run: from a command's words and input to a loaded engine.
 
 A command says what it reads and what it does with the engine. Its layout, its processes, their meeting, the cut, the
 weights and the end are the same for all of them.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
-from penstock.cli.options import MODEL_OPTIONS, Options, options_of, values_of
+from penstock.cli.options import Options, Parser, add_options, options_of, values_of
 from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.layout_here import is_free, say_shared_cores
+from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
-from penstock.settings import ParallelConfig, RingConfig
+from penstock.io.files import lines_of, parse_json
+from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.processes.session import Pipelines
+    from penstock.data.examples import ExampleReader
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
 T = TypeVar("T")
-A = TypeVar("A", bound="ModelArguments")
+
+IMPORTS = (
+    *("penstock.cli.processes.session", "penstock.cli.processes.measure", "penstock.data.examples"),
+    *("penstock.engine.engine", "penstock.engine.generation.decode_cut", "penstock.engine.folders.model_folder"),
+)
+"""What each process of these commands needs, imported once for all."""
+
+MODEL_OPTIONS: Options = {
+    # What is left out is as in the model's files.
+    own.key: replace(own, default=None) if own.key == "quantize" else own
+    for own in (*walk_settings(ModelConfig()), *walk_settings(TrainConfig()), *walk_settings(InferenceConfig()))
+    if own.name in ("model.native", "train.precision", "train.reproducible", "inference.quantize")
+}
+"""The options of a saved model that decide how it is run."""
 
 RING_OPTIONS = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelArguments:
-    """The arguments that these commands share; `axes` are those of a layout that the command takes.
+class ModelCommand:
+    """One call of a command that runs a saved model, in the process that starts the others or in one of these.
 
-    parallel: one pipeline, of which there are `dp`. layout_is_free: none was asked for, and the command chooses one.
-    opened: further arguments of `open_model`.
+    A class says what its command has of its own: its parser; `layout`, the options of the layout; `chosen`, those that
+    it chooses by itself where none of them is given; `workers`, how its processes are started.
     """
 
-    axes: ClassVar[tuple[str, ...]]
+    layout: ClassVar[Options]
+    chosen: ClassVar[tuple[str, ...]] = ()
+    workers: WorkerCommand
 
-    model: Path
-    dp: int = 1
+    #: the command's words, and the values of its options
+    words: Sequence[str]
+    given: argparse.Namespace
+    #: one pipeline, and how many of them share the work
     parallel: ParallelConfig
-    layout_is_free: bool = False
+    dp: int
+    #: further arguments of `open_model`
     opened: dict[str, Any]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each of the command's axes; their product is the number of processes."""
-        return {axis: getattr(self if axis == "dp" else self.parallel, axis) for axis in self.axes}
-
-
-def shared_arguments(given: argparse.Namespace, layout: Options, chosen: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of `ModelArguments` by name. chosen: options that the command chooses where none of them is given."""
-    parallel = ParallelConfig(**values_of(given, layout))
-    return {
-        "model": given.model,
-        "dp": parallel.dp,
-        "parallel": replace(parallel, dp=1),
-        "layout_is_free": bool(chosen) and is_free(given, chosen),
-        "opened": values_of(given, MODEL_OPTIONS) | ({"native": False} if given.no_native else {}),
-    }
-
-
-class DecodedRows(NamedTuple):
-    """The rows that a slot decodes, of so many tokens on average, and the tokens that all caches of a stage hold."""
-
-    num_rows: int
-    mean_tokens: float
-    num_cached: int
-
-
-@dataclass(eq=False)
-class ModelSession(Generic[A]):
-    """One process of a command that runs a saved model, and the store at which it meets the others."""
-
-    #: the command's, its place among the processes, and where they meet
-    arguments: A
+    #: while it works: this process's place, the store where it meets the others, and its pipeline among them
     group: Group
     store: "Store"
-    #: this process's pipeline among those that share the work
     pipelines: "Pipelines"
+
+    @staticmethod
+    def parser() -> Parser:
+        """The command's parser."""
+        raise NotImplementedError
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.given = words, self.parser().parse_args(list(words))
+        parallel = ParallelConfig(**values_of(self.given, self.layout))
+        self.parallel, self.dp = replace(parallel, dp=1), parallel.dp
+        self.opened = values_of(self.given, MODEL_OPTIONS) | ({"native": False} if self.given.no_native else {})
+
+    @classmethod
+    def add_options(cls, parser: Any, *more: Options, metavars: Mapping[str, str] | None = None) -> None:
+        """Add the options of the layout, further ones, and those of the model to a parser or a group of it."""
+        for options in (cls.layout, *more, MODEL_OPTIONS):
+            add_options(parser, options, {"timeout": "SECONDS", **(metavars or {})}, cls.chosen)
+        parser.add_argument("--no-native", action="store_true", help="as --native false")
+
+    def look(self) -> "ModelFolder":
+        """Open the model. Raises: ValueError for one that no number of processes could run."""
+        return self.open_to_cut()
+
+    def fit(self) -> list[str]:
+        """The options of the layout that fits this machine, of a command that chooses one."""
+        raise NotImplementedError
+
+    def environ(self) -> AbstractContextManager[Mapping[str, str]]:
+        """Variables for the command's processes, while they run."""
+        return nullcontext({})
+
+    def work(self) -> None:
+        """Do what one process does."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Run the command here, or start its workers on this machine; returns its exit code."""
+        parallel = self.parallel
+        sizes = {axis: self.dp if axis == "dp" else getattr(parallel, axis) for axis in self.layout if axis in AXES}
+        group, world_size = find_group_of(sizes)
+        if group is None and self.chosen and all(getattr(self.given, name) is None for name in self.chosen):
+            return type(self)([*self.fit(), *self.words]).run()
+        if group is None and world_size > 1:
+
+            def look() -> None:
+                self.look()
+                # Not before, so that a refusal stays one sentence.
+                say_shared_cores(world_size, parallel.device)
+
+            with self.environ() as environ:
+                return launch(self.workers, self.words, world_size, parallel.num_threads, environ, look)
+        from penstock.cli.processes.session import Pipelines, work_together
+
+        self.group = group or Group.alone()
+
+        def work(store: "Store") -> None:
+            self.store, self.pipelines = store, Pipelines.of(store, self.group, self.dp, parallel.timeout_s)
+            self.work()
+
+        return work_together(self.group, parallel.num_threads, parallel.timeout_s, work)
+
+    def open_to_cut(self, **opened: Any) -> "ModelFolder":
+        """Open the model; `opened` are further arguments of `open_model`.
+
+        Raises: ValueError as `open_model` does, and for more stages than the model has units.
+        """
+        from penstock.engine.folders.model_folder import open_model
+
+        model, pp = open_model(self.given.model, **self.opened, **opened), self.parallel.pp
+        if pp > model.num_units:
+            raise ValueError(
+                f"--pp {pp} asks for {pp} stages, but {model.folder} has {model.num_units} units "
+                f"to cut from, so at most {model.num_units} are possible"
+            )
+        return model
 
     def together(self, key: str, work: Callable[[], T]) -> T:
         """Do `work` on every process. Raises: ValueError on all of them where one refuses."""
@@ -101,30 +164,33 @@ class ModelSession(Generic[A]):
         refuse_differing(self.store, self.group, key, ours)
 
     @contextmanager
-    def open(self, model: "ModelFolder", decoded: DecodedRows | None = None) -> "Iterator[tuple[Engine, str]]":
+    def open(
+        self, model: "ModelFolder", decoded: tuple[int, float, int] | None = None
+    ) -> "Iterator[tuple[Engine, str]]":
         """An engine with the model's weights, and their version; it is watched inside the block and closed after it.
 
-        decoded: what the stages are cut for, if it is not what they would be cut for in training.
+        decoded: where the stages are cut for generation, the rows that a slot decodes, their mean number of tokens, and
+        the tokens that all caches of a stage hold.
         """
+        from penstock.cli.output import waiting
         from penstock.cli.processes.measure import measured_ranks
         from penstock.cli.processes.session import choose_device, initialise
-        from penstock.cli.progress import Waiting
-        from penstock.cli.texts import show_layers
         from penstock.engine.engine import Engine
         from penstock.engine.generation.decode_cut import cut_to_decode
         from penstock.runtime import Watchdog
 
-        store, group, parallel = self.store, self.group, self.arguments.parallel
+        store, group, parallel = self.store, self.group, self.parallel
         if group.rank == 0:
             show_layers(model)
         device = choose_device(store, group, parallel.device)
         initialise(*self.pipelines.world(group), device, parallel.timeout_s)
         arguments = model.arguments(replace(parallel, device=device))
         if decoded is not None:
+            num_rows, mean_tokens, num_cached = decoded
             ranks = measured_ranks(store, group, parallel.pp, device)
-            arguments = cut_to_decode(arguments, decoded.num_rows, decoded.mean_tokens, ranks, decoded.num_cached)
+            arguments = cut_to_decode(arguments, num_rows, mean_tokens, ranks, num_cached)
         engine = Engine(*arguments)
-        with Waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
+        with waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
             version = model.load(engine)
         watchdog = Watchdog.of_run(engine.recorder, parallel.timeout_s, engine.grid.control, engine.grid.pp_ranks)
         try:
@@ -134,44 +200,216 @@ class ModelSession(Generic[A]):
             engine.close()
 
 
-@dataclass(frozen=True)
-class ModelCommand(Generic[A]):
-    """The parts in which these commands differ.
+# ---- Input: JSON lines of texts to score or to continue
 
-    read: its arguments from its words. look: refuses what no number of processes could do, before any is started.
-    work: that of one process. fit: the options of the layout that fits this machine. environ: for workers alone.
+
+_TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
+_MOST_SHOWN = 40
+_PROMPT_FORMS = '{"prompt": ...} or {"tokens": [...]}'
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to score or to continue: its token ids, of which some may be a prompt, and the text if it was given so.
+
+    Of a file it has its line, counted from 1, and its "id" if it has one.
     """
 
-    workers: WorkerCommand
-    read: Callable[[Sequence[str]], A]
-    look: Callable[[A], object]
-    work: Callable[[ModelSession[A]], None]
-    fit: Callable[[A], list[str]] | None = None
-    environ: Callable[[A], AbstractContextManager[Mapping[str, str]]] = lambda _: nullcontext({})
+    tokens: Sequence[int]
+    text: str | None = None
+    line: int | None = None
+    id: Any = None
+    num_prompt_tokens: int = 0
 
-    def run(self, words: Sequence[str], arguments: A) -> int:
-        """Run the command here, or start its workers on this machine; returns its exit code."""
-        group, world_size = find_group_of(arguments.sizes)
-        if group is None and self.fit is not None and arguments.layout_is_free:
-            words = [*self.fit(arguments), *words]
-            arguments = self.read(words)
-            group, world_size = find_group_of(arguments.sizes)
-        parallel = arguments.parallel
-        if group is None and world_size > 1:
+    @property
+    def num_scored(self) -> int:
+        """The tokens that follow another token and are not part of the prompt."""
+        return len(self.tokens) - max(self.num_prompt_tokens, 1)
 
-            def look() -> None:
-                self.look(arguments)
-                # Not before, so that a refusal stays one sentence.
-                say_shared_cores(world_size, parallel.device)
+    def name(self, number: int, file: Path | None) -> str:
+        """The name in messages of the text of that number: its line of the file, and its "id" if it has one."""
+        own_id = "" if self.id is None else f' ("id": {self.id!r})'
+        return f"prompt {number}" if self.line is None else f"{file}, line {self.line}{own_id}:"
 
-            with self.environ(arguments) as environ:
-                return launch(self.workers, words, world_size, parallel.num_threads, environ, look)
-        from penstock.cli.processes.session import Pipelines, work_together
 
-        own = group or Group.alone()
+def show_layers(model: "ModelFolder") -> None:
+    """Say on standard error where transformers' own layers run the model, and why."""
+    if model.transformers_because is not None:
+        print(f"penstock: transformers' own layers run {model.folder}: {model.transformers_because}", file=sys.stderr)
 
-        def work(store: "Store") -> None:
-            pipelines = Pipelines.of(store, own, arguments.dp, parallel.timeout_s)
-            self.work(ModelSession(arguments, own, store, pipelines))
 
-        return work_together(own, parallel.num_threads, parallel.timeout_s, work)
+def show_lacking(model: "ModelFolder", told: Container[str] = ()) -> None:
+    """Say on standard error which of the model's own settings of generation have no effect here; `told`: what is given.
+
+    A number of new tokens that is given makes max_length mean nothing.
+    """
+    from penstock.model.hf.families import GENERATION_CONFIG
+
+    fields = {name: own for name, own in model.lacking.items() if name != "max_length" or "max_new_tokens" not in told}
+    if fields:
+        named = ", ".join(f"{name} = {json.dumps(own)[:_MOST_SHOWN]}" for name, own in fields.items())
+        where = (model.tokenizer_folder or model.folder) / GENERATION_CONFIG
+        print(f"penstock: {where} has {named}, which Penstock lacks; answers are made without", file=sys.stderr)
+
+
+def read_texts(path: Path, model: "ModelFolder", text_field: str = "text") -> list[Text]:
+    """Read all lines of a file to score.
+
+    Raises: ValueError naming the line that the model cannot score, and why.
+    """
+    from penstock.data.examples import ExampleReader
+
+    # Loaded where a line has messages: transformers takes seconds.
+    reader = cache(lambda: ExampleReader.load(str(model.tokenizer_folder), None))
+    texts = [
+        _text(where, number, value, model, text_field, reader)
+        for where, number, value in _lines(path, "score", _TEXT_FORMS)
+    ]
+    for text in texts:
+        where = f"{path}, line {text.line}"
+        if not text.tokens:
+            raise ValueError(f"{where}: has no token; give at least one")
+        if len(text.tokens) > model.max_length:
+            raise ValueError(
+                f"{where}: has {len(text.tokens)} tokens, but {model.folder} takes at most {model.max_length}"
+            )
+        outside = next((token for token in text.tokens if not 0 <= token < model.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"{where}: token {outside} is outside the vocabulary of {model.folder}, 0 to {model.vocab_size - 1}"
+            )
+    return texts
+
+
+def read_prompts(path: Path, model: "ModelFolder") -> list[Text]:
+    """Read all lines of a file of prompts.
+
+    Raises: ValueError naming the line that is not a prompt, and why.
+    """
+    found = []
+    for where, number, value in _lines(path, "continue", _PROMPT_FORMS):
+        given = value if isinstance(value, dict) else {}
+        text, tokens = given.get("prompt"), given.get("tokens")
+        if isinstance(text, str):
+            tokens = _prompt_tokens(where, text, model)
+        elif not _are_ids(tokens):
+            raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
+        else:
+            text = None
+        found.append(Text(tokens, text, number, given.get("id")))
+    return found
+
+
+def prompts_of_texts(texts: Sequence[str], model: "ModelFolder") -> list[Text]:
+    """Make prompts of texts.
+
+    Raises: ValueError where the model has no tokenizer.
+    """
+    return [Text(_prompt_tokens(f"prompt {number}", text, model), text) for number, text in enumerate(texts)]
+
+
+def tokens_of_word(word: str, model: "ModelFolder") -> list[tuple[int, ...]]:
+    """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.
+
+    Raises: ValueError for no text, or where the model has no tokenizer.
+    """
+    if not word:
+        raise ValueError("--bad-word '' is empty; give a text")
+    if model.tokenizer is None:
+        raise ValueError(f"--bad-word {word!r} is a text, but {_lack(model)}")
+    return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
+
+
+def _lines(path: Path, purpose: str, forms: str) -> Iterator[tuple[str, int, Any]]:
+    """The values of the lines that are not blank, each with its name in messages and its number.
+
+    Raises: ValueError for a file that cannot be read, has no such line, or one that is not JSON.
+    """
+    lines, num_bytes = [], 0
+    try:
+        for number, line in enumerate(lines_of(path), 1):
+            if line.strip():
+                lines.append((number, line.decode()))
+            num_bytes += len(line)
+    except UnicodeDecodeError as error:
+        where = num_bytes + error.start
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {where}); give JSON lines") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if not lines:
+        raise ValueError(f"{path} has no line to {purpose}; a line is {forms}")
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is {forms}") from None
+        yield where, number, value
+
+
+def _text(
+    where: str, number: int, value: Any, model: "ModelFolder", text_field: str, reader: "Callable[[], ExampleReader]"
+) -> Text:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_TEXT_FORMS}")
+    own = {"line": number, "id": value.get("id")}
+    if "prompt" in value and "completion" in value:
+        prompt, completion = (_text_tokens(where, name, value[name], model) for name in ("prompt", "completion"))
+        if not completion:
+            raise ValueError(f"{where}: its completion is empty; nothing would be scored")
+        return Text([*prompt, *completion], num_prompt_tokens=len(prompt), **own)
+    for name in ("tokens", text_field):
+        if name in value:
+            return Text(_text_tokens(where, name, value[name], model), **own)
+    if "messages" in value and model.rates is not None:
+        if model.tokenizer is None or model.tokenizer_folder is None:
+            raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
+        from penstock.data.examples import Chat, messages_of, template_options
+
+        # As a reward model learns from them: without further special tokens.
+        chat = Chat(reader(), where, template_options(where, value))
+        return Text(chat.tokenise(chat.render(messages_of(where, "messages", value))), **own)
+    raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
+
+
+def _text_tokens(where: str, name: str, value: Any, model: "ModelFolder") -> Sequence[int]:
+    """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
+    if isinstance(value, str) and name != "tokens":
+        if model.tokenizer is None:
+            raise ValueError(f"{where}: {name!r} is a text, but {_lack(model)}; give token ids")
+        return _encoded(f"{where}: {name!r}", value, model, special_tokens=name != "completion")
+    if _are_ids(value):
+        return value
+    wanted = "a list of token ids" if name == "tokens" else "a text or a list of token ids"
+    raise ValueError(f"{where}: {name!r} must be {wanted}")
+
+
+def _prompt_tokens(where: str, text: str, model: "ModelFolder") -> Sequence[int]:
+    if model.tokenizer is None:
+        raise ValueError(f"{where} is a text, but {_lack(model)}; give token ids in a --file")
+    tokens = _encoded(where, text, model)
+    if not tokens:
+        raise ValueError(f"{where} is empty; a model continues what has at least one token")
+    return tokens
+
+
+def _lack(model: "ModelFolder") -> str:
+    """Why there is no tokenizer."""
+    if (model.folder / "tokenizer.model").is_file():
+        return (
+            f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
+            "AutoTokenizer writes"
+        )
+    return f"{model.folder} has no tokenizer"
+
+
+def _encoded(where: str, text: str, model: "ModelFolder", special_tokens: bool = True) -> list[int]:
+    assert model.tokenizer is not None
+    try:
+        return model.tokenizer.encode([text], special_tokens)[0].tolist()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
+
+
+def _are_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int for token in value)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
-from penstock.cli.commands import Parser
+from penstock.cli.options import Parser
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _BACKLOG = 4096

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.cli.commands import Parser, print_json, refuse_to_overwrite
+from penstock.cli.options import Parser
+from penstock.cli.output import print_json, refuse_to_overwrite
 from penstock.draw import ENDINGS, check_ending, write_drawing
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step, short_number
 from penstock.schedule.recording import Recording

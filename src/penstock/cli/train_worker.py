@@ -7,18 +7,16 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.commands import print_json
+from penstock.cli.output import Progress, print_json, show_log, waiting
 from penstock.cli.processes.meeting import Group
 from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together, work_together
-from penstock.cli.progress import Progress, StepFigures, Waiting, show_log
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
@@ -30,7 +28,7 @@ from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
-from penstock.schedule import Costs, Op, Timeline
+from penstock.schedule import Costs, Op
 from penstock.settings import ConfigError, RunConfig
 
 TIMELINE_FILE = "timeline.png"
@@ -177,7 +175,7 @@ class TrainLoop:
             if stop_asked():
                 engine.request_stop()
             is_first = reporter is not None and not self.result.num_tokens
-            with Waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
+            with waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
                 taken = engine.train_batch(next(self.loader), *self.loss, spec, config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
@@ -256,7 +254,18 @@ class TrainLoop:
         measured = self.engine.pipeline.recording()
         if measured is None:
             return None
-        costs = _costs(measured.timeline, num_microbatches)
+        spent = dict.fromkeys(Op, 0.0)
+        for event in (event for of_rank in measured.timeline.events for event in of_rank):
+            if (op := getattr(event.action, "op", None)) is not None:
+                spent[op] += event.end - event.start
+        num_ranks = len(measured.timeline.events)
+        each = num_microbatches * num_ranks
+        costs = Costs(
+            forward=spent[Op.F] / each,
+            backward_input=(spent[Op.B] + spent[Op.I]) / each,
+            backward_weight=spent[Op.W] / each,
+            step=spent[Op.STEP] / num_ranks,
+        )
         return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
 
 
@@ -266,25 +275,25 @@ class _RunReporter:
     #: the run's settings and folder
     _config: RunConfig
     _folder: RunLock
-    #: what writes and shows its numbers
+    #: what writes its numbers, and what shows them
     _trackers: Trackers
-    _progress: Progress
+    progress: Progress
 
     def __init__(self, config: RunConfig, folder: RunLock, step: int, file: Any) -> None:
         self._config, self._folder = config, folder
         self._trackers = Trackers.open(folder.path, config.log, resumed_step=step)
-        self._progress = Progress(config.train.steps, step, file)
+        self.progress = Progress(config.train.steps, step, file)
         if step:
-            self._progress.note(f"continuing {config.output} after step {step}")
+            self.progress.note(f"continuing {config.output} after step {step}")
 
     def step(self, taken: TrainResult) -> None:
         if _is_due(taken.step, self._config.log.every) or taken.step == self._config.train.steps:
             self._trackers.on_step(taken)
-        self._progress.step(StepFigures(taken.step, taken.loss, taken.num_tokens, taken.step_time_s, taken.idle_share))
+        self.progress.step(taken)
 
     def validated(self, step: int, loss: EvaluationLoss) -> None:
         self._trackers.on_evaluation(step, loss)
-        self._progress.validated(step, loss)
+        self.progress.validated(step, loss)
 
     def end(self, result: RunResult, recorded: RecordedStep | None, unit: str) -> RunResult:
         """Report the end; returns the result, with the last validation loss of the whole run."""
@@ -295,127 +304,88 @@ class _RunReporter:
 
             path = self._folder.path / TIMELINE_FILE
             picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
-            self._progress.note(f"drew one step, simulated and measured: {path}")
+            self.progress.note(f"drew one step, simulated and measured: {path}")
         self._trackers.close()
         validated = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
         if result.validation_loss is None and validated:
             result = replace(result, validation_loss=validated[-1]["validation_loss"])
-        self._progress.close()
-        self._progress.note(_last_words(result, unit))
+        self.progress.close()
+        loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a {unit}"
+        said = f"done after step {result.step}{loss}; all of it is in {result.output}"
+        if not result.complete:
+            said = f"stopped after step {result.step} and saved; the same command continues from there"
+        elif result.stopped_early:
+            said = (
+                f"stopped early after step {result.step}{loss}, which fell no further; all of it is in {result.output}"
+            )
+        self.progress.note(said)
         return result
-
-
-def _last_words(result: RunResult, unit: str) -> str:
-    if not result.complete:
-        return f"stopped after step {result.step} and saved; the same command continues from there"
-    loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a {unit}"
-    if result.stopped_early:
-        return f"stopped early after step {result.step}{loss}, which fell no further; all of it is in {result.output}"
-    return f"done after step {result.step}{loss}; all of it is in {result.output}"
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _costs(measured: Timeline, num_microbatches: int) -> Costs:
-    """Mean measured times of a microbatch on a rank, in the timeline's unit."""
-    spent = dict.fromkeys(Op, 0.0)
-    for events in measured.events:
-        for event in events:
-            op = getattr(event.action, "op", None)
-            if op is not None:
-                spent[op] += event.end - event.start
-    each = num_microbatches * len(measured.events)
-    return Costs(
-        forward=spent[Op.F] / each,
-        backward_input=(spent[Op.B] + spent[Op.I]) / each,
-        backward_weight=spent[Op.W] / each,
-        step=spent[Op.STEP] / len(measured.events),
-    )
-
-
-@dataclass(eq=False)
-class StopRequest:
-    """Catches SIGTERM, SIGINT and SIGHUP from `catch` on; a process that is `asked` to end finishes its step and saves.
-
-    Until then they end the process at once: while processes meet and load there is nothing to finish or save.
-    """
-
-    #: True once such a signal has come
-    asked: bool = False
-    #: signal -> the handler to restore
-    _before: dict[signal.Signals, Any] = field(default_factory=dict)
-
-    def catch(self) -> None:
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._ask) for number in signals}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-
-@dataclass(frozen=True)
-class TrainWorker:
-    """One process of a run.
+def train_worker(
+    config: RunConfig, group: Group, *, must_resume: bool = False, fresh: bool = False, as_json: bool = False
+) -> int:
+    """Train as one process of a run until the end, or until asked to stop; returns the exit code.
 
     must_resume: there must be a checkpoint to continue. fresh: the output folder must hold no run. as_json: the result
     is printed as JSON, and progress to standard error.
     """
+    stops: set[int] = set()
+    before: dict[signal.Signals, Any] = {}
 
-    config: RunConfig
-    group: Group
-    must_resume: bool = False
-    fresh: bool = False
-    as_json: bool = False
+    def catch() -> None:
+        # Until now they have ended the process at once: while it meets and loads there is nothing to finish or save.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda caught, _: stops.add(caught))
 
-    def run(self) -> int:
-        """Train until the end, or until asked to stop; returns the exit code."""
-        parallel = self.config.parallel
-        # A process that is asked to stop while it reports a failure still finishes the report.
-        with StopRequest() as stop:
-            return work_together(
-                self.group, parallel.num_threads, parallel.timeout_s, lambda store: self._train(store, stop)
-            )
-
-    def _train(self, store: Store, stop: StopRequest) -> int:
-        config, group = self.config, self.group
-        # Python and PyTorch seed their generators anew each time; a run that is started again gets the same numbers.
-        random.seed(config.train.seed)
-        torch.manual_seed(config.train.seed)
-        if group.rank == 0:
-            show_log()
-        refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
-        together(store, group, "folder", lambda: check_folder(config, self.fresh, self.must_resume))
-        data = together(store, group, "data", lambda: check_parts(config))
-        refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
-        folder = together(store, group, "lock", lambda: RunLock(config) if group.rank == 0 else None)
+    def train(store: Store) -> int:
+        data, folder = _prepared(config, group, store, must_resume, fresh)
         device = choose_device(store, group, config.parallel.device)
-        config = replace(config, parallel=replace(config.parallel, device=device))
+        on_device = replace(config, parallel=replace(config.parallel, device=device))
         initialise(store, group, device, config.parallel.timeout_s)
-        engine = Engine(*engine_arguments(config, data.corpus.vocab_size))
+        engine = Engine(*engine_arguments(on_device, data.corpus.vocab_size))
         vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
         if vain is not None and group.rank == 0:
             print(f"penstock: {vain}", file=sys.stderr)
         try:
-            loop = TrainLoop(config, engine, data, folder, as_json=self.as_json)
-            loop.resume(must=self.must_resume)
-            stop.catch()
-            result = loop.run(lambda: stop.asked)
+            loop = TrainLoop(on_device, engine, data, folder, as_json=as_json)
+            loop.resume(must=must_resume)
+            catch()
+            result = loop.run(lambda: bool(stops))
         except Exception as error:
             error.add_note(engine.recorder.where())
             raise
         finally:
             if folder is not None:
                 folder.close()
-        if group.rank == 0 and self.as_json:
+        if group.rank == 0 and as_json:
             print_json(result.to_dict())
         # Where another host alone was asked to end, this one's launcher is not to take the run for complete.
-        return 0 if result.complete or stop.asked or group.is_ours else os.EX_TEMPFAIL
+        return 0 if result.complete or stops or group.is_ours else os.EX_TEMPFAIL
+
+    try:
+        return work_together(group, config.parallel.num_threads, config.parallel.timeout_s, train)
+    finally:
+        # Not before: a process that is asked to stop while it reports a failure still finishes the report.
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prepared(
+    config: RunConfig, group: Group, store: Store, must_resume: bool, fresh: bool
+) -> tuple[RunData, RunLock | None]:
+    """The run's data, and on rank 0 its folder, once all processes agree on them."""
+    # Python and PyTorch seed their generators anew each time; a run that is started again gets the same numbers.
+    random.seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    if group.rank == 0:
+        show_log()
+    refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
+    together(store, group, "folder", lambda: check_folder(config, fresh, must_resume))
+    data = together(store, group, "data", lambda: check_parts(config))
+    refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
+    return data, together(store, group, "lock", lambda: RunLock(config) if group.rank == 0 else None)

@@ -24,6 +24,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
+from penstock.io.files import parse_toml
+
 # ---- Values and their declared types: the one matcher, and its words, which are Python's
 
 
@@ -547,3 +549,42 @@ def refuse_divisor(name: str, value: int, whole_name: str, whole: int, otherwise
     if whole % value:
         possible = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0) + otherwise
         raise ConfigError(f"{name} = {value} does not divide {whole_name} = {whole}; possible are {possible}")
+
+
+# ---- Words of the command line
+
+
+def from_words(own: Setting, words: Sequence[str]) -> Any:
+    """Read the words after a flag as the value of a setting.
+
+    Raises:
+        ConfigError: they are not of its type.
+    """
+    # Any word is a string, so that None has to come first.
+    for kind in sorted(parts_of(own.type), key=lambda kind: kind is not types.NoneType):
+        items = get_args(kind)[:1] if get_origin(kind) is tuple else ()
+        if is_table(items[0] if items else kind):
+            try:
+                value = parse_toml(f"value = {' '.join(words)}")["value"]
+            except ValueError:
+                continue
+        else:
+            read = [_read_word(items[0] if items else kind, word) for word in words]
+            if not all(found for found, _ in read) or not (items or len(words) == 1):
+                continue
+            value = tuple(value for _, value in read) if items else read[0][1]
+        return own.matched(value)
+    raise ConfigError(mismatch(own.name, " ".join(words) if words else None, own.type))
+
+
+def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
+    if kind is types.NoneType:
+        return word in ("none", "None"), None
+    if kind is bool:
+        return word.lower() in ("true", "false"), word.lower() == "true"
+    if kind in (int, float):
+        try:
+            return True, kind(word)
+        except ValueError:
+            return False, None
+    return match(kind, word)

@@ -5,12 +5,11 @@ An error is one sentence that names the cure."""
 import hashlib
 import itertools
 import json
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from penstock.io.files import parse_toml, read_text
 from penstock.settings.declare import (
@@ -22,11 +21,7 @@ from penstock.settings.declare import (
     Setting,
     Settings,
     checked,
-    is_table,
-    match,
-    mismatch,
     nearest,
-    parts_of,
     plain,
     setting,
     value_of,
@@ -555,45 +550,6 @@ def section_summaries() -> dict[str, str]:
             if owner.section == own.section:
                 found.setdefault(own.section, (type(owner).__doc__ or "").partition("\n")[0])
     return found
-
-
-# ---- the command line
-
-
-def from_words(own: Setting, words: Sequence[str]) -> Any:
-    """Read the words after a flag as the value of a setting.
-
-    Raises:
-        ConfigError: they are not of its type.
-    """
-    # Any word is a string, so that None has to come first.
-    for kind in sorted(parts_of(own.type), key=lambda kind: kind is not types.NoneType):
-        items = get_args(kind)[:1] if get_origin(kind) is tuple else ()
-        if is_table(items[0] if items else kind):
-            try:
-                value = parse_toml(f"value = {' '.join(words)}")["value"]
-            except ValueError:
-                continue
-        else:
-            read = [_read_word(items[0] if items else kind, word) for word in words]
-            if not all(found for found, _ in read) or not (items or len(words) == 1):
-                continue
-            value = tuple(value for _, value in read) if items else read[0][1]
-        return own.matched(value)
-    raise ConfigError(mismatch(own.name, " ".join(words) if words else None, own.type))
-
-
-def _read_word(kind: Any, word: str) -> tuple[bool, Any]:
-    if kind is types.NoneType:
-        return word in ("none", "None"), None
-    if kind is bool:
-        return word.lower() in ("true", "false"), word.lower() == "true"
-    if kind in (int, float):
-        try:
-            return True, kind(word)
-        except ValueError:
-            return False, None
-    return match(kind, word)
 
 
 # ---- names

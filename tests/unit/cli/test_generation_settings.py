@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from penstock.cli.generate import check_requests, read_arguments
+from penstock.cli.generate import Generate
 from penstock.cli.main import main
-from penstock.cli.texts import show_lacking
+from penstock.cli.session import show_lacking
 from penstock.engine.folders.model_folder import open_model
 from penstock.model.hf.families import GENERATION_CONFIG
 from penstock.settings import SamplingParams
@@ -38,7 +38,7 @@ def own(folder: Path, **fields: Any) -> None:
 
 
 def params(folder: Path, *words: str) -> SamplingParams:
-    return check_requests(read_arguments([str(folder), "the cat", *words])).params
+    return Generate([str(folder), "the cat", *words]).job().params
 
 
 def test_each_of_a_models_own_settings_can_be_turned_off(folder: Path) -> None:
@@ -86,11 +86,11 @@ def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp
     lines = ['{"tokens": [1, 2]}', "", json.dumps({"id": "q7", "tokens": [3] * 125}), '{"tokens": [300]}']
     prompts.write_text("\n".join(lines))
     with pytest.raises(ValueError) as refused:
-        check_requests(read_arguments([str(folder), "--file", str(prompts), "--max-new-tokens", "8"]))
+        Generate([str(folder), "--file", str(prompts), "--max-new-tokens", "8"]).job()
     assert f"{prompts}, line 3 (\"id\": 'q7'): has 125 tokens, and with max_new_tokens=8" in str(refused.value)
     prompts.write_text(lines[-1])
     with pytest.raises(ValueError, match=r"prompts.jsonl, line 1: holds the token 300; the model knows 0 to 299"):
-        check_requests(read_arguments([str(folder), "--file", str(prompts)]))
+        Generate([str(folder), "--file", str(prompts)]).job()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from penstock.cli import schedule
-from penstock.cli.commands import Command
 from penstock.cli.main import COMMANDS, main
+from penstock.cli.options import Command
 from penstock.settings import SETTINGS
 
 PROGRAMS: dict[tuple[str, ...], Command] = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.cli.main import main, run_as_script
+from penstock.cli.processes.machine import _container_bytes, check_rows, check_training
 from penstock.cli.processes.meeting import Group
-from penstock.cli.processes.memory_limits import _container_bytes, check_rows, check_training
 from penstock.cli.processes.session import _report_failure
 from penstock.planner.shape import ModelShape
 from penstock.runtime import PipelineError, StepError
@@ -65,7 +65,7 @@ def test_what_a_gpu_may_hold_is_not_refused():
 def test_experts_count_once_for_all_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch):
     values = {"experts": {"num_experts": 8}, "parallel": {"dp": 4, "device": "cpu"}}
     num_parameters = ModelShape.of(from_dict(values).model.whole(1)).num_parameters
-    monkeypatch.setattr("penstock.cli.processes.memory_limits.memory_bytes", lambda device: 3 * 8 * num_parameters)
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: 3 * 8 * num_parameters)
     with pytest.raises(ConfigError, match="on 4 copies"):
         check_training(from_dict(values))
     check_training(from_dict({**values, "parallel": {**values["parallel"], "ep": 4}}))

@@ -1,19 +1,17 @@
 """The layout that a command takes where none is given: threads, copies, stages, or a refusal."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from penstock.cli import score, serve, session
+from penstock.cli import generate, score, serve, session
 from penstock.cli.main import main
-from penstock.cli.processes import layout_here
-from penstock.cli.processes.layout_here import (
+from penstock.cli.processes import machine
+from penstock.cli.processes.machine import (
     Fitted,
     GenerationWork,
     Machine,
     fitted,
-    is_free,
     options_here,
     say_shared_cores,
 )
@@ -106,8 +104,13 @@ def test_the_options_ask_for_that_layout() -> None:
 
 
 def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_free(argparse.Namespace(pp=None, threads=None), ("pp", "threads"))
-    assert not is_free(argparse.Namespace(pp=None, threads=1), ("pp", "threads"))
+    for words, chooses in (([], True), (["--pp", "1"], False), (["--threads", "1"], False)):
+        asked: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(serve.Serve, "fit", lambda self, asked=asked: asked.append("fit") or ["--pp", "1"])
+            patch.setattr("penstock.cli.processes.session.work_together", lambda *given: 0)
+            assert serve.Serve(["model", *words]).run() == 0
+        assert bool(asked) == chooses
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert Machine.here("cpu").num_cores == 3
 
@@ -126,15 +129,14 @@ def test_a_models_bytes_are_those_of_the_numbers_that_it_is_used_in(tmp_path: Pa
 def test_more_processes_than_cores_are_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layout_here, "usable_cores", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     say_shared_cores(2, "cpu")
     say_shared_cores(9, "cuda")
     assert capsys.readouterr().err == ""
     say_shared_cores(9, "cpu")
     assert capsys.readouterr().err == "penstock: 9 processes share 2 core(s), so each waits for others\n"
-    monkeypatch.setattr("penstock.cli.texts.open_to_cut", lambda *given, **more: None)
-    monkeypatch.setattr(serve, "_open", lambda arguments: None)
-    monkeypatch.setattr(score, "_opened", lambda arguments: None)
+    for command in (generate.Generate, serve.Serve, score.Score):
+        monkeypatch.setattr(command, "look", lambda self: None)
     monkeypatch.setattr(session, "launch", lambda *given: given[-1]() or 0)
     for words in (["generate", "model", "text"], ["serve", "model"], ["score", "model", "texts.jsonl"]):
         assert main([*words, "--pp", "9", "--device", "cpu"]) == 0

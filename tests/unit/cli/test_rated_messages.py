@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from penstock.cli.texts import read_texts
+from penstock.cli.session import read_texts
 from penstock.data import CorpusSpec, load_corpus
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from tests.chat import LLAMA3, assistant, user

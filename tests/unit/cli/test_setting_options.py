@@ -13,8 +13,8 @@ from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
 from penstock.settings.declare import possible
 
 COMMANDS: dict[str, tuple[tuple[Options, ...], list[str]]] = {
-    "generate": ((generate._PARALLEL, session.RING_OPTIONS), ["MODEL", "a"]),
-    "score": ((score._PARALLEL, score._SCORING), ["MODEL", "texts.jsonl"]),
+    "generate": ((generate.Generate.layout, session.RING_OPTIONS), ["MODEL", "a"]),
+    "score": ((score.Score.layout, score._SCORING), ["MODEL", "texts.jsonl"]),
     "doctor": ((doctor._PARALLEL,), ["--no-links"]),
 }
 OPTIONS = [
@@ -80,14 +80,14 @@ def test_help_and_default_are_those_of_the_setting(
 
 def test_values_reach_the_settings() -> None:
     parser = argparse.ArgumentParser()
-    options: Options = {**generate._PARALLEL, **session.RING_OPTIONS}
+    options: Options = {**generate.Generate.layout, **session.RING_OPTIONS}
     add_options(parser, options)
     usual: dict[str, Any] = values_of(parser.parse_args([]), options)
     assert {**usual, "max_rows_per_slot": 16}.items() >= vars(RingConfig()).items()
     words = {"pp": "2", "tp": "3", "device": "cpu", "threads": "4", "timeout": "5", "slots": "6", "rows": "7"}
     given = parser.parse_args([f"--{name}={word}" for name, word in words.items()])
     found = values_of(given, options)
-    assert ParallelConfig(**{own.path[-1]: found[own.path[-1]] for own in generate._PARALLEL.values()}) == (
+    assert ParallelConfig(**{own.path[-1]: found[own.path[-1]] for own in generate.Generate.layout.values()}) == (
         ParallelConfig(pp=2, tp=3, device="cpu", num_threads=4, timeout_s=5.0)
     )
     assert (found["num_slots"], found["rows_per_slot"], found["prefill_tokens"]) == (6, 7, 512)

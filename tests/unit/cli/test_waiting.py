@@ -4,7 +4,7 @@ import io
 import re
 import threading
 
-from penstock.cli.progress import Waiting
+from penstock.cli.output import waiting
 
 
 class Heard(io.StringIO):
@@ -23,7 +23,7 @@ class Heard(io.StringIO):
 
 def test_a_long_block_says_how_long_it_has_taken_until_it_ends() -> None:
     file, before = Heard(), threading.active_count()
-    with Waiting("reading weights", file, every_s=0.01):
+    with waiting("reading weights", file, every_s=0.01):
         assert file.has_two.wait(60)
     assert threading.active_count() == before
     assert all(re.fullmatch(r"reading weights: \d+ s so far", line) for line in file.getvalue().splitlines())
@@ -31,8 +31,8 @@ def test_a_long_block_says_how_long_it_has_taken_until_it_ends() -> None:
 
 def test_a_short_block_and_a_silent_rank_say_nothing() -> None:
     file, before = io.StringIO(), threading.active_count()
-    with Waiting("reading weights", file):
+    with waiting("reading weights", file):
         pass
-    with Waiting("reading weights", file, speaks=False):
+    with waiting("reading weights", file, speaks=False):
         assert threading.active_count() == before
     assert file.getvalue() == ""

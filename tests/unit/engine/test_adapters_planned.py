@@ -66,10 +66,10 @@ def test_convert_writes_the_base_of_a_run_with_adapters_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.cli.processes.meeting import Group
-    from penstock.cli.train_worker import TrainWorker
+    from penstock.cli.train_worker import train_worker
 
     config = config_of(tmp_path)
-    assert TrainWorker(config, Group.alone()).run() == 0
+    assert train_worker(config, Group.alone()) == 0
     adapters = stored_tensors(tmp_path / "out" / "adapter-1")
     assert len(adapters) > 2 and all("lora_" in name for name in adapters)
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "converted"), "--json"]) == 0

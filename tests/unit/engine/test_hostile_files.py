@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.cli.main import main
-from penstock.cli.texts import read_prompts, read_texts
+from penstock.cli.session import read_prompts, read_texts
 from penstock.data import BatchError, CorpusError, PackedBatch
 from penstock.data.corpus import load_store
 from penstock.draw.layers import read_recorded_step

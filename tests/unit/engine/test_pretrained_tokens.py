@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.cli.texts import plainly, prompts_of_texts, read_texts, tokens_of_word
+from penstock.cli.session import prompts_of_texts, read_texts, tokens_of_word
 from penstock.data.corpus import CorpusSpec, load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.folders.model_folder import open_model
@@ -32,7 +32,7 @@ def test_prompts_texts_and_documents_have_the_special_tokens_of_transformers(fol
     expected = [theirs(text)["input_ids"] for text in TEXTS]
     plain = [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     assert [prompt.tokens for prompt in prompts_of_texts(TEXTS, model)] == expected
-    assert [prompt.tokens for prompt in prompts_of_texts(TEXTS, plainly(model))] == plain
+    assert [prompt.tokens for prompt in prompts_of_texts(TEXTS, model.without_special_tokens())] == plain
     assert tokens_of_word(TEXTS[0], model)[0] == tuple(plain[0])
     lines = tmp_path / "lines.jsonl"
     pair = {"prompt": TEXTS[0], "completion": TEXTS[1]}

@@ -5,12 +5,13 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.cli.output import Progress, duration
 from penstock.cli.processes.meeting import Group, find_group
-from penstock.cli.progress import Progress, StepFigures, duration
 from penstock.cli.train_worker import RunResult
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.runs import (
@@ -312,11 +313,12 @@ def test_a_process_alone_meets_nobody():
 
 
 def test_progress_in_a_file_tells_loss_speed_idle_time_and_time_left():
-    clock = iter([0.0, 1.0, 2.5, 2.6])
+    clock = iter([0.0, 0.0, 1.0, 2.5, 2.6])
     file = io.StringIO()
-    progress = Progress(4, first_step=0, file=file, clock=lambda: next(clock))
+    progress = Progress(4, 0, file, clock=lambda: next(clock))
     for step in range(1, 5):
-        progress.step(StepFigures(step, loss=2.5, num_tokens=1000, step_time_s=0.5, idle_share=0.125))
+        taken: Any = SimpleNamespace(step=step, loss=2.5, num_tokens=1000, step_time_s=0.5, idle_share=0.125)
+        progress.step(taken)
     progress.validated(4, 1.25)
     progress.note("saved")
     progress.close()

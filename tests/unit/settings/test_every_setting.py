@@ -35,8 +35,8 @@ from penstock.settings import (
     from_dict,
     walk_settings,
 )
-from penstock.settings.declare import Bounds, parts_of, plain, possible, value_of
-from penstock.settings.run import from_words, section_summaries
+from penstock.settings.declare import Bounds, from_words, parts_of, plain, possible, value_of
+from penstock.settings.run import section_summaries
 from tests.unit.settings.test_config import another_value, with_setting
 
 SAMPLING = {own.name: own for own in walk_settings(SamplingParams())}

@@ -23,8 +23,8 @@ from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from penstock.cli.processes.machine import check_processes
 from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK
-from penstock.cli.processes.memory_limits import check_processes
 
 # Exit codes of the command.
 FAILED, REFUSED = 1, 2

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock.cli.processes.machine import memory_bytes
 from penstock.cli.processes.meeting import Group, exchange
-from penstock.cli.processes.memory_limits import memory_bytes
 from penstock.cli.processes.session import choose_device, initialise
 from penstock.engine.generation.decode_cut import DecodingRank
 from penstock.parallel import connect

@@ -1,0 +1,423 @@
+"""Output of commands: tables and JSON, progress, and files that are never lost."""
+
+import contextlib
+import fcntl
+import glob
+import io
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from penstock.io.files import check_file, naming, parse_json, whole_file
+
+if TYPE_CHECKING:
+    from penstock.engine.training.trainer import TrainResult
+
+# ---- Words, tables and JSON
+
+
+def counted(count: int, what: str) -> str:
+    """A count with its noun, in the singular for one."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def plain_number(value: float) -> float | None:
+    """Round to the digits that fp32 has; None for infinity, which JSON cannot express."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def size_in_words(num_bytes: float, digits: int = 1) -> str:
+    """A size of memory in the unit that suits it.
+
+    >>> size_in_words(3 * 2**30), size_in_words(2**20), size_in_words(512)
+    ('3.0 GiB', '1.0 MiB', '0.5 KiB')
+    """
+    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.{digits}f} {unit}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes: ``2:05``, ``3h07``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document; numbers that JSON cannot express are an error."""
+    json.dump(value, sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+def print_table(cells: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells, the head first, in columns; all columns but the first hold numbers."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *numbers]))
+
+
+# ---- Files that no command overwrites, and those that take long to write
+
+
+def refuse_to_overwrite(
+    path: Path, *, force: bool = False, otherwise: str = "give another name, or --force to replace it"
+) -> None:
+    """Make sure that a file may be written.
+
+    Raises: ValueError if it exists and `force` is not given, `otherwise` saying what to do, or if there is no folder
+        for it.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.exists() and not force:
+        raise ValueError(f"{path} exists already and was left as it is; {otherwise}")
+
+
+def write_text(path: Path, text: str, *, force: bool) -> None:
+    """Write a file whole or not at all.
+
+    Raises: ValueError as `refuse_to_overwrite` does; OSError with the path, such as that of a full disk.
+    """
+    refuse_to_overwrite(path, force=force)
+    with whole_file(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+class ResultsFile:
+    """A file of results, a JSON object a line: under a hidden name, and under its own once it is complete.
+
+    A call with the same `digest` of all that decides the results goes on after those that a stopped call left, of which
+    `is_ours` holds. Another digest gives another hidden name, so lines of different calls never mix; with `alone`, such
+    a file of a stopped call is refused, and with `fresh` it is dropped.
+
+    Raises: ValueError if the file cannot be written, another call is writing it, or results of other input are there.
+        What fails later, such as a write to a full disk, is an OSError with `path`.
+    """
+
+    #: the file's name once it is complete, and until then
+    path: Path
+    hidden: Path
+    #: holds of what a line may be
+    _is_ours: Callable[[Any], bool]
+    #: the open file, which is locked
+    _file: Any
+
+    def __init__(
+        self,
+        path: Path,
+        digest: str,
+        is_ours: Callable[[Any], bool] = lambda _: True,
+        *,
+        alone: bool = False,
+        fresh: bool = False,
+    ) -> None:
+        self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")
+        self._is_ours = is_ours
+        unfinished = f".{glob.escape(path.name)}.*.unfinished"
+        for left in path.parent.glob(unfinished) if fresh else ():
+            left.unlink()
+        try:
+            # A link that somebody has put there could lead anywhere.
+            check_file(self.hidden)
+            descriptor = os.open(self.hidden, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            self._file = os.fdopen(descriptor, "a+b")
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
+        others = sorted(left for left in path.parent.glob(unfinished) if left != self.hidden)
+        if alone and others:
+            if not self.read():
+                self.hidden.unlink()
+            raise ValueError(
+                f"{others[0]} holds answers of a stopped call with another model, other prompts or other settings; "
+                "repeat that call to finish it, give another --output, or --fresh to drop them"
+            )
+        self.keep()
+
+    def read(self) -> list[Any]:
+        """The results so far, up to the first line that is cut short or not ours."""
+        return [result for result, _ in self._lines()]
+
+    def keep(self, number: int | None = None) -> None:
+        """Drop what follows the first results, of that number or all."""
+        size = sum(len(line) for _, line in self._lines()[:number])
+        with naming(self.path):
+            self._file.truncate(size)
+
+    def write(self, results: Iterable[Mapping[str, Any]], *, to_disk: bool) -> None:
+        """Add results, which survive the death of the process and, with `to_disk`, that of the machine."""
+        lines = [json.dumps(result, ensure_ascii=False, allow_nan=False).encode() + b"\n" for result in results]
+        with naming(self.path):
+            self._file.writelines(lines)
+            self._file.flush()
+            if to_disk:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let another call continue the file."""
+        with naming(self.path):
+            self._file.close()
+
+    def publish(self, order: Callable[[Any], int] | None = None) -> None:
+        """Give the file its name, and its results the order that is given.
+
+        Raises: ValueError if a file of that name exists by now; the results stay in the hidden file.
+        """
+        whole = self.hidden if order is None else self.hidden.with_suffix(".whole")
+        with naming(self.path):
+            try:
+                if order is not None:
+                    by_order = {order(result): line for result, line in self._lines()}
+                    with whole.open("wb") as file:
+                        file.writelines(by_order[number] for number in sorted(by_order))
+                        file.flush()
+                        os.fsync(file.fileno())
+                self._file.close()
+                # Unlike a rename, a link never takes another file's place.
+                os.link(whole, self.path)
+            except FileExistsError:
+                raise ValueError(f"{self.path} exists by now; what should stand there is in {self.hidden}") from None
+            finally:
+                if whole != self.hidden:
+                    whole.unlink(missing_ok=True)
+            self.hidden.unlink()
+
+    def _lines(self) -> list[tuple[Any, bytes]]:
+        def parsed(line: bytes) -> tuple[Any, bytes]:
+            try:
+                return parse_json(line), line
+            except ValueError:
+                return None, b""
+
+        self._file.seek(0)
+        return list(takewhile(lambda one: one[1].endswith(b"\n") and self._is_ours(one[0]), map(parsed, self._file)))
+
+
+# ---- Standard output that may be full or closed: its errors name it, and come once
+
+
+NAME = "standard output"
+
+
+class StandardOutput(io.FileIO):
+    """The file below standard output. Once it takes no more, what else is printed goes nowhere, at Python's end too.
+
+    Raises: OSError with `NAME` as its file, at the first write that fails.
+    """
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            with naming(NAME):
+                return super().write(data)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise
+
+
+def prepare() -> None:
+    """Put `StandardOutput` below standard output, and open the standard files that this process was started without.
+
+    Without them, files opened later would get their numbers, and be written into. Writing to standard output fails then
+    as on a full disk.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flags)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    # A test, or a program that calls `main`, may have put something else in its place.
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    raw: Any = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+    if type(raw) is io.FileIO and sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(StandardOutput(1, "w", closefd=False)),
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering or sys.stdout.write_through,
+        )
+
+
+# ---- Progress: a live bar on a terminal, plain lines elsewhere, and the package's log
+
+
+# Weight of one step in the running means behind the speed and the remaining time.
+_STEP_SHARE = 0.1
+_SECONDS_BETWEEN_LINES = 2.0
+_SECONDS_BETWEEN_WAITS = 5.0
+
+
+def show_log(level: str = "INFO") -> None:
+    """Show the package's log on standard error, such as the rounds of a long search, from a level on.
+
+    Each warning is shown once: a command may open the same folder several times.
+    """
+    # --help does without it.
+    import logging
+
+    shown: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.levelno < logging.WARNING or text not in shown:
+            shown.add(text)
+            return True
+        return False
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(is_new)
+    logger = logging.getLogger("penstock")
+    logger.handlers = [handler]  # so that a second command in one process shows each line once, too
+    logger.setLevel(level)
+
+
+def print_progress(text: str, file: TextIO) -> None:
+    """Print a line at once. Where it cannot be printed, the work goes on without it, which standard error says."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        if error.filename == NAME:
+            with contextlib.suppress(OSError):
+                print(
+                    f"penstock: {NAME}: {(error.strerror or str(error)).lower()}; going on without progress lines",
+                    file=sys.stderr,
+                )
+
+
+class Progress:
+    """Shows how many of `total` steps, lines or answers are done, beginning after `done`; `clock` gives seconds."""
+
+    #: tokens so far
+    num_tokens: int
+    #: how many there are, and their name
+    _total: int
+    _what: str
+    #: where they are shown, and a clock in seconds
+    _file: TextIO
+    _clock: Callable[[], float]
+    #: a line that rich redraws, and its only task; None if the file is no terminal
+    _bar: Any
+    _task: Any
+    #: those done before; when counting began, and when the last line was written
+    _first: int
+    _start_s: float
+    _last_line_s: float
+    #: means over the last steps of training: tokens per second, seconds, idle share; and the number of steps
+    _means: list[float]
+    _num_steps: int
+    #: the last validation loss, as shown
+    _validation: str
+
+    def __init__(
+        self, total: int, done: int, file: TextIO, what: str = "step", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._what, self._file, self._clock = total, what, file, clock
+        self._first, self.num_tokens, self._num_steps = done, 0, 0
+        self._start_s, self._last_line_s = clock(), -math.inf
+        self._means, self._validation, self._bar = [0.0, 0.0, 0.0], "", None
+        if file.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+            # Drawing takes compute time from this rank; twice a second is enough to watch.
+            self._bar = RichProgress(*columns, console=Console(file=file), refresh_per_second=2)
+            self._task = self._bar.add_task("starting", total=total, completed=done)
+            self._bar.start()
+
+    def step(self, taken: "TrainResult") -> None:
+        """Show a completed step of training."""
+        self._num_steps += 1
+        # The first steps count in full, so that the figures are not pulled towards their start at zero.
+        share = max(_STEP_SHARE, 1 / self._num_steps)
+        speed = taken.num_tokens / taken.step_time_s if taken.step_time_s > 0 else self._means[0]
+        figures = (speed, taken.step_time_s, taken.idle_share)
+        self._means = [mean + share * (new - mean) for mean, new in zip(self._means, figures, strict=True)]
+        speed, step_s, idle = self._means
+        validation = self._validation if self._bar is not None else ""
+        left = duration((self._total - taken.step) * step_s)
+        self._show(
+            taken.step, f"loss {taken.loss:.4f}{validation}  {speed:,.0f} tokens/s  idle {idle:4.1%}  {left} left"
+        )
+
+    def validated(self, step: int, loss: float) -> None:
+        """Show the validation loss after `step`."""
+        self._validation = f"  validation {loss:.4f}"
+        if self._bar is None:
+            print_progress(f"{self._place(step)}  validation loss {loss:.4f}", self._file)
+
+    def count(self, done: int, num_tokens: int) -> None:
+        """Show that so many are done in all, `num_tokens` tokens more than at the last call."""
+        self.num_tokens += num_tokens
+        spent_s = max(self._clock() - self._start_s, 1e-9)
+        left_s = spent_s / max(done - self._first, 1) * (self._total - done)
+        self._show(done, f"{self.num_tokens / spent_s:,.0f} tokens/s  {duration(left_s)} left")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays on screen."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print_progress(text, self._file)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, done: int, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=text)
+            return
+        now = self._clock()
+        # A log file should neither stay silent nor drown in lines; the first and last are always shown.
+        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or done == self._total:
+            self._last_line_s = now
+            print_progress(f"{self._place(done)}  {text}", self._file)
+
+    def _place(self, done: int) -> str:
+        return f"{self._what} {done:>{len(str(self._total))}}/{self._total}"
+
+
+@contextmanager
+def waiting(what: str, file: TextIO, speaks: bool = True, every_s: float = _SECONDS_BETWEEN_WAITS) -> Iterator[None]:
+    """Print `what` and the seconds so far to `file` every few seconds inside the block; of a quick one nothing.
+
+    speaks: False on ranks that are to stay silent.
+    """
+    start_s, ended = time.monotonic(), threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(every_s):
+            print_progress(f"{what}: {time.monotonic() - start_s:.0f} s so far", file)
+
+    thread = threading.Thread(target=speak, daemon=True)
+    if speaks:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if speaks:
+            thread.join()
