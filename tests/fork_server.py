@@ -26,7 +26,7 @@ _IMPORTED_ONCE = (
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "penstock.engine.engine",
-    "penstock.cli.train_worker",
+    "penstock.cli.processes.train_worker",
     "pytest",
     "peft",
 )

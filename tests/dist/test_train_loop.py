@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Engine, Layout
-from penstock.cli.train_worker import TrainLoop
+from penstock.cli.processes.train_worker import TrainLoop
 from penstock.engine import EngineOptions
 from penstock.engine.folders.run_parts import RunData
 from penstock.settings import ScheduleConfig, from_dict

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.cli.train_worker import TrainLoop
+from penstock.cli.processes.train_worker import TrainLoop
 from penstock.engine.folders.runs import MetricsLog, RunLock
 from penstock.runtime.watchdog import EXIT_CODE
 from penstock.settings import RunConfig
@@ -105,7 +105,7 @@ def ends_in_time(started: Started, act: Act) -> Ended:
 SLOW = """
 import sys, time, torch.distributed
 from penstock.cli.main import main
-from penstock.cli.train_worker import TrainLoop
+from penstock.cli.processes.train_worker import TrainLoop
 store = torch.distributed.TCPStore
 torch.distributed.TCPStore = lambda *args, **kwargs: time.sleep(1) or store(*args, **kwargs)
 sys.exit(main(sys.argv[3:]))
@@ -282,7 +282,7 @@ def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_aga
             super().__init__(config)
             shutil.rmtree(output)
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunLock", DeletedFolder)
+    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", DeletedFolder)
     assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/checkpoints cannot be made: [^\n]+\n", err), err
@@ -300,7 +300,7 @@ def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
             super().__init__(config)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunLock", FolderOnFullDisk)
+    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", FolderOnFullDisk)
     try:
         assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
     finally:
@@ -393,7 +393,7 @@ def test_what_lies_where_checkpoints_go_is_refused_in_one_sentence(
             super().__init__(config)
             make(folder)
 
-    monkeypatch.setattr("penstock.cli.train_worker.RunLock", OccupiedFolder)
+    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", OccupiedFolder)
     assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: {re.escape(says.format(folder))}[^\n]*\n", err), err

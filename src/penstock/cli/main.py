@@ -20,7 +20,7 @@ COMMANDS = {
     "rehearse": Command("a rank's step without data or device: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
     "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),
-    "store": Command("hold the store at which the hosts of a run meet", "penstock.cli.store"),
+    "store": Command("hold the store at which the hosts of a run meet", "penstock.cli.processes.store"),
     "doctor": Command("show what this machine has, and test the links of a layout", "penstock.cli.doctor"),
 }
 

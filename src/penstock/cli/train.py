@@ -151,7 +151,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
 _COMMAND = WorkerCommand(
     "penstock.cli.train",
     "continues from the newest checkpoint",
-    ("penstock.cli.train_worker", "torch._dynamo", "torch.distributed.checkpoint"),
+    ("penstock.cli.processes.train_worker", "torch._dynamo", "torch.distributed.checkpoint"),
 )
 
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
             command = replace(_COMMAND, shutdown_timeout_s=config.parallel.shutdown_timeout_s)
             num_threads = config.parallel.num_threads
             return launch(command, argv, config.parallel.world_size, num_threads, check=lambda: _look(config))
-    from penstock.cli.train_worker import train_worker
+    from penstock.cli.processes.train_worker import train_worker
 
     own = group or Group.alone()
     return train_worker(config, own, must_resume=given.resume, fresh=given.fresh, as_json=given.json)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import store
 from penstock.cli.main import main
-from penstock.cli.store import _listener
+from penstock.cli.processes import store
+from penstock.cli.processes.store import _listener
 
 
 @pytest.mark.parametrize(

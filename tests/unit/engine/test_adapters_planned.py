@@ -66,7 +66,7 @@ def test_convert_writes_the_base_of_a_run_with_adapters_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.cli.processes.meeting import Group
-    from penstock.cli.train_worker import train_worker
+    from penstock.cli.processes.train_worker import train_worker
 
     config = config_of(tmp_path)
     assert train_worker(config, Group.alone()) == 0

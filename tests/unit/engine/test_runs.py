@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli.output import Progress, duration
 from penstock.cli.processes.meeting import Group, find_group
-from penstock.cli.train_worker import RunResult
+from penstock.cli.processes.train_worker import RunResult
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.runs import (
     METRICS_FILE,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.output import size_in_words
 from penstock.planner.shape import ModelShape
 from penstock.settings import ConfigError, Device, PackingKind, Precision, RunConfig
 
@@ -322,15 +323,3 @@ def _seconds(work: GenerationWork, machine: Machine, copies: int) -> float:
     rows = min(own, _MOST_ROWS)
     step = _STEP_S + _ROW_S * rows + _JOIN_S * math.log2(threads) + reading
     return math.ceil(own / rows) * work.num_tokens * step + (_START_S if copies > 1 else 0)
-
-
-def size_in_words(num_bytes: float) -> str:
-    """A size of memory in the unit that suits it.
-
-    >>> size_in_words(3 * 2**30), size_in_words(2**20), size_in_words(512)
-    ('3.0 GiB', '1.0 MiB', '0.5 KiB')
-    """
-    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:,.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
