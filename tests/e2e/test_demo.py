@@ -30,9 +30,19 @@ HOLD = """
 import select, signal, time
 
 class Hold:
+    asked = False
+
     def on_step(self, result):
-        stop, limit_s = signal.getsignal(signal.SIGTERM).__self__, time.monotonic() + 300
-        while result.step == 11 and not stop.asked and time.monotonic() < limit_s:
+        if result.step == 1:
+            told = signal.getsignal(signal.SIGTERM)
+
+            def ask(*caught):
+                self.asked = True
+                told(*caught)
+
+            signal.signal(signal.SIGTERM, ask)
+        limit_s = time.monotonic() + 300
+        while result.step == 11 and not self.asked and time.monotonic() < limit_s:
             select.select([], [], [], 0.01)
 
 hold = Hold()
