@@ -20,9 +20,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from penstock.data.examples import ExampleReader, PairReader, ended, holds_examples
+from penstock.data.examples import ExampleReader, PairReader
 from penstock.data.packed import NO_LABEL
-from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
+from penstock.data.sources import (
+    BUILT_IN,
+    ROW_ENDINGS,
+    CorpusError,
+    EncodedDocument,
+    Source,
+    ended,
+    find_source,
+    holds_examples,
+)
 from penstock.data.tokenizer import Tokenizer, load_tokenizer, own_end_token
 from penstock.io.files import read_json_object
 

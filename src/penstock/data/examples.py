@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
-from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
+from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source, ended
 from penstock.io.files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
@@ -29,30 +29,6 @@ Message = dict[str, Any]
 
 Part = tuple[list[int], np.ndarray]
 """Token ids, and whether each is learned."""
-
-
-def holds_examples(source: Source) -> bool:
-    """True where the source's first row is an example, and not a text in the source's text field.
-
-    Raises: `CorpusError` if it is a pair, from which only a reward model learns.
-    """
-    if source.files[0].suffix not in ROW_ENDINGS:
-        return False
-    try:
-        row = next(source.rows(), None)
-    except CorpusError:
-        # whoever reads it as text says what is wrong
-        return False
-    if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(source.text_field), str):
-        return False
-    if not {"messages", "completion"}.isdisjoint(row.value):
-        return True
-    if {"chosen", "rejected"} <= row.value.keys():
-        raise CorpusError(
-            f"{row.where}: is a pair, from which a reward model learns; give the folder of one as model.pretrained, or "
-            "begin with examples/dpo.py"
-        )
-    return False
 
 
 @dataclass(frozen=True)
@@ -253,11 +229,6 @@ class Chat:
                 f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
                 "change them or the template"
             ) from None
-
-
-def ended(text: str, end: str | None) -> str:
-    """The text with the text of an end token, if there is one and it does not end so already."""
-    return text if not end or text.endswith(end) else text + end
 
 
 def encoding_of(where: str, tokenizer: Any, text: str, special_tokens: bool) -> Any:

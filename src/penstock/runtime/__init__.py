@@ -10,8 +10,7 @@ from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
 from penstock.runtime.recovery import Recovery
-from penstock.runtime.stage import Boundary, Pairs, Stage, UnitCall
-from penstock.runtime.tape import GraphSegment, Tape
+from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport
 from penstock.runtime.watchdog import Watchdog

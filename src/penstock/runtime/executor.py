@@ -15,8 +15,7 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import Deadlock, MessageMismatch, PipelineError, TransportError
 from penstock.runtime.recovery import Alarm
-from penstock.runtime.stage import ALONE, Finish, Pairs, Stage
-from penstock.runtime.tape import Tapes
+from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify

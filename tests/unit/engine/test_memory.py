@@ -29,8 +29,7 @@ from penstock.runtime import (
     Tape,
     run_together,
 )
-from penstock.runtime.stage import Finish
-from penstock.runtime.tape import GraphSegment
+from penstock.runtime.stage import Finish, GraphSegment
 from penstock.schedule import Costs, Op
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from penstock.runtime.tape import Tapes
+from penstock.runtime.stage import Tapes
 
 
 @pytest.mark.shows(16)

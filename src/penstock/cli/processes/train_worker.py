@@ -300,7 +300,7 @@ class _RunReporter:
         if recorded is not None:
             write_recorded_step(self._folder.path / RECORDED_STEP_FILE, recorded)
             # Takes a second to import, so not before there is something to draw.
-            from penstock.draw import picture
+            from penstock.draw.image import picture
 
             path = self._folder.path / TIMELINE_FILE
             picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
