@@ -22,17 +22,8 @@ import numpy as np
 
 from penstock.data.examples import ExampleReader, PairReader
 from penstock.data.packed import NO_LABEL
-from penstock.data.sources import (
-    BUILT_IN,
-    ROW_ENDINGS,
-    CorpusError,
-    EncodedDocument,
-    Source,
-    ended,
-    find_source,
-    holds_examples,
-)
-from penstock.data.tokenizer import Tokenizer, load_tokenizer, own_end_token
+from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
+from penstock.data.tokenizer import Tokenizer, ended, load_tokenizer, own_end_token
 from penstock.io.files import read_json_object
 
 SIDES = ("training", "validation")
@@ -299,7 +290,7 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
 
 def _reader(spec: CorpusSpec, source: Source) -> Reader:
     """The reader of the kind of rows that the source begins with."""
-    if spec.pairs or holds_examples(source):
+    if spec.pairs or source.holds_examples():
         end = spec.end_token if isinstance(spec.end_token, str) else None
         given = spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens
         return PairReader.load(*given, pad_token=spec.pad_token) if spec.pairs else ExampleReader.load(*given)

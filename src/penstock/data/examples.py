@@ -18,7 +18,8 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
-from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source, ended
+from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
+from penstock.data.tokenizer import ended
 from penstock.io.files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'

@@ -82,6 +82,29 @@ class Source:
                 )
             yield from self._rows(file)
 
+    def holds_examples(self) -> bool:
+        """True where the first row is an example, and not a text in the text field.
+
+        Raises: `CorpusError` if it is a pair, from which only a reward model learns.
+        """
+        if self.files[0].suffix not in ROW_ENDINGS:
+            return False
+        try:
+            row = next(self.rows(), None)
+        except CorpusError:
+            # whoever reads it as text says what is wrong
+            return False
+        if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(self.text_field), str):
+            return False
+        if not {"messages", "completion"}.isdisjoint(row.value):
+            return True
+        if {"chosen", "rejected"} <= row.value.keys():
+            raise CorpusError(
+                f"{row.where}: is a pair, from which a reward model learns; give the folder of one as "
+                "model.pretrained, or begin with examples/dpo.py"
+            )
+        return False
+
     def identity(self) -> str:
         """A hash of the names, sizes and times of the files, which stands for the documents without reading them."""
         stats = [(file, file.stat()) for file in self.files]
@@ -204,32 +227,3 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
         names[:] = [name for name in names if name not in skipped and not name.startswith(".")]
         found.extend(Path(folder, file) for file in files if not file.startswith("."))
     return iter(sorted(found, key=lambda path: path.relative_to(root).as_posix()))
-
-
-def holds_examples(source: Source) -> bool:
-    """True where the source's first row is an example, and not a text in the source's text field.
-
-    Raises: `CorpusError` if it is a pair, from which only a reward model learns.
-    """
-    if source.files[0].suffix not in ROW_ENDINGS:
-        return False
-    try:
-        row = next(source.rows(), None)
-    except CorpusError:
-        # whoever reads it as text says what is wrong
-        return False
-    if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(source.text_field), str):
-        return False
-    if not {"messages", "completion"}.isdisjoint(row.value):
-        return True
-    if {"chosen", "rejected"} <= row.value.keys():
-        raise CorpusError(
-            f"{row.where}: is a pair, from which a reward model learns; give the folder of one as model.pretrained, or "
-            "begin with examples/dpo.py"
-        )
-    return False
-
-
-def ended(text: str, end: str | None) -> str:
-    """The text with the text of an end token, if there is one and it does not end so already."""
-    return text if not end or text.endswith(end) else text + end

@@ -138,6 +138,11 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
     return FileTokenizer(tokenizer, fingerprint, end_token_id, vocab_size)
 
 
+def ended(text: str, end: str | None) -> str:
+    """The text with the text of an end token, if there is one and it does not end so already."""
+    return text if not end or text.endswith(end) else text + end
+
+
 def own_end_token(name: str | None) -> str | None:
     """The text of the token with which a tokenizer's own settings end a text; None if they name none."""
     path = Path(name or "bytes").expanduser()

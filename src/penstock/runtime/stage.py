@@ -1,4 +1,4 @@
-"""A stage: a contiguous run of the model's units, whose forward and backward are lanes.
+"""A stage: a contiguous run of the model's units, whose forward and backward are lanes, and the tape between them.
 
 Shapes: T tokens of the microbatch, D hidden size.
 """
