@@ -1,5 +1,6 @@
 """A rehearsal's bytes are those of a real run: storages without data against storages with data, kind by kind."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.model.layers.router import Router
 from penstock.runtime import Recorder, Transport
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
+from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, MemoryPoint
 from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig, Precision
 from tests.covering import EVERY
@@ -101,6 +103,14 @@ class MeteredTransport:
         self._inner.close()
 
 
+class PatientRecorder(MeteredRecorder):
+    """Reads the memory when gloo's threads have had time to let go of what they have summed and sent."""
+
+    def end(self, record: Record) -> None:
+        time.sleep(0.002)
+        super().end(record)
+
+
 class MeteredPipeline(Pipeline):
     """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
 
@@ -110,7 +120,7 @@ class MeteredPipeline(Pipeline):
         super().__init__(units, case.model.hidden_size, case.layout, case.engine_options)
 
     def _make_recorder(self, place: str | None) -> Recorder:
-        return MeteredRecorder(self.meter, self.grid.pp_rank, place)
+        return PatientRecorder(self.meter, self.grid.pp_rank, place)
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return MeteredTransport(super().open_transport(lines, device), self.meter)
@@ -141,7 +151,7 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
 
         trainer.run = watched  # type: ignore[method-assign]
         steps = []
-        for _ in range(4):
+        for _ in range(2):
             trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, spec)
             steps.append(list(meter.timeline))
     pipeline.close()
