@@ -229,7 +229,7 @@ class Generate(ModelCommand):
         options = GenerateOptions(**self.ring, tokenizer=model.tokenizer)
         shape = options.shape(len(prompts) * params.num_samples, self.parallel.pp)
         longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
-        check_rows(shape.num_slots, shape.num_rows, longest, model.num_units, self.parallel.device)
+        check_rows(shape.num_slots, shape.num_rows, longest, model, self.parallel.device)
         return GenerateJob(model, prompts, params, options, self.output, given.json)
 
     def work(self) -> None:

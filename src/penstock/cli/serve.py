@@ -120,7 +120,7 @@ class Serve(ModelCommand):
         model, longest, shape = self.open_to_cut(), self.config.max_length, self.shape
         if longest is not None and longest > (most := model.max_generated_length()):
             raise ValueError(f"--max-length {longest} is more than the {most} tokens that {model.folder} generates")
-        check_rows(shape.num_slots, shape.num_rows, self.length(model), model.num_units, self.parallel.device)
+        check_rows(shape.num_slots, shape.num_rows, self.length(model), model, self.parallel.device)
         return model
 
     def fit(self) -> list[str]:

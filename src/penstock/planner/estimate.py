@@ -10,7 +10,7 @@ from functools import lru_cache
 from penstock import schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.model_costs import MessageKind, RecomputedPart, UnitCosts, UnitSize, unit_costs
-from penstock.planner.shape import ModelShape
+from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
 from penstock.planner.times import Clock, Constants, Groups, Order, SimulatedStep, simulate_step
 from penstock.settings import Layout
 
@@ -62,8 +62,8 @@ class StageTransient:
 # ---- The estimate of one layout: its step's time and what it is made of, and the memory of its fullest rank
 
 
-# Bytes of a parameter's fp32 gradient, and of its two moments. With 16 bits there is an fp32 master too.
-_GRADIENT, _MOMENTS, _MASTER = 4, 8, 4
+# Bytes of a parameter's two moments. With 16 bits there is an fp32 master too.
+_MOMENTS, _MASTER = 8, 4
 # What a device's context, its libraries and its communicators take; nothing on a CPU, whose memory is the process's.
 RESERVED_BYTES = 2 * 2**30
 
@@ -88,7 +88,7 @@ class Workload:
     @property
     def element_bytes(self) -> int:
         """The bytes of an activation, and of a parameter in a product."""
-        return 4 if self.dtype == "fp32" else 2
+        return value_bytes(self.dtype)
 
     @property
     def parameter_bytes(self) -> int:
@@ -272,7 +272,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
     reduce_s, after_s = _gradients(workload, candidate, clock, (max(dense), max(experts)))
     shared = layout.tp if style.sequence_parallel else 1
-    message = workload.element_bytes * size.tokens * workload.shape.hidden_size / shared
+    message = workload.shape.stream_bytes(size.tokens, workload.element_bytes) / shared
     stride = math.prod(layout.sizes[axis] for axis in layout.axes[layout.axes.index("pp") + 1 :])
     transfer = clock.message_s(message, stride) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
@@ -310,7 +310,7 @@ def _gathered_bytes(workload: Workload, candidate: Candidate, stage: Sequence[Un
         return 0.0
     sizes = [unit.parameters for unit in stage]
     if candidate.layout.pp > 1:
-        return (workload.element_bytes + _GRADIENT) * sum(sizes)
+        return (workload.element_bytes + GRADIENT_BYTES) * sum(sizes)
     return workload.element_bytes * (sizes[0] + sum(sizes[-3:]))
 
 
@@ -374,9 +374,9 @@ def _gradients(
         return sum(clock.transfer_s(size * count * (group[0] - 1) / group[0], group) for count, group in pairs)
 
     # An all-reduce scatters and gathers; ZeRO's gradients are only scattered.
-    reduce_s = 0.0 if zero == 3 else sent_s(_GRADIENT) * (2 if zero == 0 else 1)
+    reduce_s = 0.0 if zero == 3 else sent_s(GRADIENT_BYTES) * (2 if zero == 0 else 1)
     owned = sum(count / (group[0] if zero else 1) for count, group in zip(largest, groups, strict=True))
-    traffic = 2 * workload.optimizer_bytes + _GRADIENT + workload.parameter_bytes
+    traffic = 2 * workload.optimizer_bytes + GRADIENT_BYTES + workload.parameter_bytes
     step_s = clock.memory_s(per_rank * owned * traffic)
     return reduce_s, step_s + (per_rank * sent_s(workload.parameter_bytes) if zero in (1, 2) else 0.0)
 
@@ -392,7 +392,7 @@ def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts:
 
     return RankMemory(
         shared(style.parameter_bytes or workload.parameter_bytes, 3),
-        shared(style.gradient_bytes or _GRADIENT, 2),
+        shared(style.gradient_bytes or GRADIENT_BYTES, 2),
         shared(workload.optimizer_bytes, 1),
     )
 

@@ -132,12 +132,12 @@ def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
 def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:
     """The bytes of the residual stream that a rank keeps of a microbatch."""
     shared = size.tp if size.sequence_parallel else 1
-    return size.element_bytes * size.tokens * shape.hidden_size / shared
+    return shape.stream_bytes(size.tokens, size.element_bytes) / shared
 
 
 def _tensor_bytes(shape: ModelShape, size: UnitSize) -> float:
     """The bytes a rank sends in one pass: a gather before the products and a scatter after them, or one all-reduce."""
-    return 2 * (size.tp - 1) / size.tp * size.element_bytes * size.tokens * shape.hidden_size
+    return 2 * (size.tp - 1) / size.tp * shape.stream_bytes(size.tokens, size.element_bytes)
 
 
 @dataclass(frozen=True)

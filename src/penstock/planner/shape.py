@@ -14,6 +14,14 @@ from penstock.settings import ModelConfig
 
 ATTENTION, MLP, EXPERTS, MAMBA = "*", "-", "E", "M"
 
+#: bytes of a parameter's gradient, which is summed in fp32
+GRADIENT_BYTES = 4
+
+
+def value_bytes(dtype: str) -> int:
+    """The bytes of an activation, and of a parameter in a product. dtype: "fp64", "fp32", "bf16" or "fp16"."""
+    return {"fp64": 8, "fp32": 4}.get(dtype, 2)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -120,6 +128,15 @@ class ModelShape:
         routed = self.pattern.count(EXPERTS) * self.num_experts * self.expert_parameters
         ends = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return sum(map(self.block_parameters, self.pattern)) + routed + ends
+
+    def stream_bytes(self, num_tokens: float, element_bytes: int) -> float:
+        """The bytes that a layer passes to the next for so many tokens."""
+        return element_bytes * num_tokens * self.hidden_size
+
+    def cache_bytes(self, num_tokens: int, element_bytes: int) -> int:
+        """The bytes of all layers' keys and values that a sequence of so many tokens needs."""
+        kept = min(num_tokens, self.window) if self.window else num_tokens
+        return element_bytes * kept * self.pattern.count(ATTENTION) * self.kv_width
 
     def flops_per_token(self, seq_len: int) -> float:
         """Operations of forward and backward for a token of a causal sequence, nothing recomputed."""

@@ -11,6 +11,7 @@ from penstock.cli.main import main, run_as_script
 from penstock.cli.processes.machine import _container_bytes, check_rows, check_training
 from penstock.cli.processes.meeting import Group
 from penstock.cli.processes.session import _report_failure
+from penstock.engine.folders.model_folder import open_model
 from penstock.planner.shape import ModelShape
 from penstock.runtime import PipelineError, StepError
 from penstock.settings import ConfigError, from_dict, read_config
@@ -39,12 +40,17 @@ def test_a_run_that_cannot_be_held_is_refused_within_a_second(
     assert not output.exists()
 
 
+def make_folder(path: Path) -> Path:
+    make_model("llama").save_pretrained(path)
+    return path
+
+
 @pytest.mark.parametrize("command", ["generate", "serve"])
 @pytest.mark.parametrize("size", ["--rows", "--slots"])
 def test_answers_whose_cache_cannot_be_held_are_refused(
     command: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    make_model("llama").save_pretrained(tmp_path)
+    make_folder(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"tokens": [1]}\n')
     words = ["--file", str(prompts), "--max-new-tokens", "4"] if command == "generate" else []
@@ -54,12 +60,12 @@ def test_answers_whose_cache_cannot_be_held_are_refused(
     assert not (tmp_path / "prompts.answers.jsonl").exists()
 
 
-def test_what_a_gpu_may_hold_is_not_refused():
+def test_what_a_gpu_may_hold_is_not_refused(tmp_path: Path):
     config = {"model": {"hidden_size": 131072}}
     with pytest.raises(ConfigError, match="weights and gradients"):
         check_training(from_dict({**config, "parallel": {"device": "cpu"}}))
     check_training(from_dict({**config, "parallel": {"device": "cuda"}}))
-    check_rows(1, 10**12, 2, 6, "cuda")
+    check_rows(1, 10**12, 2, open_model(make_folder(tmp_path)), "cuda")
 
 
 def test_experts_count_once_for_all_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch):
@@ -71,9 +77,19 @@ def test_experts_count_once_for_all_ranks_that_share_them(monkeypatch: pytest.Mo
     check_training(from_dict({**values, "parallel": {**values["parallel"], "ep": 4}}))
 
 
-def test_what_fits_is_not_refused():
+def test_what_fits_is_not_refused(tmp_path: Path):
     check_training(read_config(Path(__file__).parents[3] / "examples" / "tiny.toml"))
-    check_rows(4, 64, 4096, 66, "cpu")
+    check_rows(4, 64, 4096, open_model(make_folder(tmp_path)), "cpu")
+
+
+def test_a_caches_least_bytes_are_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = open_model(make_folder(tmp_path))
+    least = 6 * (ModelShape.of(model.config).cache_bytes(10, 2) + 10 * 8)
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: least)
+    check_rows(2, 6, 10, model, "cpu")
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: least - 1)
+    with pytest.raises(ConfigError, match="6 answers at a time"):
+        check_rows(2, 6, 10, model, "cpu")
 
 
 def failed_allocation() -> Exception:

@@ -2,16 +2,20 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.model import decoder_units
+from penstock.model.kv_cache import CacheSize
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, groups_of, stage_costs, state_bytes
 from penstock.planner.model_costs import MessageKind, RecomputedPart, Work
 from penstock.planner.search import settings_of
-from penstock.planner.shape import published_model
+from penstock.planner.shape import ModelShape, published_model
 from penstock.planner.times import Clock, Constants
-from penstock.settings import Layout
+from penstock.settings import Layout, ModelConfig
 
 SHAPE = published_model("llama3-8b")
 
@@ -24,6 +28,17 @@ def _candidate(layout: Layout, zero: int = 0) -> Candidate:
 def test_a_parameter_has_its_gradient_two_moments_and_below_fp32_a_master_copy(dtype: str, sizes: tuple[int, ...]):
     state = state_bytes(Workload(SHAPE, 64, 8, dtype), _candidate(Layout()), dense=100.0, experts=10.0)
     assert (state.parameters, state.gradients, state.optimizer) == tuple(110 * size for size in sizes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 1}, {"head_dim": 8, "num_layers": 3}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_is_as_large_as_the_layers_make_it(settings: dict[str, Any], dtype: torch.dtype):
+    config = ModelConfig(vocab_size=8, hidden_size=64, num_heads=4, **{"num_layers": 2, **settings})
+    size = CacheSize(num_rows=3, num_tokens=32, dtype=dtype, device=torch.device("meta"))
+    modules: list[Any] = [unit.build() for unit in decoder_units(config)]
+    caches = [module.new_cache(size) for module in modules]
+    made = sum(cache.num_bytes for cache in caches if cache is not None)
+    assert made == 3 * ModelShape.of(config).cache_bytes(32, dtype.itemsize) > 0
 
 
 @pytest.mark.parametrize(("zero", "shared"), [(0, ()), (1, ("optimizer",)), (2, ("optimizer", "gradients"))])

@@ -22,22 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import size_in_words
-from penstock.planner.shape import ModelShape
+from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
 from penstock.settings import ConfigError, Device, PackingKind, Precision, RunConfig
 
 if TYPE_CHECKING:
     from penstock.engine.folders.model_folder import ModelFolder
 
 
-# ---- Sizes that this machine's memory cannot hold, by lower bounds that take no time
+# ---- Sizes that this machine's memory cannot hold, by the planner's lower bounds, which take no time
 
 
-_WEIGHT_BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16_AUTOCAST: 4, Precision.BF16: 2, Precision.FP16: 2}
-_GRADIENT_BYTES, _TOKEN_BYTES = 4, 8
+_TOKEN_BYTES, _LEAST_BYTES = 8, 2  # of a token's number, and of the narrowest value that a layer computes with
 # What a process has for itself where all that it has imported is shared.
 _PROCESS_BYTES = 32 << 20
-# A key and a value of the narrowest head, in 16 bits.
-_CACHED_BYTES = 2 * 2 * 2
 
 
 def check_training(config: RunConfig) -> None:
@@ -53,16 +50,17 @@ def check_training(config: RunConfig) -> None:
         return
     # Experts have that many copies, and all other weights more.
     model, copies = config.model, config.parallel.dp * config.parallel.cp // config.parallel.ep
+    # A tokenizer that has not been read yet has at least one token.
+    shape = ModelShape.of(model.whole(1))
     # Frozen weights have no gradients, and transformers' layers may be of another shape.
     if not config.adapter.is_used and model.native is not False:
-        # A tokenizer that has not been read yet has at least one token.
-        num_parameters = ModelShape.of(model.whole(1)).num_parameters
-        each = _WEIGHT_BYTES[config.train.precision or Precision.FP32] + _GRADIENT_BYTES
+        precision = config.train.precision or Precision.FP32
+        parameter = value_bytes("fp32" if precision is Precision.BF16_AUTOCAST else precision)
         _refuse(
             f"model.vocab_size = {model.vocab_size}, model.hidden_size = {model.hidden_size}, "
             f"model.intermediate_size = {model.intermediate_size} and model.num_layers = {model.num_layers}",
             f"weights and gradients on {copies} copies",
-            int(num_parameters) * each * copies,
+            int(shape.num_parameters) * (parameter + GRADIENT_BYTES) * copies,
             there,
         )
     data, train = config.data, config.train
@@ -74,24 +72,25 @@ def check_training(config: RunConfig) -> None:
     _refuse(
         f"data.num_sequences = {data.num_sequences} of data.sequence_length = {data.sequence_length}",
         f"the tokens of a step and the activations of one of train.num_microbatches = {train.num_microbatches}",
-        tokens * _TOKEN_BYTES + largest * config.parallel.dp * model.hidden_size * 2,
+        tokens * _TOKEN_BYTES + int(shape.stream_bytes(largest * config.parallel.dp, _LEAST_BYTES)),
         there,
     )
 
 
-def check_rows(num_slots: int, num_rows: int, num_tokens: int, num_units: int, device: Device) -> None:
-    """Refuse a KV cache, of rows of at least that many tokens for a model of that many units, that cannot be held.
+def check_rows(num_slots: int, num_rows: int, num_tokens: int, model: "ModelFolder", device: Device) -> None:
+    """Refuse answers of that many tokens whose KV cache cannot be held.
 
     Raises: ConfigError with the sizes, what they need at least, and what there is.
     """
     there = memory_bytes(device)
     if there is None:
         return
-    num_layers = max(1, (num_units - 2) // 2)
+    # The caches of other libraries' layers are unknown, but not the tokens.
+    cached = ModelShape.of(model.config).cache_bytes(num_tokens, _LEAST_BYTES) if model.is_native else 0
     _refuse(
         f"{num_rows} answers at a time (--rows times --slots {num_slots})",
-        "the KV cache",
-        num_rows * num_tokens * num_layers * _CACHED_BYTES,
+        "tokens and KV cache",
+        num_rows * (cached + num_tokens * _TOKEN_BYTES),
         there,
     )
 
