@@ -29,8 +29,7 @@ from benchmarks.ranks import Turn, in_turns
 from penstock.cli.doctor import processor_name
 from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.build import parameter_dtype
-from penstock.engine.folders.model_folder import EngineArguments
+from penstock.engine.build import EngineArguments, parameter_dtype
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.engine.generation.decode_cut import cut_to_decode
 from penstock.model import CachedRows, CacheSize, ModelGroups, UnitSpec, decoder_units

@@ -26,7 +26,7 @@ from penstock import Layout, MicroBatchSpec, SamplingParams
 from penstock.cli.doctor import processor_name
 from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
-from penstock.runtime import distributed
+from penstock.runtime import transport
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 NUM_RANKS = 2
@@ -35,7 +35,7 @@ NUM_RANKS = 2
 _NO_ENVELOPE = torch.zeros(1, dtype=torch.uint8)
 
 
-class UncheckedReceive(distributed._PostedReceive):
+class UncheckedReceive(transport._PostedReceive):
     """A receive that takes what comes."""
 
     def wait(self) -> Tensor:
@@ -44,7 +44,7 @@ class UncheckedReceive(distributed._PostedReceive):
         return self.buffer
 
 
-class UncheckedEnd(distributed._ChannelEnd):
+class UncheckedEnd(transport._ChannelEnd):
     """A link whose messages come without announcements."""
 
     def receive(self, buffer: Tensor) -> Any:
@@ -57,7 +57,7 @@ class UncheckedEnd(distributed._ChannelEnd):
 def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:
     """One side's turn: its seconds for each kind of work."""
     if side == UNCHECKED:
-        distributed._ChannelEnd, distributed._PostedReceive = UncheckedEnd, UncheckedReceive
+        transport._ChannelEnd, transport._PostedReceive = UncheckedEnd, UncheckedReceive
     half = ("--hidden-size", "256", "--intermediate-size", "704")
     training = Training.of(*half)
     trained = Engine(training.units(), training.hidden_size, Layout(pp=NUM_RANKS), EngineOptions(device="cpu"))

@@ -22,7 +22,7 @@ from penstock.parallel.collectives import Collectives
 from penstock.parallel.renewable import RenewableGroup, cut_off, new_renewable_group
 from penstock.runtime import DistributedTransport, Recovery, StepError
 from penstock.runtime import recovery as recovery_module
-from penstock.runtime.distributed import default_store
+from penstock.runtime.transport import default_store
 from penstock.schedule import Channel, Direction
 from tests.dist.launch import run_ranks
 from tests.dist.test_failing_steps import NUM_MICROBATCHES, Case, batch_of, break_step

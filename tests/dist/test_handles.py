@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
-from penstock.runtime import DistributedTransport, distributed
+from penstock.runtime import DistributedTransport
+from penstock.runtime import transport as module
 from penstock.schedule import Op
 from tests.dist.launch import run_ranks
 from tests.dist.test_transports_agree import LENGTHS, OneRank
@@ -43,18 +44,18 @@ class CountedGroup:
 
 def count_works(rank: int, num_ranks: int) -> list[tuple[dict[str, list[int]], dict[str, int], int]]:
     """By schedule: how often each work was waited for, the messages of the program, and what was pending at the end."""
-    group, make, found = dist.group.WORLD, distributed._backend_maker, []
+    group, make, found = dist.group.WORLD, module._backend_maker, []
     assert group is not None
     for number, name in enumerate(NAMES):
         # By turns a thread waits for every send, and the main thread for all of them at the end of a step.
-        distributed._MOST_KEPT_BYTES = (0, 1 << 30)[number % 2]
+        module._MOST_KEPT_BYTES = (0, 1 << 30)[number % 2]
         works: dict[str, list[CountedWork]] = {"sent": [], "received": []}
 
         def counted(*args: Any, works: Any = works) -> Any:
             backend = make(*args)
             return lambda store, place: CountedGroup(backend(store, place), works)
 
-        distributed._backend_maker = counted
+        module._backend_maker = counted
         program = schedule.lower(schedule.build(name, ranks=num_ranks, microbatches=len(LENGTHS)))
         transport = DistributedTransport(program.placement, group, torch.device("cpu"), 20.0)
         for links_tested in works.values():
@@ -70,7 +71,7 @@ def count_works(rank: int, num_ranks: int) -> list[tuple[dict[str, list[int]], d
         }
         found.append(({kind: [work.num_waits for work in of] for kind, of in works.items()}, expected, num_pending))
         transport.close()
-    distributed._backend_maker = make
+    module._backend_maker = make
     return found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from penstock import Engine, Layout
 from penstock.engine.own_layers import units_of_layers
 from penstock.model import ModelGroups, UnitSpec
-from penstock.runtime.distributed import default_store
+from penstock.runtime.transport import default_store
 from tests.dist.launch import run_outcomes
 from tests.hugging_face import make_model
 

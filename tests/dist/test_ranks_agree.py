@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.model import decoder_units
-from penstock.runtime.distributed import default_store
+from penstock.runtime.transport import default_store
 from penstock.settings import ModelConfig, ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks

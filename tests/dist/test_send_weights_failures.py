@@ -12,7 +12,7 @@ import pytest
 from penstock import Layout, PipelineError, SamplingParams, TransportError
 from penstock.engine import Engine, EngineOptions, weight_transfer
 from penstock.model import decoder_units
-from penstock.runtime.distributed import default_store
+from penstock.runtime.transport import default_store
 from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_outcomes, run_ranks
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime import DistributedTransport, TransportError
-from penstock.runtime import distributed as module
+from penstock.runtime import transport as module
 from penstock.runtime.errors import MessageMismatch
 from penstock.schedule import Channel, Direction, Placement, PlacementKind
 from tests.dist.launch import run_outcomes, run_ranks

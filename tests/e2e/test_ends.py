@@ -19,7 +19,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.processes.train_worker import TrainLoop
 from penstock.engine.folders.runs import MetricsLog, RunLock
-from penstock.runtime.watchdog import EXIT_CODE
+from penstock.runtime.recovery import EXIT_CODE
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run
 from tests.fork_server import run_without_end

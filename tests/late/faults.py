@@ -17,7 +17,7 @@ from penstock.engine.checkpoint import Checkpointer
 from penstock.parallel.collectives import Collectives, Pending
 from penstock.parallel.gradients import GradientBuckets
 from penstock.runtime import DistributedTransport, Executor, Stage
-from penstock.runtime.distributed import _KeptSends, _PostedReceive, _Sent
+from penstock.runtime.transport import _KeptSends, _PostedReceive, _Sent
 from penstock.schedule import Action, Op
 from tests.late.jobs import Job, Part, schedule
 

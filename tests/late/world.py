@@ -27,7 +27,7 @@ from penstock.parallel import Grid
 from penstock.parallel import grid as grid_module
 from penstock.parallel.renewable import RenewableGroup
 from penstock.runtime import Recovery
-from penstock.runtime import distributed as distributed_module
+from penstock.runtime import transport as transport_module
 from penstock.runtime.decode import relay as relay_module
 from penstock.runtime.transport import HostChannel, Line, describe_message
 from tests.late.operations import Call, Combine, Lateness, LateWork, Operations
@@ -72,10 +72,10 @@ def _installed(operations: Operations) -> Iterator[None]:
             (grid_module, "new_renewable_group", lambda ranks, *_: dist.new_group(list(ranks), backend=_BACKEND)),
             (pipeline_module, "connect", partial(_connect, pipeline_module.connect)),
             (pipeline_module, "Recovery", lambda group, *rest: Recovery(None, *rest)),
-            (distributed_module, "_backend_maker", lambda group, *_: partial(LateEnd, operations, group)),
-            (distributed_module, "_ChannelEnd", LateLink),
+            (transport_module, "_backend_maker", lambda group, *_: partial(LateEnd, operations, group)),
+            (transport_module, "_ChannelEnd", LateLink),
             # A message that travels inside its announcement is copied at once: none of its memory could be late.
-            (distributed_module, "_MOST_INSIDE_BYTES", 0),
+            (transport_module, "_MOST_INSIDE_BYTES", 0),
             (relay_module, "threading", threads),
             (relay_module, "queue", queues),
             (save_module, "threading", threads),
@@ -271,7 +271,7 @@ def _passed(inputs: Sequence[Tensors], _: Sequence[Any]) -> Sequence[Tensors]:
     return [(), inputs[0]]
 
 
-class LateLink(distributed_module._ChannelEnd):
+class LateLink(transport_module._ChannelEnd):
     """A link whose ends are late, and whose sends are polled, as on a GPU."""
 
     def __init__(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -22,8 +22,10 @@ from penstock.model import (
     ModelGroups,
     UnitSpec,
     WeightGradients,
+    decoder_units,
     defer,
 )
+from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.linear import Deferring, fix_weights
 from penstock.model.quantized import quantizer
 from penstock.model.reproducible import make_reproducible
@@ -32,13 +34,32 @@ from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
-from penstock.settings import CompileMode, ConfigError, Layout, ParameterGroup, Precision, Quantize
+from penstock.settings import CompileMode, ConfigError, Layout, ModelConfig, ParameterGroup, Precision, Quantize
 from penstock.settings.declare import check_argument
 
 SECOND_COPY = "@2"
 """Ends the names of the second copy of a bidirectional model."""
 
 T = TypeVar("T")
+
+
+class EngineArguments(NamedTuple):
+    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
+
+    units: Callable[[ModelGroups], Sequence[UnitSpec]]
+    hidden_size: int
+    layout: Layout
+    options: EngineOptions
+    form: HuggingFaceForm | None
+
+    @classmethod
+    def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
+        """Describe a decoder with random weights."""
+
+        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
+            return decoder_units(shape, groups=groups)
+
+        return cls(units, shape.hidden_size, layout, options, HuggingFaceForm.of(shape))
 
 
 def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) -> T:

@@ -22,8 +22,8 @@ from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
 from penstock.parallel.tensor_slice import TensorSlice
 from penstock.runtime import PipelineError
-from penstock.runtime.distributed import default_store
 from penstock.runtime.errors import TransportError
+from penstock.runtime.transport import default_store
 from penstock.settings import Layout
 from penstock.settings.declare import check_argument
 

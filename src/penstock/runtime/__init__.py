@@ -4,16 +4,21 @@ from penstock.model import LaneUnit
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
-from penstock.runtime.distributed import DistributedTransport, open_transport
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
-from penstock.runtime.recovery import Recovery
+from penstock.runtime.recovery import Recovery, Watchdog
 from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
 from penstock.runtime.trace import Awaited, Recorder
-from penstock.runtime.transport import InProcessHub, InProcessTransport, Line, Transport
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.transport import (
+    DistributedTransport,
+    InProcessHub,
+    InProcessTransport,
+    Line,
+    Transport,
+    open_transport,
+)
 
 __all__ = [
     "Awaited",

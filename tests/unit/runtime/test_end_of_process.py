@@ -40,7 +40,7 @@ import sys, time
 from datetime import timedelta
 
 import torch
-from penstock.runtime.distributed import _ThreadedSends
+from penstock.runtime.transport import _ThreadedSends
 from penstock.schedule import Channel, Direction
 from torch.distributed import TCPStore
 

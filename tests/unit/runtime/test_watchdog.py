@@ -13,7 +13,7 @@ import pytest
 
 from penstock.runtime import Recorder, Watchdog, liveness
 from penstock.runtime.liveness import Absence, Presence, Process, Processes, _absence
-from penstock.runtime.watchdog import EXIT_CODE
+from penstock.runtime.recovery import EXIT_CODE
 from penstock.schedule import Action, Op
 
 GRACE_S = 0.2
@@ -39,8 +39,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         return {process.rank: world.answer for process in asked}
 
     monkeypatch.setattr(liveness, "ask", ask)
-    monkeypatch.setattr("penstock.runtime.watchdog._ASK_AGAIN_S", 0.1)
-    monkeypatch.setattr("penstock.runtime.watchdog._SAME_SIGNAL_S", 0.1)
+    monkeypatch.setattr("penstock.runtime.recovery._ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr("penstock.runtime.recovery._SAME_SIGNAL_S", 0.1)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     watchdog = Watchdog(world.recorder, timeout_s=2.0, grace_s=GRACE_S, end=world.ended.append)
     watchdog.listen_to_signals()

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
 from penstock.data import CorpusError
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from penstock.engine.build import bytes_of_weight
+from penstock.engine.build import EngineArguments, bytes_of_weight
 from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
 from penstock.engine.checkpoint.manifest import newest_intact, published
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
@@ -61,25 +61,6 @@ if TYPE_CHECKING:
 
 _TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
-
-
-class EngineArguments(NamedTuple):
-    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
-
-    units: Callable[[ModelGroups], Sequence[UnitSpec]]
-    hidden_size: int
-    layout: Layout
-    options: EngineOptions
-    form: HuggingFaceForm | None
-
-    @classmethod
-    def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
-        """Describe a decoder with random weights."""
-
-        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-            return decoder_units(shape, groups=groups)
-
-        return cls(units, shape.hidden_size, layout, options, HuggingFaceForm.of(shape))
 
 
 @checked

@@ -20,9 +20,9 @@ from penstock.data import (
 from penstock.data.corpus import TokenStore
 from penstock.data.loader import PairPacking
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.build import cut_units
+from penstock.engine.build import EngineArguments, cut_units
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.folders.model_folder import EngineArguments, open_folder
+from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER
 from penstock.engine.options import EngineOptions

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from penstock import schedule
-from penstock.engine.build import bytes_of_weight, parameter_dtype
-from penstock.engine.folders.model_folder import EngineArguments
+from penstock.engine.build import EngineArguments, bytes_of_weight, parameter_dtype
 from penstock.engine.options import EngineOptions
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.dense import Embedding

@@ -29,7 +29,7 @@ from penstock.runtime import (
     Ring,
     host_channels,
 )
-from penstock.runtime.distributed import unique_number
+from penstock.runtime.transport import unique_number
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
 from penstock.settings.declare import type_in_words

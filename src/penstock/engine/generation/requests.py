@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from penstock import schedule
 from penstock.engine.generation.answers import AnswerText, Decodes
 from penstock.engine.training.microbatches import check_callable
-from penstock.runtime.distributed import default_store
 from penstock.runtime.recovery import Alarm
+from penstock.runtime.transport import default_store
 from penstock.schedule import Ending, Scheduler, Token
 from penstock.settings import Layout, SamplingParams
 

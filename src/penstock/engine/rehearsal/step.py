@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, split
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.build import UnitSource, units_for
+from penstock.engine.build import EngineArguments, UnitSource, units_for
 from penstock.engine.folders.lora import with_adapter
-from penstock.engine.folders.model_folder import EngineArguments
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.optimizer.groups import Division, ParameterGroups
