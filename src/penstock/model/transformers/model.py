@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.model.hf.files import Names, WeightFiles
 from penstock.model.linear import switch_linears
-from penstock.model.transformers.skeleton import CannotCut, ForwardPart, Skeleton, list_of_layers, uses_outside
+from penstock.model.transformers.skeleton import Skeleton, list_of_layers, uses_outside
 from penstock.model.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
 from penstock.model.units import Limits, UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice
@@ -40,15 +40,10 @@ class TransformersModel:
     skeleton: Skeleton
     #: the layers, without values
     layers: Sequence[nn.Module]
-    #: the name of the list of layers
-    path: str
     config: Any
-    #: the places for parameters outside the layers -> the parameter's shape
-    slots: Mapping[str, Shape]
-    #: part of the forward -> the slots used in it
-    uses: Mapping[ForwardPart, frozenset[str]]
-    #: slot of a tied parameter -> its owner's slot
-    owners: Mapping[str, str]
+    #: the slots of the first unit, and those of the last
+    first: frozenset[str]
+    last: frozenset[str]
     #: the names in the files
     names: TransformersNames
 
@@ -67,14 +62,15 @@ class TransformersModel:
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         skeleton.drop_parameters()
-        slots = dict(skeleton.hollow)
-        uses = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
+        before, after = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
-            raise CannotCut(f"{name} shares {shared[0]} between layers, so they cannot be cut")
-        both = [slot for slot, owner in owners.items() for part in uses.values() if slot in part and owner in part]
+            raise ValueError(f"{name} shares {shared[0]} between layers, so they cannot be cut")
+        both = [slot for slot, owner in owners.items() for part in (before, after) if slot in part and owner in part]
         if both:
-            raise CannotCut(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
-        return cls(skeleton, layers, path, config, slots, uses, owners, names)
+            raise ValueError(f"{name} uses {both[0]} and {owners[both[0]]}, one parameter, on one side of its layers")
+        # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
+        first = frozenset(skeleton.hollow) - (after - before)
+        return cls(skeleton, layers, config, first, after, names)
 
     @property
     def shape(self) -> ModelConfig:
@@ -96,26 +92,24 @@ class TransformersModel:
         # Rotary tables that depend on the longest text in the batch.
         by_length = any(kind in text for text in rope for kind in ("dynamic", "longrope"))
         inputs = LayerInputs(copy.deepcopy(self.skeleton), by_length)
-        last = self.uses[ForwardPart.AFTER]
-        # Unused parameters belong to the first unit, so that they are not lost when the model is saved.
-        first = frozenset(self.slots) - (last - self.uses[ForwardPart.BEFORE])
 
         def before() -> nn.Module:
-            return BeforeLayers(self._part(first), inputs)
+            return BeforeLayers(self._part(self.first), inputs)
 
         def after() -> nn.Module:
-            return AfterLayers(self._part(last), inputs)
+            return AfterLayers(self._part(self.last), inputs)
 
         def layer(number: int) -> nn.Module:
             module = copy.deepcopy(self.layers[number])
             switch_linears(module)
             return TransformersLayer(module, number, inputs)
 
-        tied = {
-            OWN + slot: f"{FIRST}.{OWN}{self._first_slot(slot, first)}"
-            for slot in last
-            if self._first_slot(slot, first)
-        }
+        tied = {}
+        for slot in self.last:
+            owners = self.names.owners
+            same = {slot} | {s for s, owner in owners.items() if owner == slot} | {owners.get(slot, slot)}
+            if both := sorted(same & self.first):
+                tied[OWN + slot] = f"{FIRST}.{OWN}{both[0]}"
         return (
             replace(_spec(FIRST, before), limits=self._limits()),
             *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
@@ -136,19 +130,14 @@ class TransformersModel:
             before_change = rope.get(names) or getattr(text, names, None)
         return Limits(text.vocab_size, length, max_generated_length=before_change)
 
-    def _first_slot(self, slot: str, first: frozenset[str]) -> str | None:
-        """The slot before the layers that holds the same parameter."""
-        same = {slot} | {s for s, owner in self.owners.items() if owner == slot} | {self.owners.get(slot, slot)}
-        return next(iter(sorted(same & first)), None)
-
     def _part(self, slots: frozenset[str]) -> Skeleton:
         part = copy.deepcopy(self.skeleton)
         for name in slots:
-            del part.hollow[name]
+            shape = part.hollow.pop(name)
             path, _, own = name.rpartition(".")
             owner = part.model.get_submodule(path)
             owner.__dict__.pop(own, None)
-            owner.register_parameter(own, nn.Parameter(torch.empty(self.slots[name], device="meta")))
+            owner.register_parameter(own, nn.Parameter(torch.empty(shape, device="meta")))
         switch_linears(part)
         return part
 

@@ -6,7 +6,6 @@ everything after the layers, whatever its family: scales, norms, masks, rotary t
 Shapes: B sequences, L tokens of each, T tokens, D hidden size, V vocabulary.
 """
 
-import enum
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,17 +19,8 @@ from torch.overrides import TorchFunctionMode
 _HIDDEN = "hidden_states"
 
 
-@dataclass(frozen=True, eq=False)
-class LayerArguments:
-    """The arguments of a layer beside the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def instead(self, one: object, other: object) -> "LayerArguments":
-        """The same arguments with one object replaced by another."""
-        args = tuple(other if value is one else value for value in self.args)
-        return LayerArguments(args, {name: other if value is one else value for name, value in self.kwargs.items()})
+LayerArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""The arguments of a layer beside the hidden states: by place, and by name."""
 
 
 class _LeaveForward(Exception):
@@ -54,9 +44,7 @@ class StubbedForward:
 
     def receive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.hidden.append(args[0] if args else kwargs[_HIDDEN])
-        self.arguments[index] = LayerArguments(
-            args[1:], {name: value for name, value in kwargs.items() if name != _HIDDEN}
-        )
+        self.arguments[index] = args[1:], {name: value for name, value in kwargs.items() if name != _HIDDEN}
         if index == self.last:
             raise _LeaveForward
         output = self.hidden[-1] if self.output is None else self.output
@@ -203,43 +191,31 @@ _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
 
 
-class ForwardPart(enum.Enum):
-    """The part of a forward in which a parameter is used, relative to the layers."""
-
-    BEFORE = enum.auto()
-    BETWEEN = enum.auto()
-    AFTER = enum.auto()
-
-
-class CannotCut(ValueError):
-    """A model's layers cannot run separately; the message gives the reason."""
-
-
 def list_of_layers(model: nn.Module, num_layers: int) -> str:
     """Find the name of the list of layers: the outermost `nn.ModuleList` with one module for each of the layers.
 
     Raises:
-        CannotCut: the model has no such list; names the lists that it has.
+        ValueError: the model has no such list; names the lists that it has.
     """
     lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     fitting = [name for name, length in lists.items() if length == num_layers]
     if not fitting:
         known = ", ".join(f"{name} of {length}" for name, length in lists.items()) or "none at all"
-        raise CannotCut(
+        raise ValueError(
             f"{type(model).__name__} has no list of its {num_layers} layers to cut it by; its lists of modules: {known}"
         )
     return min(fitting, key=lambda name: name.count("."))
 
 
-def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> dict[ForwardPart, frozenset[str]]:
-    """Find the slots whose parameters are used before, between and after the layers; set `skeleton.as_tuple`.
+def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple[frozenset[str], frozenset[str]]:
+    """Find the slots whose parameters are used before the layers, and those after them; set `skeleton.as_tuple`.
 
     The model gives `num_outputs` numbers for a token.
 
     The skeleton, whose slots are all hollow, is left without values.
 
     Raises:
-        CannotCut: something besides the hidden states passes from the text to the layers, or from layer to layer, or
+        ValueError: something besides the hidden states passes from the text to the layers, or from layer to layer, or
             the forward fails without its layers.
     """
     name = type(skeleton.model).__name__
@@ -253,21 +229,23 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> dict[
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
         except Exception as error:  # any error of a model that expects its own layers
             reason = " ".join(str(error).split())
-            raise CannotCut(f"{name} cannot be cut into its layers: run without them, it says {reason!r}") from error
+            raise ValueError(f"{name} cannot be cut into its layers: run without them, it says {reason!r}") from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
-        raise CannotCut(f"{name} changes the hidden states between its layers, so they cannot be cut")
-    for layer, arguments in first.arguments.items():
-        other = second.arguments[layer]
-        pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(arguments.args, other.args, strict=True))]
-        pairs += [(key, value, other.kwargs.get(key)) for key, value in arguments.kwargs.items()]
+        raise ValueError(f"{name} changes the hidden states between its layers, so they cannot be cut")
+    for layer, (args, kwargs) in first.arguments.items():
+        other_args, other_kwargs = second.arguments[layer]
+        pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(args, other_args, strict=True))]
+        pairs += [(key, value, other_kwargs.get(key)) for key, value in kwargs.items()]
         for argument, value, theirs in pairs:
             if not _same(value, theirs):
-                raise CannotCut(f"{name} hands its layers {argument}, which depends on the text, so they cannot be cut")
+                raise ValueError(
+                    f"{name} hands its layers {argument}, which depends on the text, so they cannot be cut"
+                )
     if logits.shape != (_FEW * _LONG, num_outputs):
-        raise CannotCut(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
-    if between := dummies.uses[ForwardPart.BETWEEN]:
-        raise CannotCut(f"{name} uses its {sorted(between)[0]} between its layers, so they cannot be cut")
-    return {part: frozenset(slots) for part, slots in dummies.uses.items()}
+        raise ValueError(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
+    if dummies.between:
+        raise ValueError(f"{name} uses its {sorted(dummies.between)[0]} between its layers, so they cannot be cut")
+    return frozenset(dummies.before), frozenset(dummies.after)
 
 
 def _gives_tuples(skeleton: Skeleton) -> bool:
@@ -299,10 +277,12 @@ def _same(value: Any, other: Any) -> bool:
 
 
 class _DummyValues(TorchFunctionMode):
-    """Within this context a skeleton's slots hold dummy values, and each use of one is recorded with its part."""
+    """Within this context a skeleton's slots hold dummy values, and each use of one is recorded."""
 
-    #: part of a forward -> the slots whose values it has used
-    uses: dict[ForwardPart, set[str]]
+    #: the slots whose values were used before, between and after the layers
+    before: set[str]
+    between: set[str]
+    after: set[str]
     #: the model, and by slot what its parameters hold meanwhile
     _skeleton: Skeleton
     _values: dict[str, Any]
@@ -312,7 +292,7 @@ class _DummyValues(TorchFunctionMode):
     def __init__(self, skeleton: Skeleton) -> None:
         super().__init__()
         self._skeleton = skeleton
-        self.uses = {part: set() for part in ForwardPart}
+        self.before, self.between, self.after = set(), set(), set()
         self._values = {slot: _dummy(shape) for slot, shape in skeleton.hollow.items()}
         self._slot_of = {id(values): name for name, values in self._values.items()}
 
@@ -327,19 +307,15 @@ class _DummyValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         used = [value for value in (*args, *kwargs.values()) if id(value) in self._slot_of]
-        for value in used:
-            self.uses[self._part()].add(self._slot_of[id(value)])
+        num_reached = len(self._skeleton.current.arguments)
+        past_all = num_reached == self._skeleton.num_layers
+        part = self.before if num_reached == 0 else self.after if past_all else self.between
+        part.update(self._slot_of[id(value)] for value in used)
         if used and func is F.linear:
             # A product would write the expanded values out, which takes gigabytes for a large vocabulary.
             x, weight = args[0], args[1]
             return x.mean(-1, keepdim=True).expand(*x.shape[:-1], weight.shape[0]).contiguous()
         return func(*args, **kwargs)
-
-    def _part(self) -> ForwardPart:
-        num_reached = len(self._skeleton.current.arguments)
-        if num_reached == 0:
-            return ForwardPart.BEFORE
-        return ForwardPart.AFTER if num_reached == self._skeleton.num_layers else ForwardPart.BETWEEN
 
 
 def _dummy(shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,7 @@ vocabulary, S sampled tokens.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,19 +25,23 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedGroup:
-    """Sequences padded to one length."""
+class TokenGroup:
+    """Tokens that the model's own code computes at once: sequences padded to one length, or an item in generation."""
 
-    #: place -> the microbatch's token there
+    #: place -> the microbatch's or batch's token there
     rows_BL: Tensor
-    #: the places without padding, in the order of their tokens; None without padding
-    tokens: Tensor | None
     #: place -> its position in the sequence
     positions_BL: Tensor
+    #: the places without padding, in the order of their tokens; None without padding
+    tokens: Tensor | None = None
+    item: BatchItem | None = None
+    #: in generation, an empty cache that is as long as the sequence so far: a model computes masks and positions only
+    #: from its cache's length
+    past: Any = None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], starts: tuple[int, ...], sequences: Sequences) -> "PaddedGroup":
-        """The arguments for sequences that have these lengths and begin at these tokens of the microbatch."""
+    def of_sequences(cls, lengths: list[int], starts: list[int], sequences: Sequences) -> "TokenGroup":
+        """Sequences that have these lengths and begin at these tokens of the microbatch."""
         positions_T = sequences.positions
         device, longest = positions_T.device, max(lengths)
         places_L, ends_B1 = torch.arange(longest), torch.tensor(lengths)[:, None] - 1
@@ -50,44 +54,26 @@ class PaddedGroup:
         if not sequences.has_own_positions:
             # Positions of padding continue, so that a family that looks for several texts in a row finds one.
             positions_BL = positions_BL + beyond_BL
-        return cls(rows_BL, tokens, positions_BL)
+        return cls(rows_BL, positions_BL, tokens)
+
+    @classmethod
+    def of_item(cls, item: BatchItem, rows_L: Tensor) -> "TokenGroup":
+        """An item with these tokens of the batch."""
+        past = _new_cache()
+        if item.start:
+            nothing = torch.zeros((), device=rows_L.device).expand(1, 1, item.start, 1)
+            past.update(nothing, nothing, 0)
+        positions_L = torch.arange(item.start, item.end, device=rows_L.device)
+        return cls(rows_L[None], positions_L[None], item=item, past=past)
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...]."""
         return x.index_select(0, self.rows_BL.flatten()).unflatten(0, self.rows_BL.shape)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """[B, L, ...] -> one row for each token of these sequences."""
+        """[B, L, ...] -> one row for each token of this group."""
         flat = x.flatten(0, 1)
         return flat if self.tokens is None else flat.index_select(0, self.tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedGroups:
-    """A microbatch's sequences in groups, each padded by itself."""
-
-    groups: tuple[PaddedGroup, ...]
-    #: row of the microbatch -> row of the groups' concatenated tokens; None for a single group
-    order: Tensor | None
-
-    @classmethod
-    def of(cls, sequences: Sequences, by_length: bool) -> "PaddedGroups":
-        """All sequences in one group, or with `by_length` one group for each length."""
-        starts = tuple(sequences.cu_seqlens.tolist()[:-1])
-        numbers = range(len(sequences.lengths))
-        lengths = sorted(set(sequences.lengths)) if by_length else [None]
-        members = [[n for n in numbers if length in (None, sequences.lengths[n])] for length in lengths]
-        groups = tuple(
-            PaddedGroup.of(tuple(sequences.lengths[n] for n in group), tuple(starts[n] for n in group), sequences)
-            for group in members
-        )
-        if len(groups) == 1:
-            return cls(groups, None)
-        return cls(groups, torch.cat([group.unpad(group.rows_BL) for group in groups]).argsort())
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """The rows of all groups as rows of the microbatch."""
-        return parts[0] if self.order is None else torch.cat(parts).index_select(0, self.order)
 
 
 @dataclass(eq=False)
@@ -114,28 +100,6 @@ class RowCaches:
                 self._rows[item.row] = copied
 
 
-@dataclass(eq=False)
-class Past:
-    """The tokens before an item, as far as the model without its layers needs them.
-
-    A model computes masks and positions only from the length of its cache.
-    """
-
-    #: the model without its layers
-    skeleton: Skeleton
-    #: the item's positions
-    positions_1L: Tensor
-    #: an empty cache that is as long as the sequence so far
-    stub: Any
-    _arguments: dict[torch.dtype, Mapping[int, LayerArguments]] = field(default_factory=dict)
-
-    def arguments(self, rows: CachedRows, dtype: torch.dtype) -> Mapping[int, LayerArguments]:
-        """Each layer's arguments for this item, computed once for all layers."""
-        if dtype not in self._arguments:
-            self._arguments[dtype] = self.skeleton.layer_arguments(self.positions_1L, dtype, self.stub)
-        return self._arguments[dtype]
-
-
 def _new_cache() -> Any:
     """A cache that drops nothing: masks apply the windows, and any beginning of it can be copied."""
     from transformers import DynamicCache
@@ -156,18 +120,51 @@ class LayerInputs:
     #: together
     by_length: bool
 
-    def padded(self, sequences: Sequences) -> PaddedGroups:
-        """The sequences in groups. Raises: ValueError if they have positions, and the model takes none."""
-        if sequences.has_own_positions and not self.skeleton.takes_positions:
+    def groups(self, rows: Sequences | CachedRows) -> list[TokenGroup]:
+        """The sequences in groups, each padded by itself, or each item alone.
+
+        Raises: ValueError if sequences have positions, and the model takes none.
+        """
+        if isinstance(rows, CachedRows):
+            return rows.shared((self, "groups"), lambda: self._items(rows))
+        if rows.has_own_positions and not self.skeleton.takes_positions:
             name = type(self.skeleton.model).__name__
             raise ValueError(f"the batch has the key 'positions', but {name} takes no position_ids; leave the key out")
-        return sequences.shared((self, "padded"), lambda: PaddedGroups.of(sequences, self.by_length))
+        return rows.shared((self, "groups"), lambda: self._padded(rows))
 
-    def arguments(self, sequences: Sequences, dtype: torch.dtype) -> list[Mapping[int, LayerArguments]]:
-        """Each group's arguments of each layer, by the layer's number."""
-        groups = self.padded(sequences).groups
-        return sequences.shared(
-            (self, dtype), lambda: [self.skeleton.layer_arguments(group.positions_BL, dtype) for group in groups]
+    def _items(self, rows: CachedRows) -> list[TokenGroup]:
+        rows_T = torch.arange(rows.num_tokens, device=rows.positions.device)
+        parts = rows_T.split([item.length for item in rows.items])
+        return [TokenGroup.of_item(*pair) for pair in zip(rows.items, parts, strict=True)]
+
+    def _padded(self, sequences: Sequences) -> list[TokenGroup]:
+        starts, numbers = sequences.cu_seqlens.tolist(), range(len(sequences.lengths))
+        lengths = sorted(set(sequences.lengths)) if self.by_length else [None]
+        members = [[n for n in numbers if length in (None, sequences.lengths[n])] for length in lengths]
+        return [
+            TokenGroup.of_sequences([sequences.lengths[n] for n in group], [starts[n] for n in group], sequences)
+            for group in members
+        ]
+
+    def join(self, rows: Sequences | CachedRows, parts: list[Tensor]) -> Tensor:
+        """The rows of all groups as rows of the microbatch or batch."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = torch.cat(parts)
+        if isinstance(rows, CachedRows):
+            return joined
+        groups = self.groups(rows)
+        order = rows.shared(
+            (self, "order"), lambda: torch.cat([group.unpad(group.rows_BL) for group in groups]).argsort()
+        )
+        return joined.index_select(0, order)
+
+    def arguments(self, rows: Sequences | CachedRows, dtype: torch.dtype) -> list[Mapping[int, LayerArguments]]:
+        """Each group's arguments of each layer, by the layer's number; computed once for all layers."""
+        groups = self.groups(rows)
+        return rows.shared(
+            (self, dtype),
+            lambda: [self.skeleton.layer_arguments(group.positions_BL, dtype, group.past) for group in groups],
         )
 
     def check_caches(self) -> None:
@@ -185,19 +182,6 @@ class LayerInputs:
             raise ValueError(
                 f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
             )
-
-    def with_pasts(self, x: Tensor, rows: CachedRows) -> Iterator[tuple[Tensor, Past]]:
-        """Each item's rows of `x` [T, ...] with its past."""
-
-        def past(item: BatchItem) -> Past:
-            stub = _new_cache()
-            if item.start:
-                nothing = torch.zeros((), device=x.device).expand(1, 1, item.start, 1)
-                stub.update(nothing, nothing, 0)
-            return Past(self.skeleton, torch.arange(item.start, item.end, device=x.device)[None], stub)
-
-        pasts = rows.shared((self, "pasts"), lambda: list(map(past, rows.items)))
-        return zip(x.split([item.length for item in rows.items]), pasts, strict=True)
 
 
 class _TransformersUnit(nn.Module):
@@ -236,20 +220,16 @@ class BeforeLayers(_TransformersUnit):
         super().__init__(inputs)
         self.skeleton = skeleton
 
-    def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
-        padded = self.inputs.padded(sequences)
+    def forward(self, tokens_T: Tensor, sequences: Sequences | CachedRows) -> Tensor:
         parts = [
-            group.unpad(self.skeleton.before_layers(group.pad(tokens_T), group.positions_BL)) for group in padded.groups
+            group.unpad(self.skeleton.before_layers(group.pad(tokens_T), group.positions_BL, group.past))
+            for group in self.inputs.groups(sequences)
         ]
-        return padded.join(parts)
+        return self.inputs.join(sequences, parts)
 
     def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
         """Token ids [T] of a batch -> hidden states [T, D]."""
-        parts = [
-            self.skeleton.before_layers(tokens[None], past.positions_1L, past.stub).squeeze(0)
-            for tokens, past in self.inputs.with_pasts(x, rows)
-        ]
-        return torch.cat(parts)
+        return self.forward(x, rows)
 
 
 class TransformersLayer(_TransformersUnit):
@@ -262,27 +242,25 @@ class TransformersLayer(_TransformersUnit):
         self.layer, self.number = layer, number
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        padded = self.inputs.padded(sequences)
-        parts = []
-        for group, by_layer in zip(padded.groups, self.inputs.arguments(sequences, x_TD.dtype), strict=True):
-            arguments = by_layer[self.number]
-            output = self.layer(group.pad(x_TD), *arguments.args, **arguments.kwargs)
-            parts.append(group.unpad(output[0] if isinstance(output, tuple) else output))
-        return padded.join(parts)
+        return self.decode(x_TD, None, sequences)
 
     def new_cache(self, size: CacheSize) -> RowCaches:
         """A cache of transformers for each row, made when the row is first read."""
         super().new_cache(size)
         return RowCaches(self.number)
 
-    def decode(self, x: Tensor, cache: RowCaches, rows: CachedRows) -> Tensor:
-        """[T, D] -> [T, D], item by item; each adds to its row's cache."""
+    def decode(self, x: Tensor, cache: RowCaches | None, rows: Sequences | CachedRows) -> Tensor:
+        """[T, D] -> [T, D], group by group; each item adds to its row's cache."""
         parts = []
-        for (x_LD, past), item in zip(self.inputs.with_pasts(x, rows), rows.items, strict=True):
-            arguments = past.arguments(rows, x.dtype)[self.number].instead(past.stub, cache.of(item))
-            output = self.layer(x_LD[None], *arguments.args, **arguments.kwargs)
-            parts.append((output[0] if isinstance(output, tuple) else output).squeeze(0))
-        return torch.cat(parts)
+        for group, by_layer in zip(self.inputs.groups(rows), self.inputs.arguments(rows, x.dtype), strict=True):
+            args, kwargs = by_layer[self.number]
+            if cache is not None and group.item is not None:
+                own = cache.of(group.item)
+                args = tuple(own if value is group.past else value for value in args)
+                kwargs = {name: own if value is group.past else value for name, value in kwargs.items()}
+            output = self.layer(group.pad(x), *args, **kwargs)
+            parts.append(group.unpad(output[0] if isinstance(output, tuple) else output))
+        return self.inputs.join(rows, parts)
 
 
 class AfterLayers(_TransformersUnit):
