@@ -1,10 +1,11 @@
 """`penstock doctor`: this machine, the groups of a layout, and a test of the links between its ranks."""
 
+import argparse
 import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,34 +33,22 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_b
 """Instructions that decide how fast products of each kind are."""
 
 
-@dataclass(frozen=True)
-class DoctorArguments:
-    """One call of the command; `sizes` holds the layout's sizes that were given, by axis."""
-
-    sizes: dict[str, int]
-    parallel: ParallelConfig
-    links: bool
-    json: bool
-    #: the file to write the measured machines to
-    measure: Path | None = None
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises: ValueError for a layout that is impossible or does not fit the processes.
     """
-    arguments = read_arguments(words)
+    given = read_arguments(words)
     group = find_group(os.environ)
-    layout = chosen_layout(arguments, group)
-    if arguments.measure is not None and layout.world_size == 1:
+    layout = chosen_layout(given, group)
+    if given.measure is not None and layout.world_size == 1:
         raise ValueError("--measure needs links: at least two processes, such as --pp 2")
-    if not arguments.links or layout.world_size == 1:
-        show_layout(arguments, layout, None)
+    if given.no_links or layout.world_size == 1:
+        show_layout(given, layout, None)
         return 0
     if group is None:
         return launch(_COMMAND, words, layout.world_size, 1)
-    return _run_worker(arguments, layout, group)
+    return _run_worker(given, layout, group)
 
 
 def parser() -> Parser:
@@ -91,65 +80,60 @@ processes of that group, so real hosts are tested.""",
     return parser
 
 
-def read_arguments(words: Sequence[str]) -> DoctorArguments:
-    """Read the command line.
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line: its options, and as `parallel` those of the layout.
 
     Raises: ValueError for a mistake in it.
     """
     given = parser().parse_args(list(words))
-    values = values_of(given, _PARALLEL)
     if given.measure is not None:
         if given.no_links:
             raise ValueError("--measure needs the links that --no-links leaves out; leave out one of them")
         if LAUNCHER_PID not in os.environ:
             refuse_to_overwrite(given.measure, force=given.force)
-    return DoctorArguments(
-        {axis: values[axis] for axis in _SIZES if getattr(given, axis) is not None},
-        ParallelConfig(**values),
-        not given.no_links,
-        given.json,
-        given.measure,
-    )
+    given.parallel = ParallelConfig(**values_of(given, _PARALLEL))
+    return given
 
 
-def chosen_layout(arguments: DoctorArguments, group: Group | None) -> Layout:
+def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
     """The requested layout; without sizes, a pipeline of all processes of the group, or of two.
 
     Raises: ValueError for a layout that is impossible or does not fit the group.
     """
-    sizes: dict[str, Any] = arguments.sizes or {"pp": 2 if group is None else group.world_size}
-    layout = Layout(**sizes, order=arguments.parallel.order)
+    sizes = {axis: getattr(given.parallel, axis) for axis in _SIZES if getattr(given, axis) is not None}
+    sizes = sizes or {"pp": 2 if group is None else group.world_size}
+    layout = Layout(**sizes, order=given.parallel.order)
     if group is not None:
         layout.check(group.world_size)
     return layout
 
 
-def _run_worker(arguments: DoctorArguments, layout: Layout, group: Group) -> int:
+def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     """Test the links as one process of `group`; returns the exit code."""
     import tomli_w
 
     from penstock.cli.processes.measure import measure_cluster, measure_links, measured_device
     from penstock.cli.processes.session import work_together
 
-    parallel = arguments.parallel
+    parallel = given.parallel
 
     def work(store: "Store") -> None:
         links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
-        if arguments.measure is not None:
+        if given.measure is not None:
             cluster = measure_cluster(group, store, links.hosts, measured_device(links.device, group))
             links = replace(links, cluster=cluster)
             if group.rank == 0:
                 # The launcher has seen whether the file may be replaced.
-                write_text(arguments.measure, tomli_w.dumps(cluster), force=True)
+                write_text(given.measure, tomli_w.dumps(cluster), force=True)
         if group.rank == 0:
-            show_layout(arguments, layout, links)
+            show_layout(given, layout, links)
 
     return work_together(group, 1, parallel.timeout_s, work)
 
 
-def show_layout(arguments: DoctorArguments, layout: Layout, links: "Links | None") -> None:
+def show_layout(given: argparse.Namespace, layout: Layout, links: "Links | None") -> None:
     """Print the findings; `links` is None if none were tested."""
-    if arguments.json:
+    if given.json:
         groups = {name: [list(ranks) for ranks in found] for name, found in group_table(layout).items()}
         print_json(
             {

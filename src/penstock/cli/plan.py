@@ -35,7 +35,16 @@ def main(words: Sequence[str]) -> int:
         constants = replace(constants, action_s=given.action_us * 1e-6)
     if given.compute is not None:
         constants = replace(constants, compute=given.compute)
-    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=_Progress())
+    last_s = -math.inf
+
+    def show(text: str) -> None:
+        """Print what is being done: all of it on a terminal, elsewhere a line every few seconds."""
+        nonlocal last_s
+        if sys.stderr.isatty() or time.monotonic() - last_s >= _SECONDS_BETWEEN_LINES:
+            print(text, file=sys.stderr)
+            last_s = time.monotonic()
+
+    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=show)
     if given.json:
         print_json(as_dict(found))
     else:
@@ -268,15 +277,3 @@ def _show(found: planner.Plan) -> None:
     print("well-known layouts:")
     for name, reason in found.known:
         print(f"  {name}: {reason}")
-
-
-class _Progress:
-    """Prints what is being done: all of it on a terminal, elsewhere a line every few seconds."""
-
-    #: when a line was last printed
-    _last_s: float = -math.inf
-
-    def __call__(self, text: str) -> None:
-        if sys.stderr.isatty() or time.monotonic() - self._last_s >= _SECONDS_BETWEEN_LINES:
-            print(text, file=sys.stderr)
-            self._last_s = time.monotonic()

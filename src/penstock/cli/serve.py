@@ -162,27 +162,24 @@ class Serve(ModelCommand):
     ) -> None:
         """Generate on the first rank until the server has been told to end; `cache` goes into the greeting."""
         from penstock.engine.generation.answers import GenerateOptions
-        from penstock.serve.server import HttpThread
+        from penstock.serve.server import http_thread
 
         parts, listener = prepared
         shape, length = self.shape, parts.model.limits.max_length
-        http = HttpThread(parts, listener)
-        http.start()
-        threading.Thread(target=_drain, args=(parts, ending), name="penstock ending", daemon=True).start()
-        host, port = listener.getsockname()[:2]
-        place = f"[{host}]" if ":" in host else host
-        print(
-            f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
-            f"each of up to {length} tokens with its prompt{cache}",
-            flush=True,
-        )
-        try:
-            engine.generator.serve(parts.mailboxes.queue, shape, length, GenerateOptions())
-        except BaseException as error:
-            parts.mailboxes.fail(f"the server has failed: {error}")
-            raise
-        finally:
-            http.end()
+        with http_thread(parts, listener):
+            threading.Thread(target=_drain, args=(parts, ending), name="penstock ending", daemon=True).start()
+            host, port = listener.getsockname()[:2]
+            place = f"[{host}]" if ":" in host else host
+            print(
+                f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
+                f"each of up to {length} tokens with its prompt{cache}",
+                flush=True,
+            )
+            try:
+                engine.generator.serve(parts.mailboxes.queue, shape, length, GenerateOptions())
+            except BaseException as error:
+                parts.mailboxes.fail(f"the server has failed: {error}")
+                raise
 
     def _parts(self, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
         """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""

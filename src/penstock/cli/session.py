@@ -187,8 +187,8 @@ class ModelCommand:
         arguments = model.arguments(replace(parallel, device=device))
         if decoded is not None:
             num_rows, mean_tokens, num_cached = decoded
-            ranks = measured_ranks(store, group, parallel.pp, device)
-            arguments = cut_to_decode(arguments, num_rows, mean_tokens, ranks, num_cached)
+            measured = measured_ranks(store, group, parallel.pp, device)
+            arguments = cut_to_decode(arguments, num_rows, mean_tokens, num_cached, *measured)
         engine = Engine(*arguments)
         with waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
             version = model.load(engine)

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,70 +33,56 @@ class _PromptProtocol(H11Protocol):
         self.loop.call_later(_HEADERS_S, check_begun)
 
 
-class HttpThread:
-    """Serves an application on a socket until `end`."""
+@contextmanager
+def http_thread(parts: ServerParts, listener: socket.socket) -> Iterator[None]:
+    """Take requests on a socket inside the block; its end finishes the replies under way."""
+    answers, most = application(parts), parts.config.max_connections
 
-    #: uvicorn's server, and what its paths share
-    _server: uvicorn.Server
-    _parts: ServerParts
-    #: answers requests
-    _application: ASGIApp
-    #: where it listens
-    _listener: socket.socket
-    #: runs the event loop
-    _thread: threading.Thread
-    #: set when requests can come, or when they never will
-    _started: threading.Event
-
-    def __init__(self, parts: ServerParts, listener: socket.socket) -> None:
-        self._application = application(parts)
-        config = uvicorn.Config(
-            self._bounded,
-            interface="asgi3",
-            http=_PromptProtocol,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=_LAST_BYTES_S,
-        )
-        self._server, self._parts, self._listener = uvicorn.Server(config), parts, listener
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="penstock http", daemon=True)
-
-    def start(self) -> None:
-        """Take requests from now on."""
-        self._thread.start()
-        self._started.wait()
-
-    def end(self) -> None:
-        """Finish the replies under way, and take no more."""
-        self._server.should_exit = True
-        self._thread.join(_LAST_BYTES_S + 2.0)
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        finally:
-            self._started.set()
-
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, for no more connections than there may be."""
-        most, answer = self._parts.config.max_connections, self._application
-        if len(self._server.server_state.connections) > most:
-            self._parts.metrics.requests["other", 503] += 1
+    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer for no more connections than there may be."""
+        answer: ASGIApp = answers
+        if len(server.server_state.connections) > most:
+            parts.metrics.requests["other", 503] += 1
             answer = refusal_response(
                 RefusalError(503, f"there are more than {most} connections; try again later", None, "too_many")
             )
         await answer(scope, receive, send)
 
-    async def _serve(self) -> None:
-        self._parts.mailboxes.open(asyncio.get_running_loop())
-        self._started.set()
-        await self._server.serve([self._listener])
+    config = uvicorn.Config(
+        bounded,
+        interface="asgi3",
+        http=_PromptProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=_LAST_BYTES_S,
+    )
+    # Set when requests can come, or when they never will.
+    server, started = uvicorn.Server(config), threading.Event()
+
+    async def serve() -> None:
+        parts.mailboxes.open(asyncio.get_running_loop())
+        started.set()
+        await server.serve([listener])
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="penstock http", daemon=True)
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(_LAST_BYTES_S + 2.0)
 
 
 def listening_socket(address: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.serve.app import ServerParts
 from penstock.serve.asked import ServedModel
 from penstock.serve.mailboxes import Mailboxes
 from penstock.serve.metrics import ServerMetrics
-from penstock.serve.server import HttpThread, listening_socket
+from penstock.serve.server import http_thread, listening_socket
 from penstock.settings import ServeConfig
 
 LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"
@@ -30,7 +31,7 @@ Serve = Callable[..., int]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Starts a server; gives its port."""
-    running: list[HttpThread] = []
+    running = ExitStack()
 
     def start(**settings: Any) -> int:
         template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), Guard(most_s=1))
@@ -38,13 +39,11 @@ def serve() -> Iterator[Serve]:
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, ServeConfig(**settings), boxes, ServerMetrics(lambda: boxes.queue.counts), None)
         listener = listening_socket("127.0.0.1", 0)
-        running.append(HttpThread(parts, listener))
-        running[-1].start()
+        running.enter_context(http_thread(parts, listener))
         return listener.getsockname()[1]
 
-    yield start
-    for thread in running:
-        thread.end()
+    with running:
+        yield start
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:

@@ -5,7 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -18,8 +18,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from penstock.cli.processes.machine import memory_bytes
 from penstock.cli.processes.meeting import Group, exchange
 from penstock.cli.processes.session import choose_device, initialise
-from penstock.engine.generation.decode_cut import DecodingRank
 from penstock.parallel import connect
+from penstock.planner.cluster import DeviceLink
 from penstock.runtime import PipelineError
 from penstock.settings import Device, Layout
 
@@ -56,10 +56,10 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
     device = measured_device(device_name, group)
-    ring = ProcessRing(range(group.world_size), group.rank, device)
-    times = [ring.step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
+    ring = range(group.world_size)
+    times = [ring_step(ring, torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
     block = torch.full((_LINK_BLOCK_BYTES // 8,), group.rank, device=device)
-    block_s = min(ring.step(block) for _ in range(3))
+    block_s = min(ring_step(ring, block) for _ in range(3))
     start = time.perf_counter()
     connect(layout, device, timedelta(seconds=timeout_s))
     connect_s = time.perf_counter() - start
@@ -72,37 +72,28 @@ def measured_device(name: str, group: Group) -> torch.device:
     return torch.device(name, group.local_rank) if name == "cuda" else torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class ProcessRing:
-    """Some processes in a ring, of which this one, `rank`, is one; each sends to the next."""
+def ring_step(members: Sequence[int], sent: Tensor) -> float:
+    """Send this process's rank to the next of some in a ring, and check that the previous one's arrives.
 
-    members: Sequence[int]
-    rank: int
-    device: torch.device
-
-    def step(self, sent: Tensor) -> float:
-        """Send to the next process and check that the previous one's rank arrives. Returns the seconds.
-
-        Raises: PipelineError naming the link that failed.
-        """
-        rank, place, size = self.rank, self.members.index(self.rank), len(self.members)
-        before, after = self.members[(place - 1) % size], self.members[(place + 1) % size]
-        arrived = torch.full_like(sent, -1)
-        start = time.perf_counter()
-        try:
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, arrived, before)]
-            )
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise PipelineError(
-                f"the link from process {before} to {rank}, or from {rank} to {after}, carried nothing in "
-                f"{time.perf_counter() - start:.1f} s ({str(error).splitlines()[0]})"
-            ) from error
-        if not bool((arrived == before).all()):
-            raise PipelineError(f"the link from process {before} to {rank} carried something else than was sent")
-        return time.perf_counter() - start
+    Returns the seconds. Raises: PipelineError naming the link that failed.
+    """
+    rank, size = dist.get_rank(), len(members)
+    place = members.index(rank)
+    before, after = members[(place - 1) % size], members[(place + 1) % size]
+    arrived = torch.full_like(sent, -1)
+    start = time.perf_counter()
+    try:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, arrived, before)])
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise PipelineError(
+            f"the link from process {before} to {rank}, or from {rank} to {after}, carried nothing in "
+            f"{time.perf_counter() - start:.1f} s ({str(error).splitlines()[0]})"
+        ) from error
+    if not bool((arrived == before).all()):
+        raise PipelineError(f"the link from process {before} to {rank} carried something else than was sent")
+    return time.perf_counter() - start
 
 
 # ---- The machines of a group of processes, measured: products, memory and links, as a cluster's description
@@ -113,27 +104,6 @@ _SECONDS = 0.4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS, _COPY_BYTES = {"cpu": 1024, "cuda": 8192}, {"cpu": 2**27, "cuda": 2**30}
 _NUM_WORDS, _NUM_BLOCKS, _BLOCK_BYTES = 50, 5, 8 * 2**20
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The speed of one process's device while all others are as busy.
-
-    peak_flops: of products by dtype, in operations a second. memory_bandwidth: bytes read and written a second.
-    """
-
-    peak_flops: dict[str, float]
-    memory_bandwidth: float
-    memory_bytes: float
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """A link of one process: bytes a second each way while it is alone, seconds of a word, and who shares it."""
-
-    bandwidth: float
-    latency_s: float
-    shared_by: int = 1
 
 
 def measure_cluster(group: Group, store: Store, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
@@ -147,15 +117,16 @@ def measure_cluster(group: Group, store: Store, hosts: Sequence[str], device: to
     members = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     dist.barrier()
     speed = _speed(device, len(here))
-    near = _link(here, group.rank, device)
     across = [ranks[place] for ranks in members if place < len(ranks)]
-    alone = _link(across if place == 0 else [group.rank], group.rank, device)
-    together = _link(across, group.rank, device)
-    found = exchange(store, group, "speeds", _as_table(speed, near, alone, together))
+    rings = {"near": here, "alone": across if place == 0 else [group.rank], "together": across}
+    links = {name: _link(ring, device) for name, ring in rings.items()}
+    known = {name: [link.bandwidth, link.latency_s] for name, link in links.items() if link is not None}
+    found = exchange(store, group, "speeds", speed | known)
     return _description(found, len(members), max(map(len, members)))
 
 
-def _speed(device: torch.device, num_processes: int) -> Speed:
+def _speed(device: torch.device, num_processes: int) -> dict[str, Any]:
+    """The speed of this process's device while all others are as busy: operations and bytes in a second."""
     width, kind = _WIDTHS[device.type], device.type
     peaks = {}
     for name, dtype in _DTYPES.items():
@@ -172,7 +143,7 @@ def _speed(device: torch.device, num_processes: int) -> Speed:
         memory = float(torch.cuda.mem_get_info(device)[1])
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_processes
-    return Speed(peaks, 2.0 * source.numel() / copied_s, memory)
+    return {"peaks": peaks, "bandwidth": 2.0 * source.numel() / copied_s, "memory": memory}
 
 
 def best_s(work: Callable[[], Tensor], device: torch.device) -> float:
@@ -187,33 +158,25 @@ def best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     return median(sorted(found)[: (len(found) + 1) // 2])
 
 
-def _link(members: Sequence[int], rank: int, device: torch.device) -> LinkSpeed | None:
+def _link(members: Sequence[int], device: torch.device) -> DeviceLink | None:
     """A ring of some processes, measured by one of them; the others may be in rings of their own, or wait."""
     found = None
     if len(members) > 1:
-        ring = ProcessRing(members, rank, device)
-        words = [ring.step(torch.full((1,), rank, device=device)) for _ in range(_NUM_WORDS)]
-        block = torch.full((_BLOCK_BYTES // 8,), rank, device=device)
-        blocks = [ring.step(block) for _ in range(_NUM_BLOCKS)]
-        found = LinkSpeed(_BLOCK_BYTES / min(blocks), median(words))
+        word = torch.full((1,), dist.get_rank(), device=device)
+        words = [ring_step(members, word) for _ in range(_NUM_WORDS)]
+        block = torch.full((_BLOCK_BYTES // 8,), dist.get_rank(), device=device)
+        blocks = [ring_step(members, block) for _ in range(_NUM_BLOCKS)]
+        found = DeviceLink(_BLOCK_BYTES / min(blocks), median(words))
     dist.barrier()
     return found
-
-
-def _as_table(
-    speed: Speed, near: LinkSpeed | None, alone: LinkSpeed | None, together: LinkSpeed | None
-) -> dict[str, Any]:
-    links = {"near": near, "alone": alone, "together": together}
-    known = {name: [link.bandwidth, link.latency_s] for name, link in links.items() if link is not None}
-    return {"peaks": speed.peak_flops, "bandwidth": speed.memory_bandwidth, "memory": speed.memory_bytes, **known}
 
 
 def _description(found: Sequence[dict[str, Any]], num_hosts: int, devices_per_host: int) -> dict[str, Any]:
     """The cluster's table, as `penstock plan --cluster` reads it."""
 
-    def least(name: str) -> LinkSpeed | None:
+    def least(name: str) -> DeviceLink | None:
         rows = [row[name] for row in found if name in row]
-        return LinkSpeed(min(row[0] for row in rows), max(row[1] for row in rows)) if rows else None
+        return DeviceLink(min(row[0] for row in rows), max(row[1] for row in rows)) if rows else None
 
     near, alone, together = least("near"), least("alone"), least("together")
     between = alone or near
@@ -221,7 +184,7 @@ def _description(found: Sequence[dict[str, Any]], num_hosts: int, devices_per_ho
     assert between is not None and inside is not None, "a group of several processes has a link"
     # Rings beside each other share the adapter as far as each is slower than one alone.
     shared_by = max(1, min(devices_per_host, round(alone.bandwidth / together.bandwidth))) if alone and together else 1
-    between = LinkSpeed(between.bandwidth, between.latency_s, shared_by)
+    between = replace(between, shared_by=shared_by)
     missing = "" if alone else "; one host: its network was not measured, and stands as the link within it"
     return {
         "num_devices": num_hosts * devices_per_host,
@@ -239,7 +202,7 @@ def _description(found: Sequence[dict[str, Any]], num_hosts: int, devices_per_ho
     }
 
 
-def _link_table(link: LinkSpeed) -> dict[str, float | int]:
+def _link_table(link: DeviceLink) -> dict[str, float | int]:
     return {
         "bandwidth_gb_s": _round(link.bandwidth / 1e9),
         "latency_us": _round(link.latency_s * 1e6),
@@ -257,13 +220,16 @@ def _round(value: float) -> float:
 _WIDTH, _NUM_ROWS = 4096, 8
 
 
-def measured_ranks(store: Store, group: Group, num_stages: int, device: Device) -> Sequence[DecodingRank]:
-    """The ranks of the stages, all measured at the same time; none where the stages are on one host, or are shared.
+def measured_ranks(
+    store: Store, group: Group, num_stages: int, device: Device
+) -> tuple[Sequence[float], Sequence[float]]:
+    """The bytes of weights that each rank reads in a second for a few rows, and its room for weights and caches.
 
-    The first rank says on standard error what was found.
+    All ranks are measured at the same time; none where the stages are on one host, or are shared. The first rank says
+    on standard error what was found.
     """
     if group.is_on_one_host or num_stages != group.world_size:
-        return ()
+        return (), ()
     exchange(store, group, "measuring", {})
     place = torch.device(device, group.local_rank) if device == "cuda" else torch.device("cpu")
     weight = torch.randn(_WIDTH, _WIDTH, device=place)
@@ -273,13 +239,14 @@ def measured_ranks(store: Store, group: Group, num_stages: int, device: Device) 
         room = torch.cuda.mem_get_info(place)[0]
     else:
         room = (memory_bytes("cpu") or 0) / (group.num_local or 1)
-    own = DecodingRank(weight.numel() * weight.element_size() / seconds, room)
-    ranks = [DecodingRank(**theirs) for theirs in exchange(store, group, "measured", own._asdict())]
+    own = {"bytes_per_s": weight.numel() * weight.element_size() / seconds, "room_bytes": room}
+    ranks = exchange(store, group, "measured", own)
+    speeds = [theirs["bytes_per_s"] for theirs in ranks]
     if group.rank == 0:
-        found = ", ".join(f"{rank.bytes_per_s / 1e9:.1f}" for rank in ranks)
+        found = ", ".join(f"{speed / 1e9:.1f}" for speed in speeds)
         print(
             f"penstock: the ranks read {found} GB of weights a second; each stage gets as much as its rank can do and "
             "hold",
             file=sys.stderr,
         )
-    return ranks
+    return speeds, [theirs["room_bytes"] for theirs in ranks]

@@ -8,7 +8,6 @@ Ranks on several hosts may differ in speed and memory, and then get as much as e
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,14 +17,6 @@ from penstock.engine.build import EngineArguments, bytes_of_weight, parameter_dt
 from penstock.engine.options import EngineOptions
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
 from penstock.model.layers.dense import Embedding
-
-
-class DecodingRank(NamedTuple):
-    """A measured rank. bytes_per_s: of weights, read for a few rows. room_bytes: for weights and caches."""
-
-    bytes_per_s: float
-    room_bytes: float
-
 
 # Of a device: the rows for which multiplying by the weights takes as long as reading them; and in the time of reading a
 # byte of weights, attention to an element of a key or value, and the small operations around it, whatever its size.
@@ -42,13 +33,15 @@ def cut_to_decode(
     arguments: EngineArguments,
     num_rows: int,
     num_tokens: float,
-    ranks: Sequence[DecodingRank] = (),
     num_cached: int = 0,
+    speeds: Sequence[float] = (),
+    rooms: Sequence[float] = (),
 ) -> EngineArguments:
     """The same arguments for stages that decode `num_rows` rows equally long, of `num_tokens` tokens on average.
 
-    ranks: those of the stages, where they may differ; then caches of `num_cached` tokens have to fit, too. A cut by
-    hand stays. No token depends on the cut.
+    speeds, rooms: of the stages' ranks where these may differ, the bytes of weights that each reads in a second, and
+    those that it has for weights and caches; then caches of `num_cached` tokens have to fit, too. A cut by hand stays.
+    No token depends on the cut.
 
     Raises: ValueError where the ranks have too little memory.
     """
@@ -58,13 +51,13 @@ def cut_to_decode(
         return arguments
     units = arguments.units(ModelGroups())
     # Nearly the same is the same, so that equal machines get the cut that they get on one host.
-    fastest = max((rank.bytes_per_s for rank in ranks), default=0.0)
+    fastest = max(speeds, default=0.0)
     cut = schedule.balanced_cut(
         decode_times(units, options, num_rows, num_tokens),
         options.choice.placement(num_ranks),
-        speeds=[rank.bytes_per_s if rank.bytes_per_s < _EQUAL * fastest else fastest for rank in ranks],
+        speeds=[speed if speed < _EQUAL * fastest else fastest for speed in speeds],
         sizes=_sizes(units, options, num_cached),
-        rooms=[rank.room_bytes for rank in ranks],
+        rooms=rooms,
     )
     return arguments._replace(options=replace(options, schedule=replace(settings, cut=tuple(map(len, cut)))))
 
