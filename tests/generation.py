@@ -16,7 +16,6 @@ from penstock.model import CacheSize, decoder_units
 from penstock.runtime import (
     Boundary,
     DecodeLoop,
-    DecodeReport,
     Generation,
     Recorder,
     Ring,
@@ -60,10 +59,10 @@ def load(parameters: dict[str, nn.Parameter], weights: dict[str, Tensor]) -> Non
 
 @dataclass(frozen=True)
 class Together:
-    """What came of all ranks: the answers, each rank's report, and messages, sent and never taken."""
+    """What came of all ranks: the answers, each rank's loop, and messages, sent and never taken."""
 
     answers: Sequence[schedule.Sequence]
-    reports: list[DecodeReport]
+    loops: list[DecodeLoop]
     num_messages: int
     num_pending: int
 
@@ -176,7 +175,7 @@ def generate_together(
         sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
     pending = sum(loop.ring.transport.num_pending() + loop.ring.host.num_pending() for loop in loops)
     num_messages = activations.num_messages + host.num_messages
-    return Together(sequences, [loop.report for loop in loops], num_messages, pending)
+    return Together(sequences, loops, num_messages, pending)
 
 
 def run_together(loops: Sequence[DecodeLoop]) -> None:

@@ -47,7 +47,7 @@ class BatchError(ValueError):
 
 
 class PartitionError(ValueError):
-    """Parts of a batch overlap, leave items out, or are empty; or indices are no permutation."""
+    """A batch cannot be divided as asked, its parts overlap or leave items out, or results do not fit its items."""
 
 
 class Extent(Enum):

@@ -188,8 +188,8 @@ Pieces = Sequence[tuple[range, ...]]
 """For each sequence the positions that a rank has of it."""
 
 
-class SplitError(ValueError):
-    """A batch cannot be split as specified: an item exceeds the token budget, or there are too few items."""
+SplitError = PartitionError
+"""A batch cannot be split as specified: an item exceeds the token budget, or there are too few items."""
 
 
 @dataclass(frozen=True, slots=True)

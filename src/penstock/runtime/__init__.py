@@ -1,8 +1,8 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
 from penstock.model import LaneUnit
-from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder, StageDecoder
-from penstock.runtime.decode.loop import DecodeLoop, DecodeReport, Generation
+from penstock.runtime.decode.graphs import DecodeForm, Decoders, StageDecoder
+from penstock.runtime.decode.loop import DecodeLoop, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
@@ -27,12 +27,10 @@ __all__ = [
     "Deadlock",
     "DecodeForm",
     "DecodeLoop",
-    "DecodeReport",
     "Decoders",
     "DistributedTransport",
     "Executor",
     "Feed",
-    "FixedDecoder",
     "Generation",
     "GraphSegment",
     "InProcessHub",

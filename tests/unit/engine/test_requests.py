@@ -13,7 +13,7 @@ import torch
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.engine.generation.requests import QueueClosedError, QueueFullError, RequestQueue, TokenDelta
 from penstock.model import CacheSize
-from penstock.runtime import DecodeLoop, FixedDecoder, Generation, Recorder, Ring, StageDecoder
+from penstock.runtime import DecodeLoop, Generation, Recorder, Ring, StageDecoder
 from penstock.runtime.decode.relay import packed_header, packed_news, unpacked_header
 from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
 from penstock.settings import ModelConfig, SamplingParams
@@ -66,8 +66,7 @@ def open_ring(
         )
         caches = [stage.new_caches(size) for stage in local]
         decoders = [
-            FixedDecoder(stage, own, MAX_LENGTH) if fixed else StageDecoder(stage, own)
-            for stage, own in zip(local, caches, strict=True)
+            StageDecoder(stage, own, MAX_LENGTH if fixed else None) for stage, own in zip(local, caches, strict=True)
         ]
         generation = Generation((), shape)
         if rank == 0:

@@ -32,7 +32,7 @@ def check_no_waste(found: Together, prompts: Sequence[Sequence[int]], passes: in
     needed = sum(
         len(answer.tokens) - 1 + (len(prompts[answer.prompt]) if answer.sample == 0 else 1) for answer in found.answers
     )
-    assert {report.num_tokens for report in found.reports} == {needed * passes}
+    assert {loop.num_tokens for loop in found.loops} == {needed * passes}
 
 
 @pytest.mark.shows(62, 74)
@@ -177,7 +177,7 @@ def test_long_prompts_are_read_in_parts_while_others_go_on() -> None:
     options = GenerateOptions(num_slots=1, rows_per_slot=3, prefill_tokens=8)
     found = generate_together(1, prompts, replace(SAMPLED, max_new_tokens=6), options)
     # Five visits read the long prompt, the last of them draws its first token; the short answers end meanwhile.
-    assert found.reports[0].num_forwards == 5 + 5
+    assert found.loops[0].num_forwards == 5 + 5
     whole = generate_together(1, prompts, replace(SAMPLED, max_new_tokens=6))
     for part, at_once in zip(found.answers, whole.answers, strict=True):
         assert part.tokens == at_once.tokens

@@ -22,7 +22,6 @@ from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json, shown_to_all_ranks
 from penstock.runtime import (
     DecodeLoop,
-    DecodeReport,
     Decoders,
     Generation,
     PipelineError,
@@ -106,9 +105,7 @@ class Generator:
                 generation.scheduler.read_again()
             return self._go_on(lambda: generation, options)
 
-    def serve(
-        self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions
-    ) -> DecodeReport:
+    def serve(self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions) -> None:
         """Answer the requests of a queue until it is closed, on the stages and weights as they are.
 
         All ranks of the one pipeline call it together, the rank of the first stage with the queue. `shape` has the
@@ -131,7 +128,7 @@ class Generator:
                 generation = Generation((), shape)
                 if requests is not None:
                     generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
-                return self._run(generation, options, max_length).report
+                self._run(generation, options, max_length)
 
     def _go_on(self, take: Callable[[], Generation], options: GenerateOptions) -> GenerateResult:
         """Compute until the end of a call or its next interruption."""
@@ -141,13 +138,13 @@ class Generator:
             generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
             loop = self._run(generation, options, longest)
-            group, report = pipeline.grid.pp_control, loop.report
+            group = pipeline.grid.pp_control
             with pipeline.recorder.collective("hand out the sequences", group):
                 loop.share_answers(group)
-                reports = gather_json([report.busy_s, report.wall_s, report.num_forwards], group)
+                reports = gather_json([loop.busy_s, loop.wall_s, loop.num_forwards], group)
         busy_s, wall_s, num_forwards = zip(*reports, strict=True)
         answers = tuple(loop.generation.sequences)
-        result = GenerateResult(answers, wall_s[0], busy_s, num_forwards, report.num_rounds)
+        result = GenerateResult(answers, wall_s[0], busy_s, num_forwards, loop.num_rounds)
         # A listener may have failed on one of the ranks that hold the same stages alone.
         layout, group = pipeline.layout, pipeline.grid.batch_control
         if layout.tp * layout.cp > 1:

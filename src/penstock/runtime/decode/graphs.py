@@ -40,23 +40,6 @@ class DecodeForm(NamedValue):
     GRAPHS = "graphs"
 
 
-@dataclass(eq=False)
-class StageDecoder:
-    """A stage with the KV caches of its units; decodes the live rows of a batch."""
-
-    #: the local stage, whose units can read chunk by chunk
-    stage: Stage
-    #: its units' KV caches
-    caches: Sequence[Any]
-
-    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
-        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
-        return self.stage.decode(x, self.caches, rows)
-
-    def release(self) -> None:
-        """Free what was captured."""
-
-
 class _Fixed:
     """One computation, whose inputs stay where they are, and so does its output once it is captured.
 
@@ -64,7 +47,7 @@ class _Fixed:
     """
 
     #: the decoder that owns it
-    decoder: "FixedDecoder"
+    decoder: "StageDecoder"
     #: rows of the cache, and how many of their tokens are looked at
     slot: range
     num_seen: int
@@ -76,7 +59,7 @@ class _Fixed:
     #: where the graph leaves its output
     _output: Tensor | None
 
-    def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int, like: Tensor) -> None:
+    def __init__(self, decoder: "StageDecoder", slot: range, num_seen: int, like: Tensor) -> None:
         self.decoder, self.slot, self.num_seen = decoder, slot, num_seen
         self.x = like.new_zeros(len(slot), *like.shape[1:])
         self.positions = torch.zeros(len(slot), dtype=torch.int64, device=like.device)
@@ -112,11 +95,18 @@ class _Fixed:
 
 
 @dataclass(eq=False)
-class FixedDecoder(StageDecoder):
-    """Decodes over fixed shapes a stage that `takes` accepts; owns inputs and graphs, which are made when needed."""
+class StageDecoder:
+    """A stage with the KV caches of its units; decodes the live rows of a batch, or over fixed shapes.
 
-    #: tokens of a row of the cache
-    num_cached: int
+    Those are for a stage that `takes` accepts; their inputs and graphs are made when needed.
+    """
+
+    #: the local stage, whose units can read chunk by chunk
+    stage: Stage
+    #: its units' KV caches
+    caches: Sequence[Any]
+    #: tokens of a row of the cache, for fixed shapes; None for the live rows
+    num_cached: int | None = None
     #: the stream on which CUDA graphs are captured; None to run computations as they are
     capture_stream: torch.cuda.Stream | None = None
     #: memory of all graphs of the stage, which never run at the same time
@@ -155,6 +145,8 @@ class FixedDecoder(StageDecoder):
 
     def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
         """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        if self.num_cached is None:
+            return self.stage.decode(x, self.caches, rows)
         if any(item.cleaned for item in rows.items):
             # Until it is live again, a row computes from what is left here.
             for fixed in self._fixed.values():
@@ -163,22 +155,22 @@ class FixedDecoder(StageDecoder):
         chunks = (number for number, item in enumerate(rows.items) if item.length > 1 or not item.sampled)
         num_single = next(chunks, len(rows.items))
         if num_single == 0:
-            return super().decode(x, rows, slot)
+            return self.stage.decode(x, self.caches, rows)
         self.stage.copy_prompts(self.caches, rows)
-        y = self._of_rows(x[:num_single], rows.items[:num_single], slot)
+        y = self._of_rows(x[:num_single], rows.items[:num_single], slot, self.num_cached)
         if num_single == len(rows.items):
             return y
         others = CachedRows.of(rows.items[num_single:], x.device)
         return torch.cat((y, self.stage.decode(x[num_single:], self.caches, others)))
 
-    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
+    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range, num_cached: int) -> Tensor:
         """[T, D] or [T, V] of items of one token each."""
-        positions = [spare_position(self.num_cached)] * len(slot)
+        positions = [spare_position(num_cached)] * len(slot)
         for item in items:
             positions[item.row - slot.start] = item.start
         # The power of two that is enough, or all of the cache.
         num_needed = max(item.end for item in items)
-        num_seen = min(self.num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
+        num_seen = min(num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
         fixed = self._fixed.get((slot, num_seen))
         if fixed is None:
             fixed = self._fixed[slot, num_seen] = _Fixed(self, slot, num_seen, x)
@@ -242,18 +234,16 @@ class Decoders:
         """The local stages' decoders, kept as long as the caches are."""
         if form not in self.by_form:
             captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
-            made: list[StageDecoder] = []
+            made = self.by_form[form] = list[StageDecoder]()
             for stage in self.stages:
-                caches = self.caches[stage.index]
-                if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
-                    made.append(StageDecoder(stage, caches))
+                made.append(StageDecoder(stage, self.caches[stage.index]))
+                if form is DecodeForm.LIVE_ROWS or not StageDecoder.takes(stage):
                     continue
                 if captures and self._capture_stream is None:
                     self._capture_stream = torch.cuda.Stream()
                 assert self._size is not None
                 stream = self._capture_stream if captures else None
-                made.append(FixedDecoder(stage, caches, self._size.num_tokens, stream))
-            self.by_form[form] = made
+                made[-1] = StageDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream)
         return self.by_form[form]
 
     def release(self) -> None:

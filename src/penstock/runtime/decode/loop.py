@@ -35,20 +35,6 @@ from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, S
 from penstock.schedule.rules import Wire
 
 
-@dataclass(slots=True)
-class DecodeReport:
-    """Rounds of a rank, its forwards and their tokens, the time they took, and the time of the whole loop."""
-
-    #: of the loop
-    num_rounds: int = 0
-    #: of this rank
-    num_forwards: int = 0
-    num_tokens: int = 0
-    busy_s: float = 0.0
-    #: of the loop, from the first header to the last
-    wall_s: float = 0.0
-
-
 @dataclass(eq=False)
 class Generation:
     """One generation as a rank knows it, from its first batch to its last; an interruption may lie between.
@@ -107,8 +93,13 @@ class DecodeLoop:
     relay: HeaderRelay = field(init=False)
     #: local stage -> where its input comes from and its output goes to
     _wires: dict[int, Wire] = field(init=False)
-    #: the work that this rank has done so far
-    report: DecodeReport = field(default_factory=DecodeReport, init=False)
+    #: rounds so far, and seconds from the first header to the last
+    num_rounds: int = field(default=0, init=False)
+    wall_s: float = field(default=0.0, init=False)
+    #: this rank's forwards so far, their tokens, and the seconds that they took
+    num_forwards: int = field(default=0, init=False)
+    num_tokens: int = field(default=0, init=False)
+    busy_s: float = field(default=0.0, init=False)
     #: computes the step whose input is awaited
     _prepared: Callable[[], Tensor | None] | None = field(default=None, init=False)
     #: the rows of each slot
@@ -124,7 +115,7 @@ class DecodeLoop:
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
         self._slots = [shape.rows_of(slot) for slot in range(shape.num_slots)]
 
-    def run(self) -> DecodeReport:
+    def run(self) -> None:
         """Take part until all sequences have ended, or the generation is interrupted. Blocks in the transport.
 
         Raises:
@@ -138,11 +129,10 @@ class DecodeLoop:
                     self.repeat(self.generation.scheduler)
                 else:
                     self._go_round()
-                self.report.wall_s = time.perf_counter() - start
+                self.wall_s = time.perf_counter() - start
             ring.transport.settle()
             ring.host.settle()
             finished = True
-            return self.report
         except (TransportError, MessageMismatch) as error:
             raise type(error)(f"{ring.recorder.where()}: {error}") from error
         except Exception as error:
@@ -197,7 +187,7 @@ class DecodeLoop:
             if batch.items or self.ring.lockstep:
                 for decoder in self.decoders:
                     numbers_SW = self._compute(decoder, local)
-            self.report.num_rounds += 1
+            self.num_rounds += 1
             params = [sequence.params for sequence in local.sampled]
             grown = scheduler.update(batch, [] if numbers_SW is None else unpacked(numbers_SW, params))
             if listen is not None:
@@ -255,7 +245,7 @@ class DecodeLoop:
                     for entered in this_round:
                         self._enter(decoder, entered)
                 this_round.clear()
-                self.report.num_rounds += 1
+                self.num_rounds += 1
         assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
 
     def _enter(self, decoder: StageDecoder, local: LocalBatch) -> None:
@@ -307,9 +297,9 @@ class DecodeLoop:
         else:
             ring.transport.send(wire.leaving, y.contiguous())
         ring.recorder.end(record)
-        self.report.num_forwards += 1
-        self.report.num_tokens += batch.num_tokens
-        self.report.busy_s += (record.end_ns - record.start_ns) * 1e-9
+        self.num_forwards += 1
+        self.num_tokens += batch.num_tokens
+        self.busy_s += (record.end_ns - record.start_ns) * 1e-9
         return numbers_SW
 
     def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
