@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.model import drain, zip_lanes
-from penstock.model.attention.context_parallel import HeadShape, RingAttention, context_attention
-from penstock.model.attention.kernels import Sight
+from penstock.model.attention.context_parallel import ContextAttention, RingAttention
 from penstock.model.lanes import Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import ContextCut, Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
@@ -20,20 +19,18 @@ from penstock.settings import ContextForm
 from tests.dist.launch import run_ranks
 
 LENGTHS = [(16,), (5, 11, 11, 4), (1, 9, 2, 30), (8, 8, 8)]
-SIGHTS = [Sight(), Sight(causal=False), Sight(window=1), Sight(window=6), Sight(window=100), Sight(False, 4)]
+WINDOWS = [None, 1, 4, 6, 100]
 HEADS = [(4, 4), (4, 2), (4, 1)]
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sight: Sight) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
     """One softmax over all tokens, with everything masked that a token must not see."""
     sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     index = torch.arange(len(sequence))
     distance = index[:, None] - index[None]
-    seen = sequence[:, None] == sequence[None]
-    if sight.causal:
-        seen &= distance >= 0
-    if sight.window is not None:
-        seen &= distance.abs() < sight.window
+    seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
@@ -43,13 +40,13 @@ def masked(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sight: Sig
 class Case:
     lengths: tuple[int, ...]
     heads: tuple[int, int]
-    sight: Sight
+    window: int | None
     cut: ContextCut
 
 
 def cases() -> Iterator[Case]:
-    for lengths, heads, sight, cut in itertools.product(LENGTHS, HEADS, SIGHTS, ContextCut):
-        yield Case(lengths, heads, sight, cut)
+    for lengths, heads, window, cut in itertools.product(LENGTHS, HEADS, WINDOWS, ContextCut):
+        yield Case(lengths, heads, window, cut)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,7 +62,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 def expected(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, grad = (x.double() for x in inputs(case, dtype))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = masked(q, k, v, case.lengths, case.sight)
+    out = masked(q, k, v, case.lengths, case.window)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -94,11 +91,7 @@ def attended(case: Case, spread: Spread, form: ContextForm, dtype: torch.dtype) 
     assert sequences.num_tokens == len(rows) > 0
     q, k, v, grad = (x[rows] for x in inputs(case, dtype))
     collectives = Collectives(dist.group.WORLD)
-    if form is ContextForm.RING:
-        row: Sequence[Segment] = [RingAttention(collectives, spread, case.sight)]
-    else:
-        assert case.sight.causal
-        row = context_attention(form, collectives, sequences, HeadShape(*case.heads, case.sight.window))
+    row = ContextAttention(form, collectives, *case.heads, case.window).segments(sequences)
     undo: list[Undo] = []
     out, beside = drain(walk(row, (q, k, v, q), undo))
     grads, (again, _) = zip_lanes(walk_back(undo, (grad, beside)), walk(row, (q, k, v, q), None))
@@ -112,7 +105,7 @@ def errors_in_float64(rank: int, world: int, form: ContextForm) -> list[float]:
     found = []
     # Every case for two ranks; for more, those in which ranks and pieces are what is new.
     for case in list(cases())[:: 1 if world == 2 else 3]:
-        if form is ContextForm.ALL_TO_ALL and not (case.sight.causal and case.heads[1] % world == 0):
+        if form is ContextForm.ALL_TO_ALL and case.heads[1] % world:
             continue
         spread = Spread(rank, cut_sequences(case.lengths, world, case.cut))
         rows, *parts = attended(case, spread, form, torch.float64)
@@ -132,7 +125,7 @@ def test_output_and_gradients_are_those_of_full_attention(form: str, world: int)
 def errors_in_16_bit(rank: int, form: ContextForm) -> list[float]:
     found = []
     for lengths, heads in itertools.product(LENGTHS, [(4, 4), (4, 2)]):
-        case = Case(lengths, heads, Sight(), ContextCut.ZIGZAG)
+        case = Case(lengths, heads, None, ContextCut.ZIGZAG)
         rows, *parts = attended(case, Spread(rank, cut_sequences(lengths, 2)), form, torch.bfloat16)
         for mine, whole in zip(parts, expected(case, torch.bfloat16), strict=True):
             found.append(float((mine - whole[rows]).abs().max() / whole.abs().max()))
@@ -161,7 +154,7 @@ def num_bytes_sent(rank: int) -> int:
             return work
 
     q, k, v = torch.randn(8, 8, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4)
-    ring = RingAttention(Collectives(dist.group.WORLD, Watch()), Spread(rank, cut_sequences([24], 3)), Sight())
+    ring = RingAttention(Collectives(dist.group.WORLD, Watch()), Spread(rank, cut_sequences([24], 3)), None)
     drain(ring.forward((q, k, v), None))
     return sum(seen)
 

@@ -5,7 +5,6 @@ import torch
 
 from penstock.model.attention.kernels import (
     Relation,
-    Sight,
     Tile,
     attend,
     attend_backward,
@@ -14,9 +13,9 @@ from penstock.model.attention.kernels import (
 )
 
 TILES = [
-    Tile(slice(0, 64), slice(0, 64), Relation.CAUSAL, (range(64),), (range(64),), Sight()),
-    Tile(slice(0, 48), slice(0, 80), Relation.FULL, (range(80, 128),), (range(80),), Sight()),
-    Tile(slice(0, 48), slice(0, 80), Relation.MASKED, (range(80, 128),), (range(80),), Sight(window=60)),
+    Tile(slice(0, 64), slice(0, 64), Relation.CAUSAL, (range(64),), (range(64),)),
+    Tile(slice(0, 48), slice(0, 80), Relation.FULL, (range(80, 128),), (range(80),)),
+    Tile(slice(0, 48), slice(0, 80), Relation.MASKED, (range(80, 128),), (range(80),), 60),
 ]
 
 

@@ -17,16 +17,16 @@ Source: Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889), section 3, for the ring
 the all-to-all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from penstock.model.attention.kernels import (
     Positions,
-    Sight,
     Tile,
     attend,
     attend_backward,
@@ -41,42 +41,76 @@ from penstock.parallel.collectives import Collectives, Handle
 from penstock.settings import ContextForm
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """The numbers of query and key heads of this rank's layer, and the tokens that each query sees (None: all)."""
-
-    num_heads: int
-    num_kv_heads: int
-    window: int | None = None
-
-
-def check_heads(form: ContextForm, num_ranks: int, shape: HeadShape) -> None:
-    """Refuse ranks that cannot divide the heads evenly, where heads are exchanged.
+@dataclass(frozen=True, eq=False)
+class ContextAttention:
+    """Attention of a layer's heads on this rank over sequences that the ranks of a context-parallel group share.
 
     Raises:
-        ValueError: naming the numbers of ranks that can.
+        ValueError: heads are exchanged, and the ranks cannot divide them evenly; names the numbers of ranks that can.
     """
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    if form is ContextForm.ALL_TO_ALL and (num_heads % num_ranks or num_kv_heads % num_ranks):
-        possible = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and num_heads % n == 0]
-        raise ValueError(
-            f"attention = 'all-to-all' shares {num_heads} query and {num_kv_heads} key heads of a rank among "
-            f"cp={num_ranks}; possible are cp = {', '.join(map(str, possible))}, or attention = 'ring'"
-        )
 
+    form: ContextForm
+    collectives: Collectives
+    num_heads: int
+    num_kv_heads: int
+    #: the tokens that each query sees; None for all
+    window: int | None = None
 
-def context_attention(
-    form: ContextForm, collectives: Collectives, sequences: Sequences, shape: HeadShape
-) -> Sequence[Segment]:
-    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
+    def __post_init__(self) -> None:
+        num_ranks, num_heads, num_kv_heads = self.collectives.size, self.num_heads, self.num_kv_heads
+        if self.form is ContextForm.ALL_TO_ALL and (num_heads % num_ranks or num_kv_heads % num_ranks):
+            possible = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and num_heads % n == 0]
+            raise ValueError(
+                f"attention = 'all-to-all' shares {num_heads} query and {num_kv_heads} key heads of a rank among "
+                f"cp={num_ranks}; possible are cp = {', '.join(map(str, possible))}, or attention = 'ring'"
+            )
 
-    Every rank of the context-parallel group walks them at the same point, with its part of the same sequences.
-    """
-    spread = sequences.spread
-    assert spread is not None and spread.num_ranks == collectives.size, "sequences that are not spread over this group"
-    if form is ContextForm.RING:
-        return [RingAttention(collectives, spread, Sight(window=shape.window))]
-    return HeadExchange(collectives, spread, sequences, shape).segments()
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
+
+        Every rank of the group walks them at the same point, with its part of the same sequences.
+        """
+        spread = sequences.spread
+        assert spread is not None and spread.num_ranks == self.collectives.size, "sequences not spread over this group"
+        if self.form is ContextForm.RING:
+            return [RingAttention(self.collectives, spread, self.window)]
+        n, counts, device = spread.num_ranks, spread.num_tokens, sequences.positions.device
+        own_counts = [counts[spread.rank]] * n
+
+        def gather_tokens(x_RhK: Tensor) -> Handle[Tensor]:
+            """Exchange this rank's tokens of all heads [R, h, K] for all tokens of its heads [A, h, K]."""
+            return self.collectives.all_to_all(x_RhK, own_counts, counts)
+
+        def gather_heads(x_AhK: Tensor) -> Handle[Tensor]:
+            """Exchange all tokens of this rank's heads [A, h, K] for its tokens of all heads [R, h, K]."""
+            return self.collectives.all_to_all(x_AhK, counts, own_counts)
+
+        def pack(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *others: Tensor) -> State:
+            """The heads ordered by the rank that gets them, [R, H/n + 2 G/n, K]."""
+            heads_TnhK = torch.cat([x.unflatten(1, (n, -1)) for x in (q_THK, k_TGK, v_TGK)], 2)
+            return (heads_TnhK.transpose(0, 1).flatten(0, 1), *others)
+
+        def attend(heads_AhK: Tensor, *others: Tensor) -> State:
+            """Attention over whole sequences for this rank's share of the heads."""
+            by_rank = sequences.shared(
+                "order of all ranks' tokens", lambda: torch.cat([spread.rows(rank) for rank in range(n)]).to(device)
+            )
+            by_sequence = sequences.shared("order of all sequences' tokens", by_rank.argsort)
+            num_own = [self.num_heads // n, self.num_kv_heads // n, self.num_kv_heads // n]
+            q, k, v = heads_AhK.index_select(0, by_sequence).split(num_own, 1)
+            whole = sequences.shared("whole", lambda: Sequences.from_lengths(spread.lengths, device))
+            return (packed_attention(q, k, v, whole, self.window).index_select(0, by_rank), *others)
+
+        def unpack(mean_RhK: Tensor, *others: Tensor) -> State:
+            return (mean_RhK.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2), *others)
+
+        return [
+            Compute("pack heads", pack),
+            Exchange("heads for tokens", gather_tokens, gather_heads),
+            Compute("attention", attend),
+            Exchange("tokens for heads", gather_heads, gather_tokens),
+            Compute("unpack heads", unpack),
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +122,7 @@ class RingAttention:
 
     collectives: Collectives
     spread: Spread
-    sight: Sight
+    window: int | None
     name: str = "ring attention"
 
     @property
@@ -105,9 +139,10 @@ class RingAttention:
             if step + 1 < self.num_ranks:
                 handle = self.send_on(kv, step)
                 yield
+            k_SGK, v_SGK = kv.unbind(1)
             for rows, keys, tile in self.meetings(step):
-                part, part_lse = attend(rows.of(q_THK), *keys.of_both(kv), tile)
-                merge_part(rows.of(out_THK), rows.of(lse_TH), part, part_lse)
+                part, part_lse = attend(rows(q_THK), keys(k_SGK), keys(v_SGK), tile)
+                merge_part(rows(out_THK), rows(lse_TH), part, part_lse)
             if handle is not None:
                 kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)
@@ -126,8 +161,8 @@ class RingAttention:
     def own_parts(self) -> "tuple[list[_Meeting], list[_Meeting]]":
         """The rank's own queries and keys, in two parts of about equal work."""
         every = list(self._tiles(self.spread.rank, apart=True))
-        first = [meeting for meeting in every if meeting[0].rows == meeting[1].rows]
-        return first, [meeting for meeting in every if meeting not in first]
+        first = [meeting for meeting in every if meeting[2].queries == meeting[2].keys]
+        return first, [meeting for meeting in every if meeting[2].queries != meeting[2].keys]
 
     def send_on(self, x: Tensor, step: int) -> Handle[Tensor]:
         """Send this step's tensor to the next rank and receive the next step's from the rank before."""
@@ -139,9 +174,9 @@ class RingAttention:
         start = their_start = 0
         for (mine, keys), same in groupby(zip(own, theirs, strict=True)):
             count, length, their_length = len(list(same)), _length(mine), _length(keys)
-            for tile in tiles(mine, keys, self.sight, apart):
-                queries = _Rows(start, count, length, tile.queries)
-                yield queries, _Rows(their_start, count, their_length, tile.keys), tile
+            for tile in tiles(mine, keys, self.window, apart):
+                queries = partial(_rows, start, count, length, tile.queries)
+                yield queries, partial(_rows, their_start, count, their_length, tile.keys), tile
             start, their_start = start + count * length, their_start + count * their_length
 
 
@@ -190,104 +225,23 @@ class _Attended:
         return (grad_q.to(self.q_THK.dtype), grad_k, grad_v, *others)
 
     def _add(self, meetings: "list[_Meeting]", kv: Tensor, grad: Tensor, grad_q: Tensor, grad_kv: Tensor) -> None:
+        k_SGK, v_SGK = kv.unbind(1)
         for rows, keys, tile in meetings:
-            parts = attend_backward(
-                rows.of(grad),
-                (rows.of(self.q_THK), *keys.of_both(kv)),
-                rows.of(self.mean_THK),
-                rows.of(self.lse_TH),
-                tile,
-            )
-            for whole, part in zip((rows.of(grad_q), *keys.of_both(grad_kv)), parts, strict=True):
+            qkv = rows(self.q_THK), keys(k_SGK), keys(v_SGK)
+            parts = attend_backward(rows(grad), qkv, rows(self.mean_THK), rows(self.lse_TH), tile)
+            for whole, part in zip((rows(grad_q), *map(keys, grad_kv.unbind(1))), parts, strict=True):
                 whole += part
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of each sequence of a run."""
-
-    #: the run's first token
-    start: int
-    #: sequences of the run, and tokens of each
-    count: int
-    length: int
-    rows: slice
-
-    def of(self, x: Tensor) -> Tensor:
-        """A view [N, heads, L, ...] of [T, heads, ...]."""
-        run = x[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
-        return run[:, self.rows].transpose(1, 2)
-
-    def of_both(self, kv_T2GK: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and values, [N, G, L, K] each."""
-        k_TGK, v_TGK = kv_T2GK.unbind(1)
-        return self.of(k_TGK), self.of(v_TGK)
+_Meeting = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tile]
+"""The rows of queries in a tensor of this rank's tokens, the rows of keys in one of their rank's, and their tile."""
 
 
-_Meeting = tuple[_Rows, _Rows, Tile]
-"""Rows of queries, rows of keys, and their tile."""
+def _rows(start: int, count: int, length: int, rows: slice, x: Tensor) -> Tensor:
+    """A view [N, heads, L, ...] of [T, heads, ...]: rows of each sequence of a run, which begins at token `start`."""
+    run = x[start : start + count * length].unflatten(0, (count, length))
+    return run[:, rows].transpose(1, 2)
 
 
 def _length(positions: Positions) -> int:
     return sum(map(len, positions))
-
-
-@dataclass(frozen=True, eq=False)
-class HeadExchange:
-    """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens."""
-
-    collectives: Collectives
-    spread: Spread
-    sequences: Sequences
-    shape: HeadShape
-
-    def segments(self) -> Sequence[Segment]:
-        return [
-            Compute("pack heads", self._pack),
-            Exchange("heads for tokens", self._gather_tokens, self._gather_heads),
-            Compute("attention", self._attend),
-            Exchange("tokens for heads", self._gather_heads, self._gather_tokens),
-            Compute("unpack heads", self._unpack),
-        ]
-
-    def _pack(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, *others: Tensor) -> State:
-        """The heads ordered by the rank that gets them, [R, H/n + 2 G/n, K]."""
-        n = self.spread.num_ranks
-        heads_TnhK = torch.cat([x.unflatten(1, (n, -1)) for x in (q_THK, k_TGK, v_TGK)], 2)
-        return (heads_TnhK.transpose(0, 1).flatten(0, 1), *others)
-
-    def _attend(self, heads_AhK: Tensor, *others: Tensor) -> State:
-        """Attention over whole sequences for this rank's share of the heads."""
-        num_heads, num_kv_heads = (n // self.spread.num_ranks for n in (self.shape.num_heads, self.shape.num_kv_heads))
-        there, back = self.sequences.shared("order of all ranks' tokens", self._orders)
-        q, k, v = heads_AhK.index_select(0, there).split([num_heads, num_kv_heads, num_kv_heads], 1)
-        device = heads_AhK.device
-        whole = self.sequences.shared("whole", lambda: Sequences.from_lengths(self.spread.lengths, device))
-        mean_AhK = packed_attention(q, k, v, whole, self.shape.window)
-        return (mean_AhK.index_select(0, back), *others)
-
-    def _unpack(self, mean_RhK: Tensor, *others: Tensor) -> State:
-        mean_nThK = mean_RhK.unflatten(0, (self.spread.num_ranks, -1))
-        return (mean_nThK.transpose(0, 1).flatten(1, 2), *others)
-
-    def _gather_tokens(self, x_RhK: Tensor) -> Handle[Tensor]:
-        """Exchange this rank's tokens of all heads [R, h, K] for all tokens of its heads [A, h, K]."""
-        counts = self.spread.num_tokens
-        return self.collectives.all_to_all(x_RhK, [counts[self.spread.rank]] * len(counts), counts)
-
-    def _gather_heads(self, x_AhK: Tensor) -> Handle[Tensor]:
-        """Exchange all tokens of this rank's heads [A, h, K] for its tokens of all heads [R, h, K]."""
-        counts = self.spread.num_tokens
-        return self.collectives.all_to_all(x_AhK, counts, [counts[self.spread.rank]] * len(counts))
-
-    def _orders(self) -> tuple[Tensor, Tensor]:
-        """The permutation from tokens ordered by rank to tokens ordered by sequence, and its inverse."""
-        starts = list(accumulate(self.spread.lengths[:-1], initial=0))
-        by_rank = chain.from_iterable(
-            range(start + run.start, start + run.stop)
-            for of_rank in self.spread.pieces
-            for start, runs in zip(starts, of_rank, strict=True)
-            for run in runs
-        )
-        back = torch.tensor(list(by_rank), device=self.sequences.positions.device)
-        return back.argsort(), back

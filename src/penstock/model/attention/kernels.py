@@ -82,14 +82,6 @@ def _variable_length_kernel() -> Callable[..., Tensor] | None:
     return varlen_attn if has else None  # pyright: ignore[reportReturnType]
 
 
-@dataclass(frozen=True)
-class Sight:
-    """The tokens of its own sequence that a token sees: none after it if `causal`, and none `window` or more away."""
-
-    causal: bool = True
-    window: int | None = None
-
-
 class Relation(Enum):
     """The keys of a tile that its queries see: all, those that do not come later, or those that a mask shows."""
 
@@ -113,19 +105,20 @@ class Tile:
     relation: Relation
     query_positions: Positions
     key_positions: Positions
-    sight: Sight
+    #: the tokens that a query sees, its own included; None for all before it
+    window: int | None = None
 
     def mask(self, device: torch.device) -> Tensor:
         """[L, S], true where the row's token sees the column's token."""
-        return _mask(self.query_positions, self.key_positions, self.sight).to(device)
+        return _mask(self.query_positions, self.key_positions, self.window).to(device)
 
 
 @lru_cache(maxsize=256)
-def _mask(queries: Positions, keys: Positions, sight: Sight) -> Tensor:
+def _mask(queries: Positions, keys: Positions, window: int | None) -> Tensor:
     q_L, k_S = (torch.cat([torch.arange(p.start, p.stop) for p in positions]) for positions in (queries, keys))
     distance_LS = q_L[:, None] - k_S[None]
-    seen_LS = distance_LS >= 0 if sight.causal else torch.ones_like(distance_LS, dtype=torch.bool)
-    return seen_LS if sight.window is None else seen_LS & (distance_LS.abs() < sight.window)
+    seen_LS = distance_LS >= 0
+    return seen_LS if window is None else seen_LS & (distance_LS < window)
 
 
 def forget_masks() -> None:
@@ -134,21 +127,21 @@ def forget_masks() -> None:
 
 
 @lru_cache(maxsize=4096)
-def tiles(queries: Positions, keys: Positions, sight: Sight, apart: bool = False) -> tuple[Tile, ...]:
+def tiles(queries: Positions, keys: Positions, window: int | None, apart: bool = False) -> tuple[Tile, ...]:
     """The tiles, as few as possible, in which queries at these positions see keys at those; both are ascending.
 
     With `apart` tiles are cut along the runs of positions, and those that are seen in part come first.
     """
     if not (queries and keys):
         return ()
-    if not apart and queries == keys and sight.causal and not _narrows(sight, _span(queries), _span(keys)):
+    if not apart and queries == keys and not _narrows(window, _span(queries), _span(keys)):
         # Tokens are ascending, so an earlier row is an earlier position, whatever lies between them.
-        return (Tile(_rows(queries), _rows(keys), Relation.CAUSAL, queries, keys, sight),)
+        return (Tile(_rows(queries), _rows(keys), Relation.CAUSAL, queries, keys, window),)
     found = [
-        Tile(_rows(queries, i), _rows(keys, j), relation, (query,), (key,), sight)
+        Tile(_rows(queries, i), _rows(keys, j), relation, (query,), (key,), window)
         for i, query in enumerate(queries)
         for j, key in enumerate(keys)
-        if (relation := _relation(query, key, sight)) is not None
+        if (relation := _relation(query, key, window)) is not None
     ]
     if apart:
         return tuple(sorted(found, key=lambda tile: tile.relation is Relation.FULL))
@@ -177,27 +170,20 @@ def _merged(found: Sequence[Tile]) -> list[Tile]:
     return merged
 
 
-def _relation(queries: range, keys: range, sight: Sight) -> Relation | None:
+def _relation(queries: range, keys: range, window: int | None) -> Relation | None:
     if not queries or not keys:
         return None
     nearest, farthest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
-    if sight.causal and farthest < 0:
+    if farthest < 0 or (window is not None and nearest >= window):
         return None
-    if sight.window is not None and (nearest >= sight.window or (not sight.causal and -farthest >= sight.window)):
-        return None
-    if _narrows(sight, queries, keys):
-        return Relation.MASKED
-    if not sight.causal or nearest >= 0:
+    if nearest >= 0 and not _narrows(window, queries, keys):
         return Relation.FULL
-    return Relation.CAUSAL if queries == keys else Relation.MASKED
+    return Relation.CAUSAL if queries == keys and not _narrows(window, queries, keys) else Relation.MASKED
 
 
-def _narrows(sight: Sight, queries: range, keys: range) -> bool:
+def _narrows(window: int | None, queries: range, keys: range) -> bool:
     """True if the window hides some key that causality does not."""
-    if sight.window is None:
-        return False
-    after = 0 if sight.causal else keys.stop - 1 - queries.start
-    return max(queries.stop - 1 - keys.start, after) >= sight.window
+    return window is not None and queries.stop - 1 - keys.start >= window
 
 
 def _span(positions: Positions) -> range:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.attention.context_parallel import HeadShape, check_heads, context_attention
+from penstock.model.attention.context_parallel import ContextAttention
 from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
@@ -355,16 +355,15 @@ class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         super().__init__(config, matmul)
-        self.form, self.collectives = groups.context_form, Collectives(groups.cp)
-        self.shape = HeadShape(config.num_heads, config.key_heads, config.sliding_window)
-        check_heads(self.form, groups.cp_size, self.shape)
+        cp = Collectives(groups.cp)
+        self.context = ContextAttention(groups.context_form, cp, config.num_heads, config.key_heads, self.window)
 
     def segments(self, sequences: Sequences) -> list[Segment]:
         if sequences.spread is None:
             return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
         return [
             Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
-            *context_attention(self.form, self.collectives, sequences, self.shape),
+            *self.context.segments(sequences),
             Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
         ]
 
@@ -376,9 +375,8 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         split = TensorParallelSplit(config, groups)
         own = split.own
         AttentionBlock.__init__(self, own, matmul)
-        self.collectives, self.context = Collectives(split.group), Collectives(groups.cp)
-        self.form, self.shape = groups.context_form, HeadShape(own.num_heads, own.key_heads, self.window)
-        check_heads(self.form, self.context.size, self.shape)
+        self.collectives, cp = Collectives(split.group), Collectives(groups.cp)
+        self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads, self.window)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         num_tokens = sequences.num_tokens
@@ -396,8 +394,7 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         if sequences.spread is None:
             attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
         else:
-            among_ranks = context_attention(self.form, self.context, sequences, self.shape)
-            attention = [Compute("heads", heads), *among_ranks, Compute("output", output)]
+            attention = [Compute("heads", heads), *self.context.segments(sequences), Compute("output", output)]
         return [norm, self.gather(), *attention, self.scatter(), residual]
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
