@@ -21,7 +21,8 @@ SPLIT = MicroBatchSpec(num=3, max_tokens=64)
 WINDOW = {"head_dim": 8, "sliding_window": 5}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Learned positions, rotary ones, biases by distance; layers that give tensors and tuples; tied and scaled embeddings;
-# windows in every other layer; experts that files hold apart; a recurrence instead of attention.
+# windows in every other layer; experts that files hold apart; a recurrence instead of attention; rotary factors that
+# depend on a text's length, so that texts of one length are computed together, and put back in their order.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {},
@@ -34,6 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 4, "n_layer": 3},
     "mixtral": EXPERTS,
     "mamba": {},
+    "phi3": {
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "original_max_position_embeddings": 16,
+    },
 }
 TRAINED = ("gpt2", "bloom", "mixtral")
 CONTINUED = ("gpt2", "bloom", "mixtral", "gemma2", "falcon", "opt")

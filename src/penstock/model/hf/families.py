@@ -6,7 +6,7 @@ A family is a row of `FAMILIES`; a kind of parameter is a row of a table of name
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,11 @@ _OF_EXPERTS = {
 }
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """A family's names of the block with a layer's experts, and of each expert's three matrices."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+# An expert's parameters, each of which has one or two of its matrices, one after the other.
+_OF_EACH_EXPERT = {"mlp.experts.down": ("down",), "mlp.experts.gate_up": ("gate", "up")}
+# The block with a layer's experts, and each expert's three matrices.
+MIXTRAL_EXPERTS = {"block": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
+QWEN_EXPERTS = {"block": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 class Windows(enum.Enum):
@@ -79,7 +72,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: Windows = Windows.NEVER
-    experts: ExpertNames | None = None
+    experts: Mapping[str, str] | None = None
     shared_expert: bool = False
     max_length: int = 32768
     window: int | None = None
@@ -124,7 +117,7 @@ class NativeNames(Names):
     """The names of the decoder's parameters in a family's files, and of tensors there that are not parameters."""
 
     tied: bool
-    experts: ExpertNames | None = None
+    experts: Mapping[str, str] | None = None
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """As of all names; none for parameters that only training uses, which the files have no place for."""
@@ -138,10 +131,23 @@ class NativeNames(Names):
         if module in _OF_LAYER:
             return (StoredSlice.at(f"{layer}.{_OF_LAYER[module]}.{kind}", shape),)
         assert self.experts is not None, full_name
-        block = f"{layer}.{self.experts.block}"
+        block = f"{layer}.{self.experts['block']}"
         if module in _OF_EXPERTS:
             return (StoredSlice.at(f"{block}.{_OF_EXPERTS[module]}.{kind}", shape),)
-        return tuple(_stacked(f"{block}.experts", self.experts, module, shape))
+        matrices = _OF_EACH_EXPERT.get(module)
+        if matrices is None:
+            return ()
+        size = shape[1] // len(matrices)
+        return tuple(
+            StoredSlice.at(
+                f"{block}.experts.{expert}.{self.experts[matrix]}.weight",
+                shape,
+                expert,
+                slice(i * size, (i + 1) * size),
+            )
+            for expert in range(shape[0])
+            for i, matrix in enumerate(matrices)
+        )
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs: a table of frequencies, or a tied head's copy."""
@@ -152,17 +158,6 @@ def names_of(config: ModelConfig) -> NativeNames:
     """The names of that decoder's parameters in the files of its family (of any family if none is that decoder)."""
     family = next((family for family in FAMILIES.values() if family.fits(config)), None)
     return NativeNames(config.tie_embeddings, family.experts if family else QWEN_EXPERTS)
-
-
-def _stacked(experts: str, names: ExpertNames, module: str, shape: Shape) -> Iterator[StoredSlice]:
-    """The matrices of all experts [E, O, I]; gate and up share one, in this order."""
-    for expert in range(shape[0]):
-        if module == "mlp.experts.down":
-            yield StoredSlice.at(f"{experts}.{expert}.{names.down}.weight", shape, expert)
-        elif module == "mlp.experts.gate_up":
-            half = shape[1] // 2
-            yield StoredSlice.at(f"{experts}.{expert}.{names.gate}.weight", shape, expert, slice(0, half))
-            yield StoredSlice.at(f"{experts}.{expert}.{names.up}.weight", shape, expert, slice(half, 2 * half))
 
 
 # ---- config.json of a folder, read as the decoder's settings and written

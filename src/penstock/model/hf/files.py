@@ -127,9 +127,16 @@ class WeightFiles:
         if not folder.is_dir():
             raise MissingFile(f"there is no folder {folder} to read a model from")
         refuse_unfit_files(folder)
-        index = folder / INDEX_FILE
+        file, index = folder / SINGLE_FILE, folder / INDEX_FILE
+        if file.exists() and not index.exists():
+            return cls(folder, _read_header(file))
         if not index.exists():
-            return cls(folder, _read_header(_single_file(folder)))
+            if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+                raise ValueError(
+                    f"{folder} holds its weights as a pickle ({pickles[0]}), which can run code and is never read; "
+                    "save the model as safetensors"
+                )
+            raise MissingFile(f"{file} is missing, and there is no {INDEX_FILE} beside it")
         named = _read_index(index)
         headers = {name: _read_header(folder / name) for name in sorted(set(named.values()))}
         for tensor, file in named.items():
@@ -173,19 +180,6 @@ def refuse_unfit_files(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         refuse_link_out(path, root)
         check_file(path)
-
-
-def _single_file(folder: Path) -> Path:
-    file = folder / SINGLE_FILE
-    if file.exists():
-        return file
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise ValueError(
-            f"{folder} holds its weights as a pickle ({pickles[0]}), which can run code and is never read; "
-            "save the model as safetensors"
-        )
-    raise MissingFile(f"{file} is missing, and there is no {INDEX_FILE} beside it")
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -158,12 +158,22 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
     folder = files.folder
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _check_counts(config, len(files.tensors))
+        text, num_tensors = config.get_text_config(), len(files.tensors)
+        # Refused, since the library would build it for hours.
+        if text.num_hidden_layers > num_tensors:
+            raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
+        for name, value in text.to_dict().items():
+            if "experts" in name and isinstance(value, int) and value > _MAX_EXPERTS:
+                raise ValueError(f"{name} is {value}; at most {_MAX_EXPERTS} is possible")
         if "/" in str(config._attn_implementation):
             raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
         with torch.device("cpu"), _EmptyOnMeta():
             model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
-        _check_size(model, files)
+        ours = sum(parameter.numel() for parameter in model.parameters())
+        theirs = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
+        # Refused before any memory is taken. Some parameters may be missing, and are named later.
+        if ours > 2 * theirs:
+            raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
         if type(model).__name__.endswith(_PER_SEQUENCE):
             # Each token is run as a sequence of its own, so none is padding; but the embedding has its row for it.
             model.config.get_text_config().pad_token_id = _NO_TOKEN
@@ -176,28 +186,6 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
                 # Scales of norms, which are created as ones.
                 part._parameters[name] = nn.Parameter(parameter.to("meta"))
     return model.eval(), config
-
-
-def _check_counts(config: Any, num_tensors: int) -> None:
-    """Refuse what the library would build for hours: more layers than there are tensors, or experts beyond measure.
-
-    Raises: ValueError naming the count.
-    """
-    text = config.get_text_config()
-    if text.num_hidden_layers > num_tensors:
-        raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
-    for name, value in text.to_dict().items():
-        if "experts" in name and isinstance(value, int) and value > _MAX_EXPERTS:
-            raise ValueError(f"{name} is {value}; at most {_MAX_EXPERTS} is possible")
-
-
-def _check_size(model: nn.Module, files: WeightFiles) -> None:
-    """Refuse a model far larger than its files before any memory is taken. Raises: ValueError with both sizes."""
-    ours = sum(parameter.numel() for parameter in model.parameters())
-    theirs = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
-    # Some parameters may be missing, and are named later.
-    if ours > 2 * theirs:
-        raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
 
 
 def _auto_class(config: Any) -> Any:
@@ -233,16 +221,15 @@ def _owners(model: nn.Module) -> dict[str, str]:
 
 
 def _spec(name: str, build: Any, tied: Mapping[str, str] | None = None) -> UnitSpec:
+    def no_values(module: nn.Module, seed: int) -> None:
+        raise AssertionError("the values of a model of transformers come from its files")
+
     with torch.device("meta"):
         module = build()
     num_parameters = sum(p.numel() for p in module.parameters())
     # A lookup costs next to nothing; all other units multiply by each of their weights once.
     num_looked_up = num_parameters if name == FIRST else 0
-    return UnitSpec(name, build, _no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
-
-
-def _no_values(module: nn.Module, seed: int) -> None:
-    raise AssertionError("the values of a model of transformers come from its files")
+    return UnitSpec(name, build, no_values, num_parameters, 2.0 * (num_parameters - num_looked_up) + 1.0, tied or {})
 
 
 # ---- The names of a transformers model's parameters in its files, which may be older than the model's own names
@@ -254,25 +241,6 @@ _STACKED = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 """The conversions that can be read in place: experts along the first dimension, parts along the second."""
 
 
-@dataclass(frozen=True, order=True)
-class _StoredTensor:
-    """A stored tensor: part `part` of `num_parts` of an expert's matrix, or without an expert a whole parameter."""
-
-    expert: int | None
-    part: int
-    num_parts: int
-    stored: str
-
-    def slice_of(self, shape: Shape) -> StoredSlice:
-        """The slice of a parameter of that shape."""
-        if self.expert is None:
-            return StoredSlice.at(self.stored, shape)
-        if self.num_parts == 1:
-            return StoredSlice.at(self.stored, shape, self.expert)
-        size = shape[1] // self.num_parts
-        return StoredSlice.at(self.stored, shape, self.expert, slice(self.part * size, (self.part + 1) * size))
-
-
 @dataclass(frozen=True)
 class TransformersNames(Names):
     """A model's names in its files, by its units' full names."""
@@ -280,7 +248,7 @@ class TransformersNames(Names):
     #: the name of the model's list of layers
     path: str
     #: parameter, by its name in transformers' own model -> its stored tensors
-    sources: Mapping[str, tuple[_StoredTensor, ...]]
+    sources: Mapping[str, tuple[StoredSlice, ...]]
     #: name of a tied parameter -> its owner's name
     owners: Mapping[str, str]
     #: patterns of stored tensors that the model declares unused
@@ -289,9 +257,10 @@ class TransformersNames(Names):
     @classmethod
     def of(cls, model: nn.Module, path: str, owners: Mapping[str, str], stored: Collection[str]) -> TransformersNames:
         """The names of a whole model with its layers at the path, in files that have these tensors."""
-        known, prefix = frozenset(model.state_dict()), getattr(model, "base_model_prefix", "")
+        known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        prefix = getattr(model, "base_model_prefix", "")
         renamings, converters = _rules(model)
-        found: dict[str, list[_StoredTensor]] = {}
+        found: dict[str, list[StoredSlice]] = {}
         for name in stored:
             own, pattern = name, None
             if renamings or converters:
@@ -303,17 +272,23 @@ class TransformersNames(Names):
                 others = (f"{prefix}.{own}", own.removeprefix(f"{prefix}."))
                 own = next((other for other in others if other in known), own)
             converter = next((rule for rule in converters if pattern in rule.source_patterns), None)
-            source = _StoredTensor(None, 0, 1, name)
-            if converter is not None and [type(each).__name__ for each in converter.operations] in _STACKED:
-                parts = list(converter.source_patterns)
-                expert = int(re.findall(r"\.(\d+)\.", name)[-1])
-                source = _StoredTensor(expert, parts.index(pattern), len(parts), name)
-            elif converter is not None:
-                # Unknown, so it is refused as a tensor that belongs to no parameter.
-                own = name
+            # Conversions that cannot be read in place: refused, like any tensor that belongs to no parameter.
+            is_read = converter is None or [type(each).__name__ for each in converter.operations] in _STACKED
+            if own not in known or not is_read:
+                continue
+            if converter is None:
+                source = StoredSlice.at(name, known[own])
+            else:
+                # One of the parts of an expert's matrix, which lie one after another.
+                parts, expert = list(converter.source_patterns), int(re.findall(r"\.(\d+)\.", name)[-1])
+                size, part = known[own][1] // len(parts), parts.index(pattern)
+                source = StoredSlice.at(name, known[own], expert, slice(part * size, (part + 1) * size))
             found.setdefault(own, []).append(source)
+        sources = {
+            own: tuple(sorted(slices, key=lambda one: (one.part.start, one.name))) for own, slices in found.items()
+        }
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return cls(path, {own: tuple(sorted(sources)) for own, sources in found.items()}, owners, tuple(ignored))
+        return cls(path, sources, owners, tuple(ignored))
 
     def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
         unit, _, rest = full_name.partition(".")
@@ -328,12 +303,12 @@ class TransformersNames(Names):
         owner = self.owners.get(name, name)
         for candidate in (name, owner, *(other for other, of in self.owners.items() if of == owner)):
             if candidate in self.sources:
-                return tuple(source.slice_of(shape) for source in self.sources[candidate])
+                return self.sources[candidate]
         return (StoredSlice.at(name, shape),)
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs: a tied copy, or a tensor that the model computes itself."""
-        copies = {source.stored for name in self.owners for source in self.sources.get(name, ())}
+        copies = {source.name for name in self.owners for source in self.sources.get(name, ())}
         computed = stored.endswith(("inv_freq", "masked_bias")) or any(re.search(p, stored) for p in self.ignored)
         return stored in copies or computed
 

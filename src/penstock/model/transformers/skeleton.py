@@ -42,14 +42,6 @@ class StubbedForward:
     #: each stub's hidden states, in a tuple where the model left them in one
     hidden: list[Any] = field(default_factory=list)
 
-    def receive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.hidden.append(args[0] if args else kwargs[_HIDDEN])
-        self.arguments[index] = args[1:], {name: value for name, value in kwargs.items() if name != _HIDDEN}
-        if index == self.last:
-            raise _LeaveForward
-        output = self.hidden[-1] if self.output is None else self.output
-        return (output,) if self.as_tuple else output
-
 
 class LayerStub(nn.Module):
     """Replaces a layer: has its attributes but none of its parameters, and acts as the running forward says."""
@@ -67,7 +59,13 @@ class LayerStub(nn.Module):
             return getattr(self.__dict__["layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["skeleton"].current.receive(self.index, args, kwargs)
+        now: StubbedForward = self.__dict__["skeleton"].current
+        now.hidden.append(args[0] if args else kwargs[_HIDDEN])
+        now.arguments[self.index] = args[1:], {name: value for name, value in kwargs.items() if name != _HIDDEN}
+        if self.index == now.last:
+            raise _LeaveForward
+        output = now.hidden[-1] if now.output is None else now.output
+        return (output,) if now.as_tuple else output
 
 
 class Skeleton(nn.Module):
