@@ -10,6 +10,7 @@ Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -45,17 +46,19 @@ def dtype_of_sums(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype is torch.float32 else torch.promote_types(x.dtype, torch.float32)
 
 
-class PackedWeights(Protocol):
+@dataclass(frozen=True, eq=False)
+class PackedWeights:
     """Weights and biases of one layer, or of several that read the same input, as one kind of product reads them."""
 
-    def output(self, x: Tensor) -> Tensor:
-        """The outputs of all layers side by side [..., O], in the dtype of x; a row depends on that row of x alone."""
-        ...
+    #: x -> the outputs of all layers side by side [..., O], in the dtype of x; a row depends on that row of x alone
+    output: Callable[[Tensor], Tensor]
+    #: bytes of weights, scales and biases
+    num_bytes: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights, scales and biases."""
-        ...
+    @classmethod
+    def of(cls, output: Callable[[Tensor], Tensor], *read: Tensor | None) -> "PackedWeights":
+        """The product that reads these tensors."""
+        return cls(output, sum(t.nbytes for t in read if t is not None))
 
 
 Pack = Callable[[Tensor, Tensor | None], PackedWeights | None]
@@ -111,24 +114,8 @@ class OneDnnMatmul(Matmul):
     def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
         if not _has_onednn(weight_OI):
             return None
-        return OneDnnWeights(torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS), bias_O)
-
-
-@dataclass(frozen=True, eq=False)
-class OneDnnWeights:
-    """fp32 or bf16 weights in the order in which oneDNN reads them fastest for few rows."""
-
-    #: the weights, in an order that only oneDNN understands
-    packed: Tensor
-    #: [O], in the weights' dtype
-    bias_O: Tensor | None
-
-    def output(self, x: Tensor) -> Tensor:
-        return _onednn_output(x, self.packed, self.bias_O)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.numel() * self.packed.itemsize + (0 if self.bias_O is None else self.bias_O.nbytes)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS)
+        return PackedWeights.of(partial(_onednn_output, weight_OI=packed, bias_O=bias_O), packed, bias_O)
 
 
 def fastest_matmul() -> Matmul:
@@ -350,8 +337,11 @@ class Linear(nn.Linear):
     gradients: WeightGradients | None = None
     matmul: Matmul = TORCH
     casts: WeightCasts | None = None
-    #: what has taken the place of weight and bias; None where they are parameters
-    fixed: "FixedWeights | None" = None
+    #: what has taken the place of weight and bias, and of those of neighbours that read the same input; None where they
+    #: are parameters
+    fixed: PackedWeights | None = None
+    #: this layer's outputs among those
+    among: slice = slice(0, 0)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, matmul: Matmul = TORCH) -> None:
         super().__init__(in_features, out_features, bias)
@@ -362,7 +352,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fixed is not None:
-            return self.fixed.packed.output(x)[..., self.fixed.begin : self.fixed.end]
+            return self.fixed.output(x)[..., self.among]
         if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
@@ -388,7 +378,7 @@ def joint_output(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
     if not isinstance(first, Linear) or autocast_dtype(x) is not None:
         return None
     if first.fixed is not None and last.fixed is not None:
-        return first.fixed.packed.output(x)[..., first.fixed.begin : last.fixed.end]
+        return first.fixed.output(x)[..., first.among.start : last.among.stop]
     packed = None if first.casts is None else first.casts.packed(layers, x.dtype)
     return None if packed is None else packed.output(x)
 
@@ -433,16 +423,6 @@ def pack_joint(module: nn.Module, dtype: torch.dtype) -> None:
             layers[0].casts.packed(layers, dtype)
 
 
-@dataclass(frozen=True)
-class FixedWeights:
-    """Packed weights in the place of a layer's parameters, and of those of its neighbours that read the same input."""
-
-    packed: PackedWeights
-    #: this layer's outputs among all of them
-    begin: int
-    end: int
-
-
 def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
     """Put packed weights in the place of the parameters that joint products read; returns the number of layers.
 
@@ -456,7 +436,7 @@ def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
             continue
         begin = 0
         for layer in layers:
-            layer.fixed = FixedWeights(packed, begin, begin + layer.out_features)
+            layer.fixed, layer.among = packed, slice(begin, begin + layer.out_features)
             begin += layer.out_features
             layer.register_parameter("weight", None)
             layer.register_parameter("bias", None)

@@ -1,8 +1,8 @@
 """Weights of linear layers as 8-bit or 4-bit whole numbers, and the table of these kinds.
 
 Products of 8-bit weights and activations that are rounded to 8 bits as they come are exact in whole numbers. The other
-kinds round weights alone. Adding a kind takes one class of `PackedWeights`, its name in `settings.Quantize` and its
-line in `quantizer`.
+kinds round weights alone. Adding a kind takes one function that makes `PackedWeights`, its name in `settings.Quantize`
+and its line in `quantizer`.
 
 Shapes: T tokens, I inputs, O outputs, G inputs of a group.
 """
@@ -12,13 +12,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.linear import Pack, fastest_matmul
+from penstock.model.linear import Pack, PackedWeights, fastest_matmul
 from penstock.settings import Quantize
 
 _LARGEST = 127
@@ -38,96 +37,73 @@ _ROWS_AT_ONCE = 4096
 """Outputs that are packed together: a multiple of the kernel's blocks."""
 
 
-class Int8Kernel(Protocol):
-    """One way to multiply whole numbers.
+Product = Callable[[Tensor], Tensor]
 
-    `pack` takes weights [O, I] int8 and scales [O] fp32 and returns them in the form that `output` takes. `output`
-    returns x w^T * scales [..., O] fp32 for x [..., I] fp32 from -127 to 127, which it rounds to whole numbers: as
-    those nearest to x + 128 in fp32, halves to the even one.
-    """
+Int8Kernel = Callable[[Tensor, Tensor], Product]
+"""One way to multiply whole numbers: weights [O, I] int8 and scales [O] fp32 -> their product.
 
-    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any: ...
-
-    def output(self, x: Tensor, packed: Any) -> Tensor: ...
+The product is x w^T * scales [..., O] fp32 for x [..., I] fp32 from -127 to 127, which it rounds to whole numbers: as
+those nearest to x + 128 in fp32, halves to the even one.
+"""
 
 
-class FbgemmKernel:
+def fbgemm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     """FBGEMM's, which rounds its input itself: fastest with AVX-512 for few rows."""
-
-    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
-        zeros = torch.zeros(len(scales_O), dtype=torch.int64)
-        with warnings.catch_warnings():
-            # Quantized tensors are to go from PyTorch; then another kernel is chosen.
-            warnings.simplefilter("ignore")
-            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
-            return torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
-
-    def output(self, x: Tensor, packed: Any) -> Tensor:
-        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(x, 1.0, _ZERO, packed)
+    zeros = torch.zeros(len(scales_O), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # Quantized tensors are to go from PyTorch; then another kernel is chosen.
+        warnings.simplefilter("ignore")
+        make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+        packed = torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    return lambda x: multiply(x, 1.0, _ZERO, packed)
 
 
-class OneDnnKernel:
+def onednn(weight_OI: Tensor, scales_O: Tensor) -> Product:
     """oneDNN's, which has code for AMX."""
+    packed = torch.ops.onednn.qlinear_prepack(weight_OI, [NUM_ROWS, weight_OI.shape[1]])
+    zeros_O = torch.zeros(len(scales_O), dtype=torch.int64)
 
-    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
-        packed = torch.ops.onednn.qlinear_prepack(weight_OI, [NUM_ROWS, weight_OI.shape[1]])
-        return packed, scales_O, torch.zeros(len(scales_O), dtype=torch.int64)
-
-    def output(self, x: Tensor, packed: Any) -> Tensor:
-        weight, scales_O, zeros_O = packed
+    def product(x: Tensor) -> Tensor:
         # Signed activations would run through its reference code.
-        given = ((x + _ZERO).round_().to(torch.uint8), 1.0, _ZERO, weight, scales_O, zeros_O, None)
+        given = ((x + _ZERO).round_().to(torch.uint8), 1.0, _ZERO, packed, scales_O, zeros_O, None)
         return torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
 
+    return product
 
-class IntMatmulKernel:
+
+def int_mm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     """`torch._int_mm`, on weights as they are."""
+    weight_IO = weight_OI.t()
 
-    def pack(self, weight_OI: Tensor, scales_O: Tensor) -> Any:
-        return weight_OI.t(), scales_O
-
-    def output(self, x: Tensor, packed: Any) -> Tensor:
-        weight_IO, scales_O = packed
+    def product(x: Tensor) -> Tensor:
         rounded = (x.flatten(0, -2) + _ZERO).round_().sub_(_ZERO)
         sums = torch.ops.aten._int_mm(rounded.to(torch.int8), weight_IO)
         return sums.to(torch.float32).mul_(scales_O).view(*x.shape[:-1], len(scales_O))
 
-
-INT8_KERNELS: Mapping[str, Int8Kernel] = {
-    "FBGEMM": FbgemmKernel(),
-    "oneDNN": OneDnnKernel(),
-    "torch._int_mm": IntMatmulKernel(),
-}
+    return product
 
 
-class Int8Weights:
+INT8_KERNELS: Mapping[str, Int8Kernel] = {"FBGEMM": fbgemm, "oneDNN": onednn, "torch._int_mm": int_mm}
+
+
+def int8_weights(weight_OI: Tensor, bias_O: Tensor | None, kernel: Int8Kernel) -> PackedWeights:
     """8-bit weights, for activations that are rounded to 8 bits row by row.
 
     A weight is off by at most half a scale, 1/254 of the largest of its output; an activation by 1/254 of the largest
     of its row.
     """
+    rounded_OI, scales_O = rounded(weight_OI)
+    product, bias_O = kernel(rounded_OI, scales_O), None if bias_O is None else bias_O.detach().float()
 
-    #: multiplies whole numbers
-    kernel: Int8Kernel
-    #: the weights and scales as the kernel takes them
-    packed: Any
-    #: [O] fp32
-    bias_O: Tensor | None
-    #: bytes of weights, scales and biases
-    num_bytes: int
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, kernel: Int8Kernel) -> None:
-        rounded_OI, scales_O = rounded(weight_OI)
-        self.kernel, self.packed = kernel, kernel.pack(rounded_OI, scales_O)
-        self.bias_O = None if bias_O is None else bias_O.detach().float()
-        self.num_bytes = rounded_OI.nbytes + scales_O.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
-
-    def output(self, x: Tensor) -> Tensor:
+    def output(x: Tensor) -> Tensor:
         wide = x.float()
         # A row of zeros needs a scale too.
         scales_T1 = wide.abs().amax(-1, keepdim=True).mul_(1 / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
-        y = self.kernel.output(wide / scales_T1, self.packed).mul_(scales_T1)
-        return (y if self.bias_O is None else y.add_(self.bias_O)).to(x.dtype)
+        y = product(wide / scales_T1).mul_(scales_T1)
+        return (y if bias_O is None else y.add_(bias_O)).to(x.dtype)
+
+    return PackedWeights.of(output, rounded_OI, scales_O, bias_O)
 
 
 def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,14 +125,14 @@ def measured_kernels() -> dict[str, float]:
     x, weight_OI = torch.full((NUM_ROWS, WIDTH), float(_LARGEST)), torch.full((WIDTH, WIDTH), _LARGEST)
     for name, kernel in INT8_KERNELS.items():
         try:
-            packed = kernel.pack(weight_OI.to(torch.int8), torch.ones(WIDTH))
+            product = kernel(weight_OI.to(torch.int8), torch.ones(WIDTH))
             # Where sums of two products are kept in 16 bits, which they exceed, this is far too small.
-            if not bool((kernel.output(x, packed) == WIDTH * _LARGEST**2).all()):
+            if not bool((product(x) == WIDTH * _LARGEST**2).all()):
                 continue
         except (RuntimeError, AttributeError, NotImplementedError):
             # This build of PyTorch or this processor has no such kernel.
             continue
-        found[name] = least_seconds(lambda kernel=kernel, packed=packed: kernel.output(x, packed))
+        found[name] = least_seconds(partial(product, x))
     return found
 
 
@@ -183,81 +159,57 @@ def fastest_int8_kernel() -> Int8Kernel:
     return INT8_KERNELS[min(found, key=found.__getitem__)]
 
 
-class Int8WeightsAlone:
+def int8_weights_alone(weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights:
     """8-bit weights with one scale for each output; activations are bf16."""
+    rounded_OI, scales_O = rounded(weight_OI)
+    # The kernel reads whole blocks of inputs, beyond the end where the last one is not full.
+    num_more = -weight_OI.shape[1] % _GROUP
+    whole_OI = F.pad(rounded_OI, (0, num_more)) if num_more else rounded_OI
+    scales_O, bias_O = scales_O.bfloat16(), _bf16(bias_O)
 
-    #: inputs of value 0 that fill up the last block
-    num_more: int
-    #: whole numbers [O, I] and scales [O]
-    weight_OI: Tensor
-    scales_O: Tensor
-    #: [O] bf16
-    bias_O: Tensor | None
+    def output(x: Tensor) -> Tensor:
+        x_TI = F.pad(x.flatten(0, -2).bfloat16(), (0, num_more)).contiguous()
+        return _finished(torch.ops.aten._weight_int8pack_mm(x_TI, whole_OI, scales_O), bias_O, x)
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        # The kernel reads whole blocks of inputs, beyond the end where the last one is not full.
-        rounded_OI, scales_O = rounded(weight_OI)
-        self.num_more = -weight_OI.shape[1] % _GROUP
-        self.weight_OI = F.pad(rounded_OI, (0, self.num_more)) if self.num_more else rounded_OI
-        self.scales_O, self.bias_O = scales_O.bfloat16(), _bf16(bias_O)
-
-    def output(self, x: Tensor) -> Tensor:
-        x_TI = F.pad(x.flatten(0, -2).bfloat16(), (0, self.num_more)).contiguous()
-        return _finished(torch.ops.aten._weight_int8pack_mm(x_TI, self.weight_OI, self.scales_O), self.bias_O, x)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight_OI.nbytes + self.scales_O.nbytes + (0 if self.bias_O is None else self.bias_O.nbytes)
+    return PackedWeights.of(output, whole_OI, scales_O, bias_O)
 
 
-class Int4Weights:
+def int4_weights(weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights:
     """4-bit weights, each 32 inputs of an output with a scale and a zero point; activations are bf16.
 
     Raises: ValueError where the number of inputs is no multiple of 32.
     """
+    num_outputs, num_inputs = weight_OI.shape
+    if num_inputs % _GROUP:
+        raise ValueError(
+            f"a layer of {num_inputs} inputs cannot be kept as int4, which takes multiples of {_GROUP}; int8 is "
+            "possible"
+        )
+    parts = [_as_int4(part) for part in weight_OI.detach().split(_ROWS_AT_ONCE)]
+    # Two weights a byte, in the kernel's order; scales and zero points [I / G, O, 2] bf16.
+    packed, scales = torch.cat([packed for packed, _ in parts]), torch.cat([scales for _, scales in parts], 1)
+    bias_O = _bf16(bias_O)
 
-    #: two weights a byte, in the kernel's order
-    packed: Tensor
-    #: scales and zero points [I / G, O, 2] bf16
-    scales_and_zeros: Tensor
-    #: [O] bf16
-    bias_O: Tensor | None
-    #: O; the kernel's are filled up to whole blocks
-    _num_outputs: int
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        num_outputs, num_inputs = weight_OI.shape
-        if num_inputs % _GROUP:
-            raise ValueError(
-                f"a layer of {num_inputs} inputs cannot be kept as int4, which takes multiples of {_GROUP}; int8 is "
-                "possible"
-            )
-        self._num_outputs = num_outputs
-        parts = [self._packed(part) for part in weight_OI.detach().split(_ROWS_AT_ONCE)]
-        self.packed = torch.cat([packed for packed, _ in parts])
-        self.scales_and_zeros = torch.cat([scales for _, scales in parts], 1)
-        self.bias_O = _bf16(bias_O)
-
-    @staticmethod
-    def _packed(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        weight_OI = F.pad(weight_OI.float(), (0, 0, 0, -len(weight_OI) % _BLOCK))
-        groups = weight_OI.unflatten(1, (-1, _GROUP))
-        least, most = groups.aminmax(dim=2)
-        # As they are stored, so that rounding them adds no error.
-        scales = ((most - least) / _NUM_STEPS).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16().float()
-        zeros = (least + _MIDDLE * scales).bfloat16().float()
-        steps = ((groups - zeros[..., None]) / scales[..., None] + _MIDDLE).round_().clamp_(0, _NUM_STEPS)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).int(), 1)
-        return packed, torch.stack((scales, zeros), -1).transpose(0, 1).bfloat16().contiguous()
-
-    def output(self, x: Tensor) -> Tensor:
+    def output(x: Tensor) -> Tensor:
         x_TI = x.flatten(0, -2).bfloat16().contiguous()
-        y_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, self.packed, _GROUP, self.scales_and_zeros)
-        return _finished(y_TO[:, : self._num_outputs], self.bias_O, x)
+        y_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, packed, _GROUP, scales)
+        # The kernel's outputs are filled up to whole blocks.
+        return _finished(y_TO[:, :num_outputs], bias_O, x)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.packed, self.scales_and_zeros, self.bias_O) if t is not None)
+    return PackedWeights.of(output, packed, scales, bias_O)
+
+
+def _as_int4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed weights, and scales with zero points [I / G, O, 2] bf16."""
+    weight_OI = F.pad(weight_OI.float(), (0, 0, 0, -len(weight_OI) % _BLOCK))
+    groups = weight_OI.unflatten(1, (-1, _GROUP))
+    least, most = groups.aminmax(dim=2)
+    # As they are stored, so that rounding them adds no error.
+    scales = ((most - least) / _NUM_STEPS).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16().float()
+    zeros = (least + _MIDDLE * scales).bfloat16().float()
+    steps = ((groups - zeros[..., None]) / scales[..., None] + _MIDDLE).round_().clamp_(0, _NUM_STEPS)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).int(), 1)
+    return packed, torch.stack((scales, zeros), -1).transpose(0, 1).bfloat16().contiguous()
 
 
 def _bf16(bias_O: Tensor | None) -> Tensor | None:
@@ -276,8 +228,8 @@ def quantizer(kind: Quantize) -> Pack:
     Raises: ValueError for NONE, and where the processor lacks the kind.
     """
     if kind is Quantize.INT8:
-        return partial(Int8Weights, kernel=fastest_int8_kernel())
-    kinds: dict[Quantize, Pack] = {Quantize.INT8_WEIGHTS: Int8WeightsAlone, Quantize.INT4: Int4Weights}
+        return partial(int8_weights, kernel=fastest_int8_kernel())
+    kinds: dict[Quantize, Pack] = {Quantize.INT8_WEIGHTS: int8_weights_alone, Quantize.INT4: int4_weights}
     if kind not in kinds:
         raise ValueError(f"quantize = {kind} packs nothing; possible are int8, {', '.join(kinds)}")
     return kinds[kind]
@@ -291,7 +243,7 @@ def measured_products() -> dict[str, float]:
         if (packed := fastest_matmul().packed(weight.to(dtype), None)) is not None:
             found["fp32" if dtype is torch.float32 else "bf16"] = least_seconds(partial(packed.output, x))
     kinds: dict[str, Pack] = {
-        f"int8 by {name}": partial(Int8Weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
+        f"int8 by {name}": partial(int8_weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
     }
     kinds |= {kind: quantizer(kind) for kind in (Quantize.INT8_WEIGHTS, Quantize.INT4)}
     for name, pack in kinds.items():

@@ -1,5 +1,7 @@
 """Products of quantized weights: their error, their rows, their kernels, and what takes the place of parameters."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,10 +9,10 @@ from penstock.model import Linear
 from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
 from penstock.model.quantized import (
     INT8_KERNELS,
-    Int4Weights,
-    Int8Weights,
-    Int8WeightsAlone,
     fastest_int8_kernel,
+    int4_weights,
+    int8_weights,
+    int8_weights_alone,
     measured_kernels,
     quantizer,
     rounded,
@@ -34,7 +36,7 @@ def values(num_inputs: int, num_outputs: int, num_rows: int = 65) -> tuple[torch
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SIZES)
 def test_an_int8_product_is_off_by_half_a_step_of_each_factor_at_most(num_inputs: int, num_outputs: int) -> None:
     x, weight, bias = values(num_inputs, num_outputs)
-    y = Int8Weights(weight, bias, fastest_int8_kernel()).output(x).double()
+    y = int8_weights(weight, bias, fastest_int8_kernel()).output(x).double()
     whole, scales = rounded(weight)
     of_weights = x.double().abs().sum(1, keepdim=True) * scales / 2
     of_activations = x.double().abs().amax(1, keepdim=True) / 127 / 2 * (whole.double().abs().sum(1) * scales)
@@ -113,7 +115,7 @@ def test_weights_rounded_part_by_part_are_those_rounded_at_once_and_stay_as_they
 def test_all_int8_kernels_that_are_exact_give_the_same_bits() -> None:
     x, weight, bias = values(520, 80)
     x[5] = 0
-    found = {name: Int8Weights(weight, bias, INT8_KERNELS[name]).output(x) for name in measured_kernels()}
+    found = {name: int8_weights(weight, bias, INT8_KERNELS[name]).output(x) for name in measured_kernels()}
     assert found
     first = next(iter(found.values()))
     assert all(torch.equal(y, first) for y in found.values()), list(found)
@@ -121,22 +123,21 @@ def test_all_int8_kernels_that_are_exact_give_the_same_bits() -> None:
 
 
 def test_a_kernel_that_loses_large_sums_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Saturating:
-        def pack(self, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> torch.Tensor:
-            return weight_OI
+    def saturating(weight_OI: torch.Tensor, scales_O: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            pairs = ((x[:, None] + 128) * weight_OI).unflatten(-1, (-1, 2)).sum(-1)
+            return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * weight_OI.sum(1)
 
-        def output(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-            pairs = ((x[:, None] + 128) * packed).unflatten(-1, (-1, 2)).sum(-1)
-            return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * packed.sum(1)
+        return product
 
-    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {"saturating": Saturating()})
+    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {"saturating": saturating})
     with pytest.raises(ValueError, match=r"no exact product of 8-bit numbers.*int4 are possible"):
         fastest_int8_kernel()
 
 
 def test_int4_refuses_shapes_that_its_kernel_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"48 inputs.*int8 is possible"):
-        Int4Weights(torch.zeros(96, 48), None)
+        int4_weights(torch.zeros(96, 48), None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,4 +189,4 @@ def test_the_table_has_every_kind() -> None:
         else:
             packed: PackedWeights | None = quantizer(kind)(weight, None)
             assert packed is not None and packed.output(torch.ones(2, 64)).shape == (2, 64)
-    assert isinstance(quantizer(Quantize.INT8_WEIGHTS)(weight, None), Int8WeightsAlone)
+    assert quantizer(Quantize.INT8_WEIGHTS) is int8_weights_alone
