@@ -3,6 +3,7 @@
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_a_pipeline_of_pairs_equals_plain_ones_whatever_the_halves_hold():
 
 @dataclass(frozen=True)
 class Noted:
-    """A segment, or what undoes one, that says when it begins; an exchange begins by sending."""
+    """A segment that says when it begins, and when what undoes it does; an exchange begins by sending."""
 
     inner: Any
     what: str
@@ -199,12 +200,12 @@ class Noted:
         self.log.append(f"f {self.what}")
         state = yield from self.inner.forward(state, None if undo is None else own)
         if undo is not None:
-            undo.extend(Noted(entry, self.what, self.log) for entry in own)
+            undo.extend(partial(self.backward, entry) for entry in own)
         return state
 
-    def backward(self, grads: Grads) -> Lane[Grads]:
+    def backward(self, entry: Undo, grads: Grads) -> Lane[Grads]:
         self.log.append(f"b {self.what}")
-        return (yield from self.inner.backward(grads))
+        return (yield from entry(grads))
 
 
 def note(engine: Engine) -> list[str]:

@@ -80,7 +80,7 @@ def walk(row: Sequence[Segment], state: State, undo: list[Undo] | None) -> Lane[
 
 def walk_back(undo: list[Undo], grads: Grads) -> Lane[Grads]:
     while undo:
-        grads = yield from undo.pop().backward(grads)
+        grads = yield from undo.pop()(grads)
     return grads
 
 

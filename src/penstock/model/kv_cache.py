@@ -10,15 +10,16 @@ query heads, G key and value heads, K width of a head, D hidden size, S tokens w
 
 import math
 import mmap
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.model.sequences import SharedByLayers
 from penstock.schedule import NO_ROW, BatchItem
 
 # ---- Attention of a single token to the keys and values of its sequence, as each step of generation needs it
@@ -46,8 +47,6 @@ def widened(x: Tensor) -> Tensor:
 
 # ---- The KV cache, and attention over it for sequences that are read chunk by chunk
 
-
-Value = TypeVar("Value")
 
 _FEW_RUNS = 4
 """Up to so many runs their keys are copied one by one, in a fifth of the time of one write by indices each."""
@@ -110,20 +109,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, eq=False)
-class _SharedByLayers:
-    """Values that all layers derive from the same metadata (rotary tables, masks)."""
-
-    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of this key, made once and kept with this object."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-
-@dataclass(frozen=True, eq=False)
-class CachedRows(_SharedByLayers):
+class CachedRows(SharedByLayers):
     """The rows and positions of a batch's tokens, which every unit receives beside the residual stream.
 
     Args:
@@ -214,7 +200,7 @@ class CachedRows(_SharedByLayers):
 
 
 @dataclass(frozen=True, eq=False)
-class SlotRows(_SharedByLayers):
+class SlotRows(SharedByLayers):
     """All rows of a slot, one token each, in tensors whose shapes never change, so that a CUDA graph can capture them.
 
     Every unit receives it in place of `CachedRows`. Only the values of `positions` determine which rows are live and

@@ -106,10 +106,8 @@ def enter_graph(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     )
 
 
-class Undo(Protocol):
-    """The backward of a segment: from the gradients of its outputs to those of its inputs."""
-
-    def backward(self, grads: Grads) -> Lane[Grads]: ...
+Undo = Callable[[Grads], Lane[Grads]]
+"""The backward of a segment: from the gradients of its outputs to those of its inputs."""
 
 
 class Segment(Protocol):
@@ -153,7 +151,7 @@ class Compute:
         arrived: list[Tensor | None] = [None] * num_own
         outputs = self.run(*_Entrance.apply(arrived, torch.empty(0, requires_grad=True), *own))  # type: ignore[misc]
         edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
-        undo.append(_Computed(arrived, edges, self.apart))
+        undo.append(partial(_compute_back, arrived, edges, self.apart))
         return (*(y.detach() for y in outputs), *others)
         yield
 
@@ -180,22 +178,16 @@ class _Entrance(torch.autograd.Function):
         return (None, None, *(None for _ in grads))
 
 
-@dataclass(eq=False)
-class _Computed:
-    """Runs autograd from the edges of the outputs; the gradients of the inputs are then in `arrived`."""
-
-    arrived: list[Tensor | None]
-    edges: tuple[GradientEdge | None, ...]
-    apart: bool
-
-    def backward(self, grads: Grads) -> Lane[Grads]:
-        num_own = len(self.edges)
-        own, others = grads[:num_own], grads[num_own:]
-        given = [(edge, grad) for edge, grad in zip(self.edges, own, strict=True) if edge and grad is not None]
-        enter_graph([edge for edge, _ in given], [grad for _, grad in given])
-        if self.apart:
-            yield Turn.WEIGHTS_WAIT
-        return (*self.arrived, *others)
+def _compute_back(
+    arrived: list[Tensor | None], edges: Sequence[GradientEdge | None], apart: bool, grads: Grads
+) -> Lane[Grads]:
+    """Run autograd from the edges of the outputs; the gradients of the inputs are then in `arrived`."""
+    own, others = grads[: len(edges)], grads[len(edges) :]
+    given = [(edge, grad) for edge, grad in zip(edges, own, strict=True) if edge and grad is not None]
+    enter_graph([edge for edge, _ in given], [grad for _, grad in given])
+    if apart:
+        yield Turn.WEIGHTS_WAIT
+    return (*arrived, *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +206,7 @@ class Exchange:
         handle = self.there(state[0])
         yield
         if undo is not None:
-            undo.append(self)
+            undo.append(self.backward)
         return (handle.wait(), *state[1:])
 
     def backward(self, grads: Grads) -> Lane[Grads]:
@@ -269,7 +261,7 @@ class _RowBackward:
     def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
         grads: Grads = (grad,)
         while self.undo:
-            grads = yield from self.undo.pop().backward(grads)
+            grads = yield from self.undo.pop()(grads)
         return grads[0]
 
 

@@ -391,19 +391,10 @@ def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
     return joint.split([layer.out_features for layer in layers], -1)
 
 
-@runtime_checkable
-class JointLayers(Protocol):
-    """A module that lists its layers by the input that they read, so that their weights can be packed beforehand."""
-
-    @property
-    def joint_layers(self) -> "Sequence[Sequence[Linear]]": ...
-
-
 def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
-    """The layers of each joint product in the module."""
+    """The layers of each joint product in the module, whose parts may list their layers by the input that they read."""
     for part in module.modules():
-        if isinstance(part, JointLayers):
-            yield from part.joint_layers
+        yield from getattr(part, "joint_layers", ())
 
 
 def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
@@ -426,8 +417,9 @@ def pack_joint(module: nn.Module, dtype: torch.dtype) -> None:
 def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
     """Put packed weights in the place of the parameters that joint products read; returns the number of layers.
 
-    pack: left out, that of each layer's `Matmul`, which keeps the bits. Where it packs nothing, and in layers that no
-    `JointLayers` lists, such as routers, parameters stay.
+    Parts of the module list their layers, by the input that they read, as `joint_layers`. pack_joint: left out, that of
+    each layer's `Matmul`, which keeps the bits. Where it packs nothing, and in layers that no part lists, such as
+    routers, parameters stay.
     """
     num_layers = 0
     for layers in _joint_layers(module):

@@ -166,7 +166,24 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class SharedByLayers:
+    """Values that all layers derive from the same metadata (rotary tables, masks)."""
+
+    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of this key, made once and kept with this object."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def forget_shared(self) -> None:
+        """Let go of the values; who asks for one again has it made again."""
+        self._shared.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences(SharedByLayers):
     """The boundaries of packed sequences, and the position of each token in its sequence."""
 
     #: tokens of each sequence
@@ -184,7 +201,6 @@ class Sequences:
     aux_losses: AuxLosses | None = None
     #: True if the positions were given, and need not count up in each sequence
     has_own_positions: bool = False
-    _shared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_lengths(
@@ -228,13 +244,3 @@ class Sequences:
     def num_tokens(self) -> int:
         """Tokens of all sequences together."""
         return sum(self.lengths)
-
-    def shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """A value that all layers derive from this metadata (rotary tables, masks), computed once and kept here."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    def forget_shared(self) -> None:
-        """Let go of the shared values; who asks for one again has it made again."""
-        self._shared.clear()

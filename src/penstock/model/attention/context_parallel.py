@@ -147,7 +147,7 @@ class RingAttention:
                 kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)
         if undo is not None:
-            undo.append(_Attended(self, q_THK, own, mean_THK, lse_TH))
+            undo.append(_Attended(self, q_THK, own, mean_THK, lse_TH).backward)
         return (mean_THK, *others)
 
     def source(self, step: int) -> int:

@@ -21,7 +21,7 @@ from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_a
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
-from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit, add_residual
+from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
 from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs
 from penstock.model.loss import ShardedLogits
 from penstock.model.sequences import Sequences
@@ -312,7 +312,7 @@ class AttentionBlock(nn.Module):
 
     @property
     def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `JointLayers`."""
+        """The layers by the input that they read; see `fix_weights`."""
         return (self.q, self.k, self.v), (self.output,)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
@@ -390,12 +390,11 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         def output(mean_THK: Tensor, x: Tensor) -> State:
             return self.padded(self.output(mean_THK.flatten(1))), x
 
-        norm, residual = Compute("norm", lambda x: (self.norm(x), x)), Compute("residual", add_residual)
         if sequences.spread is None:
             attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
         else:
             attention = [Compute("heads", heads), *self.context.segments(sequences), Compute("output", output)]
-        return [norm, self.gather(), *attention, self.scatter(), residual]
+        return self.around(attention)
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
         """The whole residual stream after the block, in generation, from this rank's heads' means."""
@@ -428,7 +427,7 @@ class MLPBlock(nn.Module):
 
     @property
     def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `JointLayers`."""
+        """The layers by the input that they read; see `fix_weights`."""
         return (self.gate, self.up), (self.down,)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
@@ -455,9 +454,7 @@ class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
         self.collectives = Collectives(split.group)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        norm = Compute("norm", lambda x: (self.norm(x), x))
-        mlp = Compute("mlp", lambda h, x: (self.inner(h), x))
-        return [norm, self.gather(), mlp, self.scatter(), Compute("residual", add_residual)]
+        return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         return x_TD + self.summed(self.inner(self.norm(x_TD)))
@@ -481,7 +478,7 @@ class Head(nn.Module):
 
     @property
     def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `JointLayers`."""
+        """The layers by the input that they read; see `fix_weights`."""
         return ((self.projection,),)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:

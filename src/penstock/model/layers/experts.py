@@ -34,11 +34,11 @@ from penstock.settings import ExpertConfig, ModelConfig
 
 @dataclass(frozen=True, eq=False)
 class RowOrder:
-    """The rows of a microbatch sorted by expert, those of one expert in the order of their tokens."""
+    """Rows, each a copy of a token; `of` sorts them by expert, those of one expert in the order of their tokens."""
 
     #: row -> its token
     token_of_row_N: Tensor
-    #: (token, number of its choice) -> row
+    #: (token, number of its copy) -> row
     row_of_slot_TK: Tensor
 
     @classmethod
@@ -85,6 +85,8 @@ class _Gather(torch.autograd.Function):
 
 def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """The sum of each token's rows in the order of its choices, weighted if there are weights; in at least fp32."""
+    if weights_TK is None and row_of_slot_TK.shape[1] == 1:
+        return rows_ND.index_select(0, row_of_slot_TK[:, 0])
     dtype = dtype_of_sums(rows_ND)
     total_TD = None
     for k in range(row_of_slot_TK.shape[1]):
@@ -109,19 +111,6 @@ def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder
     return _Gather.apply(rows_ND, weights_TK, base_TD, order)  # pyright: ignore[reportReturnType]
 
 
-class _Arrange(torch.autograd.Function):
-    """Rows in another order; `back` is the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, there_N: Tensor, back_N: Tensor) -> Tensor:
-        ctx.there_N, ctx.back_N = there_N, back_N
-        return rows_ND.index_select(0, there_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.back_N), None, None
-
-
 @dataclass(frozen=True, eq=False)
 class ArrivedRows:
     """The rows of this rank's experts, as received: rank after rank, each rank's rows sorted by expert."""
@@ -130,9 +119,9 @@ class ArrivedRows:
     #: rank -> number of rows sent to it, and received from it
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    #: permutation that sorts received rows by expert, and its inverse
-    by_expert_N: Tensor
-    by_rank_N: Tensor
+    #: received rows sorted by expert, and back
+    by_expert: RowOrder
+    by_rank: RowOrder
 
     @classmethod
     def of(
@@ -161,13 +150,9 @@ class ArrivedRows:
         by_rank_N = torch.empty_like(by_expert)
         by_rank_N[by_expert] = torch.arange(len(by_expert))
         groups = RowGroups(tuple(map(sum, zip(*by_rank, strict=True))), device)
-        return cls(groups, tuple(sent), tuple(received), by_expert.to(device), by_rank_N.to(device))
-
-    def sorted_by_expert(self, rows_ND: Tensor) -> Tensor:
-        return _Arrange.apply(rows_ND, self.by_expert_N, self.by_rank_N)  # pyright: ignore[reportReturnType]
-
-    def sorted_by_rank(self, rows_ND: Tensor) -> Tensor:
-        return _Arrange.apply(rows_ND, self.by_rank_N, self.by_expert_N)  # pyright: ignore[reportReturnType]
+        there_N, back_N = by_expert.to(device), by_rank_N.to(device)
+        orders = RowOrder(there_N, back_N[:, None]), RowOrder(back_N, there_N[:, None])
+        return cls(groups, tuple(sent), tuple(received), *orders)
 
 
 def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -327,8 +312,8 @@ class ExpertBlock(SegmentedUnit):
         if route.arrived is None:
             return (self.experts(rows_ND, RowGroups.of(route.choice.counts_E, rows_ND.shape[0])),)
         arrived = route.arrived
-        out_ND = self.experts(arrived.sorted_by_expert(rows_ND), arrived.groups)
-        return (arrived.sorted_by_rank(out_ND),)
+        out_ND = self.experts(spread(rows_ND, arrived.by_expert), arrived.groups)
+        return (spread(out_ND, arrived.by_rank),)
 
     def _combine(self, route: Route, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> State:
         y_TD = gather(rows_ND, weights_TK, base_TD, route.order)

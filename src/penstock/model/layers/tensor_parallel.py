@@ -15,13 +15,14 @@ rank's part of the vocabulary.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from penstock.model.lanes import Exchange, SegmentedUnit, State
+from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit
 from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
@@ -107,6 +108,8 @@ class TensorParallelUnit(SegmentedUnit):
 
     #: the tensor-parallel group's collectives
     collectives: Collectives
+    #: of the residual stream, before anything is computed
+    norm: Callable[[Tensor], Tensor]
 
     def gather(self) -> Exchange:
         """The exchange from this rank's tokens [S, D] to those of all ranks [P S, D]."""
@@ -115,6 +118,11 @@ class TensorParallelUnit(SegmentedUnit):
     def scatter(self) -> Exchange:
         """The exchange from this rank's addend for all tokens [P S, D] to the sum for its own tokens [S, D]."""
         return Exchange("sum and scatter tokens", self.collectives.reduce_scatter, self.collectives.all_gather)
+
+    def around(self, inner: Sequence[Segment]) -> list[Segment]:
+        """A block as a row: `inner` takes all normalised tokens [P S, D] to its addend, and the stream passes by."""
+        norm, residual = Compute("norm", lambda x: (self.norm(x), x)), Compute("residual", lambda y, x: (x + y,))
+        return [norm, self.gather(), *inner, self.scatter(), residual]
 
     def padded(self, x_TD: Tensor) -> Tensor:
         """The tokens followed by zeros, [P S, D]."""
@@ -127,8 +135,3 @@ class TensorParallelUnit(SegmentedUnit):
             return self.collectives.all_reduce(x_TD).wait()
         # Always in the order of ranks, so that a row's bits do not depend on the number of other rows.
         return self.collectives.all_gather(x_TD).wait().unflatten(0, (self.collectives.size, -1)).sum(0)
-
-
-def add_residual(y: Tensor, x: Tensor) -> State:
-    """The state of the residual stream after a layer's output `y`."""
-    return (x + y,)
