@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.model.hf.files import Names, WeightFiles
 from penstock.model.linear import switch_linears
 from penstock.model.transformers.skeleton import Skeleton, list_of_layers, uses_outside
-from penstock.model.transformers.units import AfterLayers, BeforeLayers, LayerInputs, TransformersLayer
+from penstock.model.transformers.units import AfterLayers, BeforeLayers, TransformersLayer
 from penstock.model.units import Limits, UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig
@@ -89,9 +89,9 @@ class TransformersModel:
     def units(self) -> tuple[UnitSpec, ...]:
         """The model's units, without values."""
         rope = [str(self.config.to_dict().get(key)) for key in ("rope_parameters", "rope_scaling")]
+        inputs = copy.deepcopy(self.skeleton)
         # Rotary tables that depend on the longest text in the batch.
-        by_length = any(kind in text for text in rope for kind in ("dynamic", "longrope"))
-        inputs = LayerInputs(copy.deepcopy(self.skeleton), by_length)
+        inputs.by_length = any(kind in text for text in rope for kind in ("dynamic", "longrope"))
 
         def before() -> nn.Module:
             return BeforeLayers(self._part(self.first), inputs)

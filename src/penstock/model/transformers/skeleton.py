@@ -35,8 +35,6 @@ class StubbedForward:
     last: int | None = None
     #: the stubs' return value; None for their hidden states
     output: Tensor | None = None
-    #: True if the stubs return it in a tuple, as the model's layers do
-    as_tuple: bool = False
     #: number of a stub -> its arguments beside the hidden states
     arguments: dict[int, LayerArguments] = field(default_factory=dict)
     #: each stub's hidden states, in a tuple where the model left them in one
@@ -65,7 +63,7 @@ class LayerStub(nn.Module):
         if self.index == now.last:
             raise _LeaveForward
         output = now.hidden[-1] if now.output is None else now.output
-        return (output,) if now.as_tuple else output
+        return (output,) if self.__dict__["skeleton"].as_tuple else output
 
 
 class Skeleton(nn.Module):
@@ -88,6 +86,9 @@ class Skeleton(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         #: True if the model expects its layers to return tuples
         self.as_tuple = False
+        #: True if a layer's arguments depend on the longest sequence, so that sequences of unequal length must not be
+        #: padded together
+        self.by_length = False
         #: the forward that runs now
         self.current = StubbedForward()
         #: hollow slot -> the parameter's shape
@@ -152,7 +153,7 @@ class Skeleton(nn.Module):
         self, positions_BL: Tensor, dtype: torch.dtype, past: Any = None
     ) -> Mapping[int, LayerArguments]:
         """Each layer's arguments beside hidden states of that dtype, by its number."""
-        forward = StubbedForward(last=self.num_layers - 1, as_tuple=self.as_tuple)
+        forward = StubbedForward(last=self.num_layers - 1)
         self._fill(dtype, positions_BL.device)
         self.run(torch.zeros_like(positions_BL), positions_BL, forward, past)
         return forward.arguments
@@ -161,7 +162,7 @@ class Skeleton(nn.Module):
         """The logits [T, V] of the last layer's hidden states, each token by itself."""
         none_T1 = torch.zeros(len(hidden_TD), 1, dtype=torch.int64, device=hidden_TD.device)
         self._fill(self._own_dtype(), hidden_TD.device)
-        logits = self.run(none_T1, none_T1, StubbedForward(output=hidden_TD.unsqueeze(1), as_tuple=self.as_tuple))
+        logits = self.run(none_T1, none_T1, StubbedForward(output=hidden_TD.unsqueeze(1)))
         assert logits is not None
         # A classifier of sequences gives one row for each already.
         return logits if logits.dim() == 2 else logits.squeeze(1)
@@ -220,8 +221,7 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple
     with torch.no_grad(), _DummyValues(skeleton) as dummies:
         try:
             skeleton.as_tuple = _gives_tuples(skeleton)
-            last, as_tuple = skeleton.num_layers - 1, skeleton.as_tuple
-            first, second = (StubbedForward(last=last, as_tuple=as_tuple) for _ in range(2))
+            first, second = (StubbedForward(last=skeleton.num_layers - 1) for _ in range(2))
             for forward, offset in ((first, 0), (second, _LONG)):
                 skeleton.run(*_text(offset, vocab_size), forward)
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
@@ -248,8 +248,7 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple
 
 def _gives_tuples(skeleton: Skeleton) -> bool:
     """True if the model takes hidden states out of tuples that its layers return."""
-    last = skeleton.num_layers - 1 or None
-    forward = StubbedForward(last=last, as_tuple=True)
+    skeleton.as_tuple, forward = True, StubbedForward(last=skeleton.num_layers - 1 or None)
     try:
         skeleton.run(*_text(0, 2), forward)
     except (TypeError, AttributeError):

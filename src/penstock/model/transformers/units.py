@@ -8,7 +8,6 @@ vocabulary, S sampled tokens.
 """
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.sequences import Sequences
-from penstock.model.transformers.skeleton import LayerArguments, Skeleton
+from penstock.model.transformers.skeleton import Skeleton
 from penstock.schedule import NO_ROW, BatchItem
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -40,31 +39,40 @@ class TokenGroup:
     past: Any = None
 
     @classmethod
-    def of_sequences(cls, lengths: list[int], starts: list[int], sequences: Sequences) -> "TokenGroup":
-        """Sequences that have these lengths and begin at these tokens of the microbatch."""
-        positions_T = sequences.positions
-        device, longest = positions_T.device, max(lengths)
-        places_L, ends_B1 = torch.arange(longest), torch.tensor(lengths)[:, None] - 1
-        within_BL = torch.minimum(places_L[None], ends_B1)
-        rows_BL = (torch.tensor(starts)[:, None] + within_BL).to(device)
-        beyond_BL = (places_L[None] - within_BL).to(device)
-        full = min(lengths) == longest
-        tokens = None if full else (beyond_BL == 0).flatten().nonzero().squeeze(1)
-        positions_BL = positions_T[rows_BL]
-        if not sequences.has_own_positions:
-            # Positions of padding continue, so that a family that looks for several texts in a row finds one.
-            positions_BL = positions_BL + beyond_BL
-        return cls(rows_BL, positions_BL, tokens)
+    def of_sequences(cls, sequences: Sequences, by_length: bool) -> "list[TokenGroup]":
+        """All sequences in one group, or with `by_length` one group for each length."""
+        positions_T, starts_B = sequences.positions, sequences.cu_seqlens[:-1].cpu()
+        device, lengths_B = positions_T.device, torch.tensor(sequences.lengths)
+        groups = []
+        for length in sorted(set(sequences.lengths)) if by_length else [None]:
+            members = slice(None) if length is None else lengths_B == length
+            ends_B1 = lengths_B[members, None] - 1
+            longest = int(ends_B1.max()) + 1
+            within_BL = torch.minimum(torch.arange(longest), ends_B1)
+            rows_BL = (starts_B[members, None] + within_BL).to(device)
+            beyond_BL = (torch.arange(longest) - within_BL).to(device)
+            full = int(ends_B1.min()) + 1 == longest
+            tokens = None if full else (beyond_BL == 0).flatten().nonzero().squeeze(1)
+            positions_BL = positions_T[rows_BL]
+            if not sequences.has_own_positions:
+                # Positions of padding continue, so that a family that looks for several texts in a row finds one.
+                positions_BL = positions_BL + beyond_BL
+            groups.append(cls(rows_BL, positions_BL, tokens))
+        return groups
 
     @classmethod
-    def of_item(cls, item: BatchItem, rows_L: Tensor) -> "TokenGroup":
-        """An item with these tokens of the batch."""
-        past = _new_cache()
-        if item.start:
-            nothing = torch.zeros((), device=rows_L.device).expand(1, 1, item.start, 1)
-            past.update(nothing, nothing, 0)
-        positions_L = torch.arange(item.start, item.end, device=rows_L.device)
-        return cls(rows_L[None], positions_L[None], item=item, past=past)
+    def of_items(cls, rows: CachedRows) -> "list[TokenGroup]":
+        """Each item of a batch alone."""
+        groups, device = [], rows.positions.device
+        rows_T = torch.arange(rows.num_tokens, device=device)
+        for item, rows_L in zip(rows.items, rows_T.split([item.length for item in rows.items]), strict=True):
+            past = _new_cache()
+            if item.start:
+                nothing = torch.zeros((), device=device).expand(1, 1, item.start, 1)
+                past.update(nothing, nothing, 0)
+            positions_1L = torch.arange(item.start, item.end, device=device)[None]
+            groups.append(cls(rows_L[None], positions_1L, item=item, past=past))
+        return groups
 
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...]."""
@@ -107,44 +115,32 @@ def _new_cache() -> Any:
     return DynamicCache()
 
 
-@dataclass(frozen=True, eq=False)
-class LayerInputs:
-    """The inputs of a model's layers beside the hidden states, computed once for all units of a process.
+class _TransformersUnit(nn.Module):
+    """A unit whose tables keep their precision when its parameters are cast."""
 
-    It holds no parameters.
-    """
+    #: the model without its layers and without values: it computes the layers' inputs beside the hidden states, once
+    #: for all units of a process
+    inputs: Skeleton
+    #: the part of the unit to compile; what is computed around it depends on the sequences' lengths
+    compiles: str | None = None
 
-    #: the model without its layers
-    skeleton: Skeleton
-    #: True if the arguments depend on the longest sequence, so that sequences of unequal length must not be padded
-    #: together
-    by_length: bool
+    def __init__(self, inputs: Skeleton) -> None:
+        super().__init__()
+        # Not a submodule, because all units share it.
+        self.__dict__["inputs"] = inputs
 
     def groups(self, rows: Sequences | CachedRows) -> list[TokenGroup]:
         """The sequences in groups, each padded by itself, or each item alone.
 
         Raises: ValueError if sequences have positions, and the model takes none.
         """
+        key = self.inputs, "groups"
         if isinstance(rows, CachedRows):
-            return rows.shared((self, "groups"), lambda: self._items(rows))
-        if rows.has_own_positions and not self.skeleton.takes_positions:
-            name = type(self.skeleton.model).__name__
+            return rows.shared(key, lambda: TokenGroup.of_items(rows))
+        if rows.has_own_positions and not self.inputs.takes_positions:
+            name = type(self.inputs.model).__name__
             raise ValueError(f"the batch has the key 'positions', but {name} takes no position_ids; leave the key out")
-        return rows.shared((self, "groups"), lambda: self._padded(rows))
-
-    def _items(self, rows: CachedRows) -> list[TokenGroup]:
-        rows_T = torch.arange(rows.num_tokens, device=rows.positions.device)
-        parts = rows_T.split([item.length for item in rows.items])
-        return [TokenGroup.of_item(*pair) for pair in zip(rows.items, parts, strict=True)]
-
-    def _padded(self, sequences: Sequences) -> list[TokenGroup]:
-        starts, numbers = sequences.cu_seqlens.tolist(), range(len(sequences.lengths))
-        lengths = sorted(set(sequences.lengths)) if self.by_length else [None]
-        members = [[n for n in numbers if length in (None, sequences.lengths[n])] for length in lengths]
-        return [
-            TokenGroup.of_sequences([sequences.lengths[n] for n in group], [starts[n] for n in group], sequences)
-            for group in members
-        ]
+        return rows.shared(key, lambda: TokenGroup.of_sequences(rows, self.inputs.by_length))
 
     def join(self, rows: Sequences | CachedRows, parts: list[Tensor]) -> Tensor:
         """The rows of all groups as rows of the microbatch or batch."""
@@ -155,25 +151,17 @@ class LayerInputs:
             return joined
         groups = self.groups(rows)
         order = rows.shared(
-            (self, "order"), lambda: torch.cat([group.unpad(group.rows_BL) for group in groups]).argsort()
+            (self.inputs, "order"), lambda: torch.cat([group.unpad(group.rows_BL) for group in groups]).argsort()
         )
         return joined.index_select(0, order)
 
-    def arguments(self, rows: Sequences | CachedRows, dtype: torch.dtype) -> list[Mapping[int, LayerArguments]]:
-        """Each group's arguments of each layer, by the layer's number; computed once for all layers."""
-        groups = self.groups(rows)
-        return rows.shared(
-            (self, dtype),
-            lambda: [self.skeleton.layer_arguments(group.positions_BL, dtype, group.past) for group in groups],
-        )
-
-    def check_caches(self) -> None:
-        """Refuse a model that caches more than keys and values.
+    def new_cache(self, size: CacheSize) -> RowCaches | None:
+        """The unit's cache of tokens that it has read: none, except for layers.
 
         Raises:
-            ValueError: naming the model.
+            ValueError: the model caches more than keys and values; names it.
         """
-        model: Any = self.skeleton.model
+        model: Any = self.inputs.model
         if type(model).__name__.endswith("Classification"):
             raise ValueError(f"{type(model).__name__} cannot generate: it rates texts and gives no tokens")
         takes = "past_key_values" in inspect.signature(model.forward).parameters
@@ -182,23 +170,6 @@ class LayerInputs:
             raise ValueError(
                 f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
             )
-
-
-class _TransformersUnit(nn.Module):
-    """A unit whose tables keep their precision when its parameters are cast."""
-
-    inputs: LayerInputs
-    #: the part of the unit to compile; what is computed around it depends on the sequences' lengths
-    compiles: str | None = None
-
-    def __init__(self, inputs: LayerInputs) -> None:
-        super().__init__()
-        # Not a submodule, because all units share it.
-        self.__dict__["inputs"] = inputs
-
-    def new_cache(self, size: CacheSize) -> RowCaches | None:
-        """The unit's cache of tokens that it has read: none, except for layers."""
-        self.inputs.check_caches()
         return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_TransformersUnit":
@@ -216,16 +187,16 @@ class _TransformersUnit(nn.Module):
 class BeforeLayers(_TransformersUnit):
     """Token ids [T] -> the hidden states [T, D] that the first layer receives."""
 
-    def __init__(self, skeleton: Skeleton, inputs: LayerInputs) -> None:
+    def __init__(self, skeleton: Skeleton, inputs: Skeleton) -> None:
         super().__init__(inputs)
         self.skeleton = skeleton
 
     def forward(self, tokens_T: Tensor, sequences: Sequences | CachedRows) -> Tensor:
         parts = [
             group.unpad(self.skeleton.before_layers(group.pad(tokens_T), group.positions_BL, group.past))
-            for group in self.inputs.groups(sequences)
+            for group in self.groups(sequences)
         ]
-        return self.inputs.join(sequences, parts)
+        return self.join(sequences, parts)
 
     def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
         """Token ids [T] of a batch -> hidden states [T, D]."""
@@ -237,7 +208,7 @@ class TransformersLayer(_TransformersUnit):
 
     compiles = "layer"
 
-    def __init__(self, layer: nn.Module, number: int, inputs: LayerInputs) -> None:
+    def __init__(self, layer: nn.Module, number: int, inputs: Skeleton) -> None:
         super().__init__(inputs)
         self.layer, self.number = layer, number
 
@@ -251,8 +222,13 @@ class TransformersLayer(_TransformersUnit):
 
     def decode(self, x: Tensor, cache: RowCaches | None, rows: Sequences | CachedRows) -> Tensor:
         """[T, D] -> [T, D], group by group; each item adds to its row's cache."""
-        parts = []
-        for group, by_layer in zip(self.inputs.groups(rows), self.inputs.arguments(rows, x.dtype), strict=True):
+        groups, parts = self.groups(rows), []
+        # Computed once for all layers.
+        arguments = rows.shared(
+            (self.inputs, x.dtype),
+            lambda: [self.inputs.layer_arguments(group.positions_BL, x.dtype, group.past) for group in groups],
+        )
+        for group, by_layer in zip(groups, arguments, strict=True):
             args, kwargs = by_layer[self.number]
             if cache is not None and group.item is not None:
                 own = cache.of(group.item)
@@ -260,13 +236,13 @@ class TransformersLayer(_TransformersUnit):
                 kwargs = {name: own if value is group.past else value for name, value in kwargs.items()}
             output = self.layer(group.pad(x), *args, **kwargs)
             parts.append(group.unpad(output[0] if isinstance(output, tuple) else output))
-        return self.inputs.join(rows, parts)
+        return self.join(rows, parts)
 
 
 class AfterLayers(_TransformersUnit):
     """Hidden states [T, D] of the last layer -> logits [T, V]."""
 
-    def __init__(self, skeleton: Skeleton, inputs: LayerInputs) -> None:
+    def __init__(self, skeleton: Skeleton, inputs: Skeleton) -> None:
         super().__init__(inputs)
         self.skeleton = skeleton
 
