@@ -87,7 +87,13 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def unknown_option(self, name: str) -> ConfigError:
-        """The error for an option that there is not."""
+        """The error for an option that there is not; where options are settings, a key brings the nearest of these."""
+        settings = [option for option in self._option_string_actions if "." in option]
+        setting = name[2:].replace("-", "_")
+        if settings and ("." in name or any(known.endswith(f".{setting}") for known in settings)):
+            from penstock.settings.run import unknown_setting
+
+            return unknown_setting(setting)
         # Dashes, which all options have, bring none nearer.
         near = nearest(name[2:], [option[2:] for option in self._option_string_actions], 0.5)
         hint = f"did you mean {f'--{near}'!r}?" if near else f"{self.prog} --help says what it takes"

@@ -20,7 +20,7 @@ from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
 from penstock.settings.declare import nearest
-from penstock.settings.run import from_values, read_values, section_summaries, unknown_setting
+from penstock.settings.run import from_values, read_values, section_summaries
 
 # ---- The options of `penstock train`: its switches and every setting, with help that shows a section at a time
 
@@ -32,6 +32,12 @@ _COMMON = (
     *("parallel.pp", "parallel.dp", "parallel.device", "schedule.name", "optimizer.learning_rate"),
     *("train.steps", "train.num_microbatches", "train.precision"),
 )
+_SWITCHES = {
+    "--dry-run": "print layout, stages, schedule and memory, and start nothing",
+    "--resume": "refuse to start anew: there must be a checkpoint to continue from",
+    "--fresh": "refuse to continue: the output folder must hold no run",
+    "--json": "print the result as JSON, and progress to standard error",
+}
 _DESCRIPTION = """Train a model cut into pipeline stages. RUN.toml sets what the run does, section by section; each
 setting can also be given here, and then takes the place of the file's. Every setting has a default."""
 _EXAMPLES = (
@@ -42,48 +48,21 @@ _EXAMPLES = (
 )
 
 
-class _TrainParser(Parser):
-    """The parser with these settings, a group for each section; a setting that there is not brings the nearest."""
-
-    def __init__(self, names: Iterable[str] = SETTINGS, *, switches: bool = True) -> None:
-        super().__init__("penstock train", _DESCRIPTION, examples=_EXAMPLES, add_help=False)
-        self.add_argument("run", nargs="?", metavar="RUN.toml", help="the settings of the run")
-        self.add_argument(
-            *("-h", "--help"),
-            nargs="*",
-            metavar="SECTION",
-            help="show this overview, or a section's settings, and exit",
-        )
-        self.add_argument("--help-all", action="store_true", help="show all settings and exit")
-        if switches:
-            self.add_argument(
-                "--dry-run", action="store_true", help="print layout, stages, schedule and memory, and start nothing"
-            )
-            self.add_argument(
-                "--resume",
-                action="store_true",
-                help="refuse to start anew: there must be a checkpoint to continue from",
-            )
-            self.add_argument(
-                "--fresh", action="store_true", help="refuse to continue: the output folder must hold no run"
-            )
-            self.add_argument(
-                "--json", action="store_true", help="print the result as JSON, and progress to standard error"
-            )
-        summaries = section_summaries()
-        for section, own in groupby(names, lambda name: SETTINGS[name].section):
-            group = self.add_argument_group(f"[{section}]", summaries[section]) if section else self
-            add_options(group, {name: SETTINGS[name] for name in own}, nargs="*")
-
-    def unknown_option(self, name: str) -> ConfigError:
-        setting = name[2:].replace("-", "_")
-        of_key = "." in name or any(known.endswith(f".{setting}") for known in SETTINGS)
-        return unknown_setting(setting) if of_key else super().unknown_option(name)
-
-
-def parser() -> Parser:
-    """The parser of `penstock train`, with every setting."""
-    return _TrainParser()
+def parser(names: Iterable[str] = SETTINGS, *, switches: bool = True) -> Parser:
+    """The parser of `penstock train` with these settings, a group for each section."""
+    parser = Parser("penstock train", _DESCRIPTION, examples=_EXAMPLES, add_help=False)
+    parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the settings of the run")
+    parser.add_argument(
+        *("-h", "--help"), nargs="*", metavar="SECTION", help="show this overview, or a section's settings, and exit"
+    )
+    parser.add_argument("--help-all", action="store_true", help="show all settings and exit")
+    for switch, text in _SWITCHES.items() if switches else ():
+        parser.add_argument(switch, action="store_true", help=text)
+    summaries = section_summaries()
+    for section, own in groupby(names, lambda name: SETTINGS[name].section):
+        group = parser.add_argument_group(f"[{section}]", summaries[section]) if section else parser
+        add_options(group, {name: SETTINGS[name] for name in own}, nargs="*")
+    return parser
 
 
 def train_help(argv: Sequence[str]) -> str:
@@ -107,8 +86,8 @@ def train_help(argv: Sequence[str]) -> str:
             )
         found += own
     if found:
-        return _TrainParser(found, switches=False).format_help()
-    overview = _TrainParser(())
+        return parser(found, switches=False).format_help()
+    overview = parser(())
     common = {name: SETTINGS[name] for name in _COMMON}
     add_options(overview.add_argument_group("settings that most runs give"), common, nargs="*")
     rows = [

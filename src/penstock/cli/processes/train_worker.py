@@ -24,7 +24,7 @@ from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name, ran
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
-from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn
+from penstock.engine.training.losses import LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
@@ -84,6 +84,9 @@ class TrainLoop:
     #: where progress is shown, and of what the loss is the mean
     _file: Any
     _unit: str
+    #: what writes the numbers of `run`, and what shows them; None but on rank 0
+    _trackers: Trackers | None
+    _progress: Progress | None
     #: the step of the last checkpoint
     _saved_step: int
     #: True while that may still be on its way to the disk
@@ -107,7 +110,7 @@ class TrainLoop:
             aliases=engine.aliases,
         )
         self._file = sys.stderr if as_json else sys.stdout
-        self._saved_step, self._unfinished = -1, False
+        self._saved_step, self._unfinished, self._trackers, self._progress = -1, False, None, None
         watch = config.watch
         self.early_stop = EarlyStop(watch.patience, watch.min_delta) if watch.patience else None
         engine.watch(*watch.callbacks)
@@ -149,13 +152,17 @@ class TrainLoop:
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""
         config, engine = self.config, self.engine
-        reporter = _RunReporter(config, self.folder, engine.step, self._file) if self.folder is not None else None
+        if self.folder is not None:
+            self._trackers = Trackers.open(self.folder.path, config.log, resumed_step=engine.step)
+            self._progress = Progress(config.train.steps, engine.step, self._file)
+            if engine.step:
+                self._progress.note(f"continuing {config.output} after step {engine.step}")
         parallel, grid = config.parallel, engine.grid
         watchdog = Watchdog.of_run(
             engine.recorder, parallel.timeout_s, grid.control, grid.pp_ranks, parallel.shutdown_timeout_s
         )
         try:
-            recorded = self._steps(stop_asked, reporter)
+            recorded = self._steps(stop_asked)
             self._finish_saving()
             if config.adapter.is_used and self.result.num_tokens and self._complete:
                 engine.save_adapter(Path(config.output) / f"{ADAPTER_FOLDER}-{engine.step}")
@@ -163,28 +170,58 @@ class TrainLoop:
             watchdog.close()
             engine.close()
         self.result = replace(self.result, complete=self._complete, stopped_early=self._stopped_early)
-        if reporter is not None:
-            self.result = reporter.end(self.result, recorded, self._unit)
+        if self.folder is not None:
+            self._report_end(self.folder.path, recorded)
         return self.result
 
-    def _steps(self, stop_asked: Callable[[], bool], reporter: "_RunReporter | None") -> RecordedStep | None:
+    def _report_end(self, folder: Path, recorded: RecordedStep | None) -> None:
+        """Draw the recorded step and say how the run has ended; its result gets the last validation loss of all."""
+        assert self._trackers is not None and self._progress is not None
+        result, progress = self.result, self._progress
+        if recorded is not None:
+            write_recorded_step(folder / RECORDED_STEP_FILE, recorded)
+            # Takes a second to import, so not before there is something to draw.
+            from penstock.draw.image import picture
+
+            picture(folder / TIMELINE_FILE, [layer.timeline for layer in recorded.layers], unit="ms")
+            progress.note(f"drew one step, simulated and measured: {folder / TIMELINE_FILE}")
+        self._trackers.close()
+        validated = [entry for entry in read_metrics(folder / METRICS_FILE) if "validation_loss" in entry]
+        if result.validation_loss is None and validated:
+            self.result = result = replace(result, validation_loss=validated[-1]["validation_loss"])
+        progress.close()
+        loss = result.validation_loss
+        said = "" if loss is None else f", validation loss {loss:.4f} nats a {self._unit}"
+        if not result.complete:
+            said = f"stopped after step {result.step} and saved; the same command continues from there"
+        elif result.stopped_early:
+            said = (
+                f"stopped early after step {result.step}{said}, which fell no further; all of it is in {result.output}"
+            )
+        else:
+            said = f"done after step {result.step}{said}; all of it is in {result.output}"
+        progress.note(said)
+
+    def _steps(self, stop_asked: Callable[[], bool]) -> RecordedStep | None:
         """Take all remaining steps; on rank 0, returns the recording of the run's last step."""
         config, engine = self.config, self.engine
         spec, recorded = micro_batches(config), None
         while engine.step < config.train.steps and not self._stopped_early:
             if stop_asked():
                 engine.request_stop()
-            is_first = reporter is not None and not self.result.num_tokens
+            is_first = self._progress is not None and not self.result.num_tokens
             with waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
                 taken = engine.train_batch(next(self.loader), *self.loss, spec, config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
-            if reporter is not None:
-                reporter.step(taken)
+            if self._trackers is not None and (last or _is_due(taken.step, config.log.every)):
+                self._trackers.on_step(taken)
+            if self._progress is not None:
+                self._progress.step(taken)
             if last and config.log.timeline:
                 recorded = self._recorded(taken.num_microbatches)
             if last or _is_due(taken.step, config.validation.every):
-                self._validate(reporter)
+                self._validate()
             ends = last or taken.stop_requested or self._stopped_early
             if ends or _is_due(taken.step, config.checkpoint.every):
                 self._save(wait=ends or not config.checkpoint.in_background)
@@ -202,7 +239,7 @@ class TrainLoop:
             train_time_s=result.train_time_s + taken.step_time_s,
         )
 
-    def _validate(self, reporter: "_RunReporter | None") -> None:
+    def _validate(self) -> None:
         if not self.validation:
             return
         # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for all.
@@ -212,8 +249,10 @@ class TrainLoop:
         self.result = replace(self.result, validation_loss=float(loss))
         if self.early_stop is not None:
             self.early_stop.on_evaluation(self.engine.step, loss)
-        if reporter is not None:
-            reporter.validated(self.engine.step, loss)
+        if self._trackers is not None:
+            self._trackers.on_evaluation(self.engine.step, loss)
+        if self._progress is not None:
+            self._progress.validated(self.engine.step, loss)
 
     @property
     def _stopped_early(self) -> bool:
@@ -267,59 +306,6 @@ class TrainLoop:
             step=spent[Op.STEP] / num_ranks,
         )
         return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
-
-
-class _RunReporter:
-    """Reports a run on rank 0: progress, metrics, pictures."""
-
-    #: the run's settings and folder
-    _config: RunConfig
-    _folder: RunLock
-    #: what writes its numbers, and what shows them
-    _trackers: Trackers
-    progress: Progress
-
-    def __init__(self, config: RunConfig, folder: RunLock, step: int, file: Any) -> None:
-        self._config, self._folder = config, folder
-        self._trackers = Trackers.open(folder.path, config.log, resumed_step=step)
-        self.progress = Progress(config.train.steps, step, file)
-        if step:
-            self.progress.note(f"continuing {config.output} after step {step}")
-
-    def step(self, taken: TrainResult) -> None:
-        if _is_due(taken.step, self._config.log.every) or taken.step == self._config.train.steps:
-            self._trackers.on_step(taken)
-        self.progress.step(taken)
-
-    def validated(self, step: int, loss: EvaluationLoss) -> None:
-        self._trackers.on_evaluation(step, loss)
-        self.progress.validated(step, loss)
-
-    def end(self, result: RunResult, recorded: RecordedStep | None, unit: str) -> RunResult:
-        """Report the end; returns the result, with the last validation loss of the whole run."""
-        if recorded is not None:
-            write_recorded_step(self._folder.path / RECORDED_STEP_FILE, recorded)
-            # Takes a second to import, so not before there is something to draw.
-            from penstock.draw.image import picture
-
-            path = self._folder.path / TIMELINE_FILE
-            picture(path, [layer.timeline for layer in recorded.layers], unit="ms")
-            self.progress.note(f"drew one step, simulated and measured: {path}")
-        self._trackers.close()
-        validated = [entry for entry in read_metrics(self._folder.path / METRICS_FILE) if "validation_loss" in entry]
-        if result.validation_loss is None and validated:
-            result = replace(result, validation_loss=validated[-1]["validation_loss"])
-        self.progress.close()
-        loss = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f} nats a {unit}"
-        said = f"done after step {result.step}{loss}; all of it is in {result.output}"
-        if not result.complete:
-            said = f"stopped after step {result.step} and saved; the same command continues from there"
-        elif result.stopped_early:
-            said = (
-                f"stopped early after step {result.step}{loss}, which fell no further; all of it is in {result.output}"
-            )
-        self.progress.note(said)
-        return result
 
 
 def _is_due(step: int, every: int) -> bool:
