@@ -13,7 +13,7 @@ import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from penstock.settings import SamplingParams
 
 if TYPE_CHECKING:
     from penstock import schedule
-    from penstock.cli.processes.session import Pipelines
     from penstock.engine.folders.model_folder import ModelFolder
     from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 
@@ -111,40 +110,6 @@ def main(words: Sequence[str]) -> int:
     return command.run()
 
 
-@dataclass(frozen=True)
-class GenerateJob:
-    """The checked input of one call, and the destination of its answers: a file, JSON, or the terminal."""
-
-    model: "ModelFolder"
-    prompts: Sequence[Text]
-    params: SamplingParams
-    options: "GenerateOptions"
-    output: Path | None = None
-    as_json: bool = False
-
-    @property
-    def num_answers(self) -> int:
-        return len(self.prompts) * self.params.num_samples
-
-    def number(self, answer: dict[str, Any]) -> int:
-        """The number of an answer in a file."""
-        return answer["prompt"] * self.params.num_samples + answer["sample"]
-
-    def is_answer(self, line: Any) -> bool:
-        """Return whether a line of a file is that of an answer."""
-        prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
-        return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self.params.num_samples
-
-    def of_others(self, pipelines: "Pipelines") -> frozenset[int]:
-        """The numbers of the answers that other pipelines make.
-
-        Samples of a prompt stay together, so that it is read once, unless that would leave pipelines without work.
-        """
-        together = self.params.num_samples if len(self.prompts) >= pipelines.count else 1
-        numbers = range(self.num_answers)
-        return frozenset(number for number in numbers if number // together % pipelines.count != pipelines.index)
-
-
 class Generate(ModelCommand):
     """One call of the command; the pipelines share the prompts."""
 
@@ -159,6 +124,11 @@ class Generate(ModelCommand):
     #: settings of `RingConfig`, and those of `SamplingParams` that are given
     ring: dict[str, Any]
     sampling: dict[str, Any]
+    #: what `read` has found: the model, the prompts, and how they are continued
+    model: "ModelFolder"
+    prompts: Sequence[Text]
+    params: SamplingParams
+    options: "GenerateOptions"
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__(words)
@@ -202,7 +172,7 @@ class Generate(ModelCommand):
         num_answers = num_prompts * params.num_samples
         return options_here(model, num_answers, params.max_new_tokens, num_answers, self.parallel.device)
 
-    def job(self) -> GenerateJob:
+    def read(self) -> None:
         """Read the model's settings and the prompts.
 
         Raises: ValueError for prompts that the model cannot continue.
@@ -230,32 +200,56 @@ class Generate(ModelCommand):
         shape = options.shape(len(prompts) * params.num_samples, self.parallel.pp)
         longest = max(len(prompt.tokens) for prompt in prompts) + params.max_new_tokens
         check_rows(shape.num_slots, shape.num_rows, longest, model, self.parallel.device)
-        return GenerateJob(model, prompts, params, options, self.output, given.json)
+        self.model, self.prompts, self.params, self.options = model, prompts, params, options
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.num_samples
+
+    def number(self, answer: dict[str, Any]) -> int:
+        """The number of an answer in a file."""
+        return answer["prompt"] * self.params.num_samples + answer["sample"]
+
+    def is_answer(self, line: Any) -> bool:
+        """Return whether a line of a file is that of an answer."""
+        prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
+        return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self.params.num_samples
 
     def work(self) -> None:
-        job, is_first = self.together("prompts", self.job), self.group.rank == 0
-        prompts, params = [prompt.tokens for prompt in job.prompts], job.params
+        self.together("prompts", self.read)
+        prompts, params, is_first = [prompt.tokens for prompt in self.prompts], self.params, self.group.rank == 0
         if is_first:
-            show_lacking(job.model, self.sampling)
+            show_lacking(self.model, self.sampling)
         self.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
-        shape = job.options.shape(job.num_answers, self.parallel.pp)
+        shape = self.options.shape(self.num_answers, self.parallel.pp)
         mean, longest = sum(map(len, prompts)) / len(prompts), max(map(len, prompts)) + params.max_new_tokens
         # Answers are on their way from the first token to the last: half of the longest, on average.
         decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2, shape.num_rows * longest)
-        with self.open(job.model, decoded) as (engine, version):
-            file = self.together("output", lambda: self._results(job, version) if is_first else None)
-            there = [job.number(answer) for answer in file.read()] if file is not None else []
+        with self.open(self.model, decoded) as (engine, version):
+            file = self.together("output", lambda: self._results(version) if is_first else None)
+            there = [self.number(answer) for answer in file.read()] if file is not None else []
             kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
-            listener = None
-            if engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0:
-                own = self.pipelines
-                listener = AnswerSender(own) if own.index else AnswerCollector(job, file, kept, own)
+            own, names = self.pipelines, _names(self.pipelines.index)
+            reports, collector = engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0, None
+            if reports and own.index == 0:
+                collector = AnswerCollector(self, file, kept)
+
+            def hand_over(number: int, answer: "schedule.Sequence") -> None:
+                assert answer.ending is not None
+                own.hand_over(next(names), {"answer": [number, answer.generated, answer.ending.value]})
+
+            # A prompt whose samples stay together is read once, unless that would leave pipelines without work.
+            together = params.num_samples if len(prompts) >= own.count else 1
+            skip = kept.union(n for n in range(self.num_answers) if n // together % own.count != own.index)
+            on_token = collector and collector.on_token
+            on_answer = collector.on_answer if collector is not None else hand_over if reports else None
             try:
-                options = replace(job.options, skip=kept | job.of_others(self.pipelines))
-                on_token, on_answer = listener and listener.on_token, listener and listener.on_answer
-                result = engine.generate(prompts, params, options, on_token, on_answer)
-                if listener is not None:
-                    listener.end(result)
+                result = engine.generate(prompts, params, replace(self.options, skip=skip), on_token, on_answer)
+                if collector is not None:
+                    collector.end(result)
+                elif reports:
+                    figures = [result.wall_s, result.busy_s, result.num_forwards, result.num_rounds]
+                    own.hand_over(next(names), {"figures": figures})
                 # The store may belong to a process that has already finished its own work.
                 self.agree("end", {})
             except BaseException:
@@ -263,21 +257,21 @@ class Generate(ModelCommand):
                     file.close()
                 raise
             finally:
-                if listener is not None:
-                    listener.close()
+                if collector is not None:
+                    collector.close()
 
-    def _results(self, job: GenerateJob, version: str) -> ResultsFile | None:
+    def _results(self, version: str) -> ResultsFile | None:
         """Open the file of answers, with those that a stopped call left there.
 
         Raises: ValueError if the file cannot be written, or its answers belong to other input.
         """
-        if job.output is None:
+        if self.output is None:
             return None
-        given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in job.prompts]
+        given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in self.prompts]
         numbers = {name: self.opened[name] for name in ("precision", "reproducible")}
-        decisive = [str(job.model.folder.resolve()), version, given, asdict(job.params), numbers]
+        decisive = [str(self.model.folder.resolve()), version, given, asdict(self.params), numbers]
         digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
-        return ResultsFile(job.output, digest, job.is_answer, alone=True, fresh=self.given.fresh)
+        return ResultsFile(self.output, digest, self.is_answer, alone=True, fresh=self.given.fresh)
 
 
 @contextlib.contextmanager
@@ -303,34 +297,6 @@ def _standard_input() -> str:
 # ---- Answers as they come: those of this pipeline, and those that others hand over
 
 
-class AnswerSender:
-    """Hands a pipeline's answers over to the first pipeline's process that reports them."""
-
-    #: all pipelines, of which this is one
-    _pipelines: "Pipelines"
-    #: the names of this pipeline's messages, the next one first
-    _names: Iterator[str]
-
-    def __init__(self, pipelines: "Pipelines") -> None:
-        self._pipelines, self._names = pipelines, _names(pipelines.index)
-
-    def on_token(self, number: int, token: int) -> None:
-        """Wait for the whole answer."""
-
-    def on_answer(self, number: int, answer: "schedule.Sequence") -> None:
-        """Hand an answer over."""
-        assert answer.ending is not None
-        self._pipelines.hand_over(next(self._names), {"answer": [number, answer.generated, answer.ending.value]})
-
-    def end(self, result: "GenerateResult") -> None:
-        """Hand over what the answers took."""
-        figures = [result.wall_s, result.busy_s, result.num_forwards, result.num_rounds]
-        self._pipelines.hand_over(next(self._names), {"figures": figures})
-
-    def close(self) -> None:
-        """Nothing is left open."""
-
-
 class AnswerCollector:
     """Shows and writes the answers of this pipeline and those that the others hand over.
 
@@ -340,7 +306,7 @@ class AnswerCollector:
     """
 
     #: the call, and where answers are written; None if they are only shown
-    _job: GenerateJob
+    _call: Generate
     _file: ResultsFile | None
     #: answer -> its text and its number of tokens
     _texts: list[Any]
@@ -354,8 +320,7 @@ class AnswerCollector:
     _current: int
     #: shows how many answers are done; None where their texts are shown
     _progress: Progress | None
-    #: all pipelines, of which this is the first; pipeline -> the names of its messages, the next one first
-    _pipelines: "Pipelines"
+    #: other pipeline -> the names of its messages, the next one first
     _names: dict[int, Iterator[str]]
     #: pipeline -> the name of the message that comes next; without those whose figures have come
     _awaited: dict[int, str]
@@ -366,24 +331,22 @@ class AnswerCollector:
     #: when messages were last looked for, in seconds
     _looked_s: float
 
-    def __init__(
-        self, job: GenerateJob, file: ResultsFile | None, kept: frozenset[int], pipelines: "Pipelines"
-    ) -> None:
+    def __init__(self, call: Generate, file: ResultsFile | None, kept: frozenset[int]) -> None:
         from penstock.engine.generation.answers import AnswerText
         from penstock.schedule import Sequence as Made
 
-        self._job, self._file, self._pipelines = job, file, pipelines
-        self._texts = [AnswerText(job.model.tokenizer, job.params.stop) for _ in range(job.num_answers)]
-        self._num_tokens = [0] * job.num_answers
+        self._call, self._file = call, file
+        self._texts = [AnswerText(call.model.tokenizer, call.params.stop) for _ in range(call.num_answers)]
+        self._num_tokens = [0] * call.num_answers
         self._num_kept = self._num_ended = len(kept)
-        self._waiting = [self._heading(number) for number in range(job.num_answers)]
+        self._waiting = [self._heading(number) for number in range(call.num_answers)]
         self._ended, self._current, self._progress = set(), 0, None
-        if job.output is not None or job.as_json:
-            shown = sys.stderr if job.as_json else sys.stdout
-            self._progress = Progress(job.num_answers, self._num_kept, shown, "answer")
-        self._names = {index: _names(index) for index in range(1, pipelines.count)}
+        if call.output is not None or call.given.json:
+            shown = sys.stderr if call.given.json else sys.stdout
+            self._progress = Progress(call.num_answers, self._num_kept, shown, "answer")
+        self._names = {index: _names(index) for index in range(1, call.pipelines.count)}
         self._awaited = {index: next(names) for index, names in self._names.items()}
-        self._sequences = Made.all_of([p.tokens for p in job.prompts], [job.params] * len(job.prompts))
+        self._sequences = Made.all_of([p.tokens for p in call.prompts], [call.params] * len(call.prompts))
         self._figures, self._looked_s = [], 0.0
 
     def on_token(self, number: int, token: int) -> None:
@@ -414,8 +377,8 @@ class AnswerCollector:
                 num_rounds=max(result.num_rounds, num_rounds),
             )
         if self._file is not None:
-            self._file.publish(self._job.number)
-        if self._job.as_json:
+            self._file.publish(self._call.number)
+        if self._call.given.json:
             content: dict[str, Any] = {"resumed_from": self._num_kept}
             if self._file is None:
                 content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
@@ -425,12 +388,12 @@ class AnswerCollector:
                 "tokens_per_s": result.tokens_per_s,
                 "idle_share": result.idle_share,
             }
-            print_json({"model": str(self._job.model.folder), **content, **figures})
+            print_json({"model": str(self._call.model.folder), **content, **figures})
         elif self._file is not None:
             kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
             print(
                 f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
-                f"idle {result.idle_share:.1%}; wrote {self._job.output}"
+                f"idle {result.idle_share:.1%}; wrote {self._call.output}"
             )
 
     def close(self) -> None:
@@ -440,7 +403,7 @@ class AnswerCollector:
 
     def _hear(self, number: int, token: int) -> None:
         """Add an answer's next token."""
-        text, params = self._texts[number], self._job.params
+        text, params = self._texts[number], self._call.params
         self._num_tokens[number] += 1
         new = text.add(token)
         ended = token in params.end_tokens or self._num_tokens[number] == params.max_new_tokens
@@ -461,15 +424,15 @@ class AnswerCollector:
 
     def _heading(self, number: int) -> str:
         """The prompt, which the answer follows; with several answers, below a line that names it."""
-        prompt, sample = divmod(number, self._job.params.num_samples)
-        text = self._job.prompts[prompt].text or ""
-        if self._job.num_answers == 1:
+        prompt, sample = divmod(number, self._call.params.num_samples)
+        text = self._call.prompts[prompt].text or ""
+        if self._call.num_answers == 1:
             return text
-        of_samples = f", sample {sample}" if self._job.params.num_samples > 1 else ""
+        of_samples = f", sample {sample}" if self._call.params.num_samples > 1 else ""
         return f"{'' if number == 0 else chr(10)}--- prompt {prompt}{of_samples} ---\n{text}"
 
     def _described(self, number: int, answer: "schedule.Sequence") -> dict[str, Any]:
-        prompt = self._job.prompts[answer.prompt]
+        prompt = self._call.prompts[answer.prompt]
         described: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
         if prompt.line is not None:
             described["line"] = prompt.line
@@ -494,8 +457,8 @@ class AnswerCollector:
         from penstock.schedule import Ending, Token
 
         for index, names in self._names.items():
-            while index in self._awaited and self._pipelines.has(self._awaited[index]):
-                message = self._pipelines.receive(self._awaited[index], f"answer from pipeline {index}")
+            while index in self._awaited and self._call.pipelines.has(self._awaited[index]):
+                message = self._call.pipelines.receive(self._awaited[index], f"answer from pipeline {index}")
                 if "figures" in message:
                     self._figures.append(message["figures"])
                     del self._awaited[index]

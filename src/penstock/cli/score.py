@@ -99,14 +99,46 @@ def main(words: Sequence[str]) -> int:
     return command.run()
 
 
-@dataclass(frozen=True)
-class ScoreJob:
-    """The checked input of one call."""
+class Score(ModelCommand):
+    """One call of the command; the pipelines share the texts."""
 
+    parser = staticmethod(parser)
+    layout = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
+    workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
+
+    #: where the lines are written, and how they are computed
+    output: Path
+    scoring: ScoreConfig
+    #: what `read` has found: the model, the texts, and the most tokens of a microbatch
     model: "ModelFolder"
     texts: Sequence[Text]
     max_tokens: int
-    cp: int = 1
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        self.output = self.given.output or self.given.file.with_suffix(".scores.jsonl")
+        self.scoring = ScoreConfig(**values_of(self.given, _SCORING))
+
+    def look(self) -> "ModelFolder":
+        """Open the model, which may be one that rates texts. Raises: ValueError."""
+        model = self.open_to_cut(may_rate=True)
+        if model.rates is not None and self.scoring.temperature != 1.0:
+            raise ValueError(f"--temperature divides the logits of tokens, but {model.folder} rates {model.rates}")
+        return model
+
+    def read(self) -> None:
+        """Read the model's settings and the texts. Raises: ValueError for input that cannot be scored."""
+        model = self.look()
+        model = model.without_special_tokens() if self.given.no_special_tokens else model
+        texts, most = read_texts(self.given.file, model, self.scoring.text_field), self.scoring.max_tokens
+        longest = max(texts, key=lambda text: len(text.tokens))
+        if most is not None and len(longest.tokens) > most:
+            raise ValueError(
+                f"{self.given.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
+                f"{most}; no text is cut, so give at least that"
+            )
+        self.model, self.texts = model, texts
+        self.max_tokens = most or max(MICROBATCH_TOKENS, len(longest.tokens))
 
     @property
     def batches(self) -> list[Sequence[Text]]:
@@ -124,7 +156,7 @@ class ScoreJob:
         """Microbatches of a batch; under context parallelism as few as `max_tokens` allows."""
         from penstock.data import MicroBatchSpec
 
-        num = _MICROBATCHES if self.cp == 1 else None
+        num = _MICROBATCHES if self.parallel.cp == 1 else None
         return MicroBatchSpec(num=num, max_tokens=self.max_tokens, allow_fewer=True)
 
     def line(self, text: Text, values: Sequence[Any]) -> dict[str, Any]:
@@ -150,46 +182,9 @@ class ScoreJob:
         rated = ratings[rated_place(text.tokens, self.model.pad_token)]
         return line | ({"reward": rated[0]} if len(rated) == 1 else {"rewards": rated})
 
-
-class Score(ModelCommand):
-    """One call of the command; the pipelines share the texts."""
-
-    parser = staticmethod(parser)
-    layout = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
-    workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
-
-    #: where the lines are written, and how they are computed
-    output: Path
-    scoring: ScoreConfig
-
-    def __init__(self, words: Sequence[str]) -> None:
-        super().__init__(words)
-        self.output = self.given.output or self.given.file.with_suffix(".scores.jsonl")
-        self.scoring = ScoreConfig(**values_of(self.given, _SCORING))
-
-    def look(self) -> "ModelFolder":
-        """Open the model, which may be one that rates texts. Raises: ValueError."""
-        model = self.open_to_cut(may_rate=True)
-        if model.rates is not None and self.scoring.temperature != 1.0:
-            raise ValueError(f"--temperature divides the logits of tokens, but {model.folder} rates {model.rates}")
-        return model
-
-    def job(self) -> ScoreJob:
-        """Read the model's settings and the texts. Raises: ValueError for input that cannot be scored."""
-        model = self.look()
-        model = model.without_special_tokens() if self.given.no_special_tokens else model
-        texts, most = read_texts(self.given.file, model, self.scoring.text_field), self.scoring.max_tokens
-        longest = max(texts, key=lambda text: len(text.tokens))
-        if most is not None and len(longest.tokens) > most:
-            raise ValueError(
-                f"{self.given.file}, line {longest.line}: has {len(longest.tokens)} tokens, more than --max-tokens "
-                f"{most}; no text is cut, so give at least that"
-            )
-        return ScoreJob(model, texts, most or max(MICROBATCH_TOKENS, len(longest.tokens)), self.parallel.cp)
-
     def work(self) -> None:
-        job = self.together("texts", self.job)
-        digest = _digest([[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in job.texts])
+        self.together("texts", self.read)
+        digest = _digest([[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in self.texts])
         # What the scores depend on, beside the model and the texts.
         decisive = {
             "temperature": self.scoring.temperature,
@@ -198,9 +193,9 @@ class Score(ModelCommand):
             "precision": self.opened["precision"],
             "reproducible": self.opened["reproducible"],
         }
-        self.refuse_differing("scoring", {**decisive, "texts": digest, "max_tokens": job.max_tokens})
-        with self.open(job.model) as (engine, version):
-            of_call = _digest([str(job.model.folder.resolve()), version, digest, job.max_tokens, decisive])
+        self.refuse_differing("scoring", {**decisive, "texts": digest, "max_tokens": self.max_tokens})
+        with self.open(self.model) as (engine, version):
+            of_call = _digest([str(self.model.folder.resolve()), version, digest, self.max_tokens, decisive])
             # Ranks that share the last stage have the same results; one of them delivers.
             delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
             writes = delivers and self.pipelines.index == 0
@@ -208,13 +203,13 @@ class Score(ModelCommand):
             summary = Summary()
             if file is not None:
                 # A batch that a killed call left incomplete is scored again.
-                ends, left = list(accumulate(map(len, job.batches))), file.read()
+                ends, left = list(accumulate(map(len, self.batches))), file.read()
                 summary.resumed_from = max((end for end in ends if end <= len(left)), default=0)
                 file.keep(summary.resumed_from)
                 summary.add(left[: summary.resumed_from])
             first = max(lines["num"] for lines in self.agree("lines", {"num": summary.num_lines}))
             start_s = time.perf_counter()
-            progress = file and Progress(len(job.texts), first, sys.stderr if self.given.json else sys.stdout, "line")
+            progress = file and Progress(len(self.texts), first, sys.stderr if self.given.json else sys.stdout, "line")
 
             def write(texts: Sequence[Text], lines: list[dict[str, Any]]) -> None:
                 assert file is not None and progress is not None
@@ -222,7 +217,7 @@ class Score(ModelCommand):
                 summary.add(lines)
                 progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
 
-            self._score_all(engine, job, delivers, first, write if file else None)
+            self._score_all(engine, delivers, first, write if file else None)
             # The store may belong to a process that has already finished its own work.
             self.agree("end", {})
             if file is not None and progress is not None:
@@ -240,7 +235,6 @@ class Score(ModelCommand):
     def _score_all(
         self,
         engine: "Engine",
-        job: ScoreJob,
         delivers: bool,
         first: int,
         write: "Callable[[Sequence[Text], list[dict[str, Any]]], None] | None",
@@ -255,17 +249,17 @@ class Score(ModelCommand):
         from penstock.engine.training.scorer import PerToken, token_scores
 
         # Of a classifier, the outputs of its head for each token and label.
-        rates, pipelines = job.model.rates is not None, self.pipelines
+        rates, pipelines = self.model.rates is not None, self.pipelines
         hook = (
             PerToken(lambda output, _: {"ratings": output.float()}) if rates else token_scores(self.scoring.temperature)
         )
         done = 0
-        for number, texts in enumerate(job.batches):
+        for number, texts in enumerate(self.batches):
             done += len(texts)
             if done <= first:
                 continue
             if number % pipelines.count == pipelines.index:
-                items = engine.forward(_packed(texts), hook, list, micro_batches=job.spec)
+                items = engine.forward(_packed(texts), hook, list, micro_batches=self.spec)
                 if not delivers:
                     continue
                 for text, item in zip(texts, items, strict=True):
@@ -273,7 +267,7 @@ class Score(ModelCommand):
                     if any(values.isnan().any() for values in item.values()):
                         raise ValueError(f"the scores of line {text.line} {NOT_A_NUMBER}")
                 name = "ratings" if rates else "log_probs"
-                lines = [job.line(text, item[name].tolist()) for text, item in zip(texts, items, strict=True)]
+                lines = [self.line(text, item[name].tolist()) for text, item in zip(texts, items, strict=True)]
                 if write is None:
                     pipelines.hand_over(str(number), lines)
             elif write is not None:
