@@ -10,7 +10,7 @@ import torch
 
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
-from penstock.cli.output import print_json, show_log
+from penstock.cli.output import print_json, show_log, size_in_words
 from penstock.engine.build import cut_units
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import RehearsedRun
@@ -224,7 +224,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     for column in stages.columns[3:]:
         column.justify = "right"
     for stage in plan.stages:
-        size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", _mib(stage.microbatch_bytes)
+        size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", size_in_words(stage.microbatch_bytes)
         stages.add_row(str(stage.stage), str(stage.rank), _names(stage.units), *size)
     memory = Table("rank", "fullest in", "peak", "state", "tape", "other", box=None, pad_edge=False)
     for column in memory.columns[2:]:
@@ -232,7 +232,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     for rank in sorted(set(plan.peers)):
         point, more = plan.memory[rank], plan.peers.count(rank) - 1
         state, tape = sum(point.at_peak.get(kind, 0) for kind in STATE), point.at_peak.get(MemoryKind.TAPE, 0)
-        sizes = map(_mib, (point.peak_bytes, state, tape, point.peak_bytes - state - tape))
+        sizes = map(size_in_words, (point.peak_bytes, state, tape, point.peak_bytes - state - tape))
         memory.add_row(f"{rank} and {more} like it" if more else str(rank), point.action, *sizes)
     for table in (stages, memory):
         console.print()
@@ -243,13 +243,9 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
 def _largest_state(states: Sequence[StateBytes]) -> str:
     rank, most = max(enumerate(states), key=lambda numbered: numbered[1].total)
     return (
-        f"at most {_mib(most.total)}, on rank {rank}: parameters {_mib(most.parameters)}, gradients "
-        f"{_mib(most.gradients)}, optimizer {_mib(most.optimizer)}"
+        f"at most {size_in_words(most.total)}, on rank {rank}: parameters {size_in_words(most.parameters)}, gradients "
+        f"{size_in_words(most.gradients)}, optimizer {size_in_words(most.optimizer)}"
     )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _names(units: Sequence[str]) -> str:

@@ -11,13 +11,13 @@ from typing import Any
 
 from penstock import planner
 from penstock.cli.options import Parser
-from penstock.cli.output import print_json, print_table, refuse_to_overwrite, write_text
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, write_text
+from penstock.draw import PICTURES, check_ending
 from penstock.planner.search import NUM_BEST
 from penstock.settings import Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.run import Values, check_sections, from_values, read_values
 
-_GIB = 2**30
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -117,8 +117,8 @@ def _check_outputs(given: argparse.Namespace) -> None:
                 raise ValueError(f"{option} takes numbers from 1 to {NUM_BEST}, not {number}")
     if given.choose is not None and given.output is None:
         raise ValueError("--choose N says which layout --output FILE gets; give both")
-    if given.picture is not None and given.picture.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"--picture {given.picture}: the file's ending must be .svg or .png")
+    if given.picture is not None:
+        check_ending(given.picture, PICTURES)
     for path in (given.output, given.picture):
         if path is not None:
             refuse_to_overwrite(path, force=given.force)
@@ -263,9 +263,7 @@ def _show(found: planner.Plan) -> None:
                 f"{one.step_s:.4g} s",
                 f"{one.tokens_s_device:,.0f}",
                 f"{one.mfu:.1%}",
-                f"{one.peak_bytes / _GIB:.1f} GiB"
-                if one.peak_bytes >= _GIB / 10
-                else f"{one.peak_bytes / 2**20:.1f} MiB",
+                size_in_words(one.peak_bytes),
                 f"{one.bubble:.1%}",
                 ", ".join(waits) or "-",
             ]

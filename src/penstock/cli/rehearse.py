@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.options import Parser
-from penstock.cli.output import print_json, print_table, refuse_to_overwrite
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words
+from penstock.draw import PICTURES, check_ending
 from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, UnitCost, check_order
 from penstock.settings import Layout, read_config
+
+_size = partial(size_in_words, digits=2)
 
 
 def parser() -> Parser:
@@ -49,8 +53,7 @@ def main(arguments: list[str]) -> int:
     if options.picture is not None:
         if len(ranks) > 1:
             raise ValueError("--picture shows one rank's memory; name one with --rank")
-        if options.picture.suffix.lower() not in (".svg", ".png"):
-            raise ValueError(f"--picture {options.picture}: the file's ending must be .svg or .png")
+        check_ending(options.picture, PICTURES)
         refuse_to_overwrite(options.picture, force=options.force)
     # Only now, since it loads PyTorch.
     from penstock.engine.rehearsal.step import rehearse_run
@@ -149,10 +152,3 @@ def _print_traffic(rehearsal: Rehearsal) -> None:
     if len(rows) > 1:
         print()
         print_table(rows)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, bytes_of_unit in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= bytes_of_unit:
-            return f"{num_bytes / bytes_of_unit:,.2f} {unit}"
-    return f"{num_bytes / 2**10:,.1f} KiB"

@@ -9,29 +9,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.draw.layers import Layer
+from penstock.draw.layers import ENDINGS, PICTURES, Layer, check_ending
 
 if TYPE_CHECKING:
     from penstock.draw.image import picture
     from penstock.draw.terminal import in_terminal
 
-__all__ = ["ENDINGS", "Layer", "check_ending", "in_terminal", "picture", "write_drawing"]
-
-ENDINGS = {
-    ".svg": "a picture",
-    ".png": "a picture",
-    ".html": "a page to zoom and to follow microbatches in, with nothing else needed",
-    ".json": "a trace for ui.perfetto.dev",
-}
-
-
-def check_ending(path: Path) -> None:
-    """Refuse a file whose ending names no supported format.
-
-    Raises: ValueError naming the supported endings.
-    """
-    if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(ENDINGS)}")
+__all__ = ["ENDINGS", "PICTURES", "Layer", "check_ending", "in_terminal", "picture", "write_drawing"]
 
 
 def write_drawing(path: Path, layers: Sequence[Layer], *, unit: str = "", command: str = "") -> None:

@@ -14,12 +14,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from penstock.draw.layers import DEFINITIONS, Box, Kind, Part, Row, boxes_of, kinds_in, short_number
+from penstock.draw.layers import (
+    DEFINITIONS,
+    PICTURES,
+    Box,
+    Kind,
+    Part,
+    Row,
+    boxes_of,
+    check_ending,
+    kinds_in,
+    short_number,
+)
 from penstock.io.files import whole_file
 from penstock.schedule import Timeline
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal
-
-FORMATS = (".svg", ".png")
 
 _WIDTHS_IN = (9.0, 16.0)
 _INCHES_PER_BOX = 0.17
@@ -53,7 +62,7 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
     Raises: ValueError for an unsupported ending, or without timelines.
     """
     path = Path(path)
-    check_path(path)
+    check_ending(path, PICTURES)
     if not timelines:
         raise ValueError("a picture needs at least one timeline")
     drawn = [boxes_of(timeline) for timeline in timelines]
@@ -97,15 +106,6 @@ def save(figure: Figure, path: Path) -> None:
         # A title may have any character; what the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-
-
-def check_path(path: Path) -> None:
-    """Refuse a file whose ending names no picture format.
-
-    Raises: ValueError naming the supported endings.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(FORMATS)}")
 
 
 def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: float) -> None:
@@ -260,7 +260,7 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
     Raises: ValueError for an ending other than .svg and .png.
     """
     path = Path(path)
-    check_path(path)
+    check_ending(path, PICTURES)
     points, (scale, unit) = rehearsal.timeline, _unit(rehearsal.peak_bytes)
     kinds = [kind for kind in _COLOURS if rehearsal.most(kind)]
     width = min(max(_INCHES_PER_ACTION * len(points) + 1.5, _MEMORY_WIDTHS_IN[0]), _MEMORY_WIDTHS_IN[1])
@@ -354,7 +354,7 @@ def plan_picture(
     Raises: ValueError for an ending other than .svg and .png.
     """
     path = Path(path)
-    check_path(path)
+    check_ending(path, PICTURES)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE_IN, facecolor="white")
         figure.text(0.055, 0.94, title, fontsize=11, fontweight="bold")

@@ -16,6 +16,22 @@ from penstock.schedule.text import parse_step
 
 FORMAT = "penstock recorded step 1"
 RECORDED_STEP_FILE = "timeline.json"  # in the folder of a run
+ENDINGS = {
+    ".svg": "a picture",
+    ".png": "a picture",
+    ".html": "a page to zoom and to follow microbatches in, with nothing else needed",
+    ".json": "a trace for ui.perfetto.dev",
+}
+PICTURES = (".svg", ".png")
+
+
+def check_ending(path: Path, endings: Iterable[str] = ENDINGS) -> None:
+    """Refuse a file whose ending names no supported format.
+
+    Raises: ValueError naming the supported endings.
+    """
+    if path.suffix.lower() not in endings:
+        raise ValueError(f"cannot draw {path.name!r}: the file's ending must be one of {', '.join(endings)}")
 
 
 @dataclass(frozen=True)
