@@ -18,7 +18,6 @@ from penstock.cli.options import Options, Parser, add_options, options_of, value
 from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
-from penstock.io.files import lines_of, parse_json
 from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
 
 if TYPE_CHECKING:
@@ -320,31 +319,17 @@ def tokens_of_word(word: str, model: "ModelFolder") -> list[tuple[int, ...]]:
     return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
 
 
-def _lines(path: Path, purpose: str, forms: str) -> Iterator[tuple[str, int, Any]]:
+def _lines(path: Path, purpose: str, forms: str) -> list[tuple[str, int, Any]]:
     """The values of the lines that are not blank, each with its name in messages and its number.
 
     Raises: ValueError for a file that cannot be read, has no such line, or one that is not JSON.
     """
-    lines, num_bytes = [], 0
-    try:
-        for number, line in enumerate(lines_of(path), 1):
-            if line.strip():
-                lines.append((number, line.decode()))
-            num_bytes += len(line)
-    except UnicodeDecodeError as error:
-        where = num_bytes + error.start
-        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {where}); give JSON lines") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    from penstock.data.sources import json_lines
+
+    lines = [(f"{path}, line {number}", number, value) for number, value in json_lines(path)]
     if not lines:
         raise ValueError(f"{path} has no line to {purpose}; a line is {forms}")
-    for number, line in lines:
-        where = f"{path}, line {number}"
-        try:
-            value = parse_json(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: is not JSON ({getattr(error, 'msg', error)}); a line is {forms}") from None
-        yield where, number, value
+    return lines
 
 
 def _text(

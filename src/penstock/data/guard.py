@@ -2,7 +2,6 @@
 
 Such work is done in a process of its own, a piece at a time, within limits of the system on time and memory. The
 process runs this very file, whose head imports nothing of Penstock, so that it starts quickly and holds little.
-Another kind of work is a line of `_KINDS`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,8 @@ class GuardError(ValueError):
 
 @dataclass(eq=False)
 class Guard:
-    """Does one kind of work in a process of its own; threads may share it.
+    """Renders chat templates in a process of its own; threads may share it. most_s: of a processor for each text."""
 
-    kind: a key of `_KINDS`. most_s: seconds of a processor for each piece.
-    """
-
-    kind: str = "render"
     most_s: int = MOST_S
     #: the process, and the one that started it; None before the first
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -90,7 +85,7 @@ class Guard:
         if process is None or self._owner != os.getpid() or process.poll() is not None:
             # In a session of its own, since Ctrl-C ends what the work is done for in its own way.
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__, self.kind, str(self.most_s)],
+                [sys.executable, "-P", __file__, str(self.most_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -115,25 +110,17 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 # ---- In the process: a line of JSON in, a line of JSON out, until the input ends
 
 
-def _renderer() -> Callable[..., Any]:
-    """Rendering as transformers does it, in Jinja's sandbox: the text, and the spans that the template marks in it."""
+def _serve(most_s: int) -> None:
+    """Render as transformers does it, in Jinja's sandbox: the text, and the spans that the template marks in it."""
+    # Imported before the limits hold.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: list[Any], **arguments: Any) -> Any:
+    def work(messages: list[Any], **arguments: Any) -> Any:
         [text], spans = render_jinja_template(conversations=[messages], **arguments)
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"it writes more than {_MOST_CHARACTERS} characters")
         return text, spans[0] if spans else []
 
-    return render
-
-
-# Each imports what it needs, before the limits hold, and returns a function of the arguments.
-_KINDS: dict[str, Callable[[], Callable[..., Any]]] = {"render": _renderer}
-
-
-def _serve(kind: str, most_s: int) -> None:
-    work = _KINDS[kind]()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
@@ -261,4 +248,4 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    _serve(int(sys.argv[1]))

@@ -139,7 +139,8 @@ class Source:
         name = file.relative_to(self.root).as_posix()
         # The library's reader of JSON takes texts like times for times, gives every row the fields of all, and names no
         # line in its errors.
-        values = _lines(file) if ROW_ENDINGS[file.suffix] == "json" else _table(file)
+        is_json = ROW_ENDINGS[file.suffix] == "json"
+        values = ((f"line {n}", value) for n, value in json_lines(file)) if is_json else _table(file)
         for number, (place, value) in enumerate(values):
             yield Row(f"{name}:{number}", f"{file}, {place}", value)
 
@@ -163,14 +164,17 @@ def _table(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise CorpusError(f"cannot read {str(file)!r} as {kind}: {reason[0]}") from error
 
 
-def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Each line of JSON of a file with its place; blank lines are none."""
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """The value of each line of JSON of a file, with its number; blank lines are none.
+
+    Raises: `CorpusError` for a file that cannot be read, or a line that is not JSON.
+    """
     try:
         for number, line in enumerate(lines_of(file), 1):
             where = f"{file}, line {number}"
             try:
                 if line.strip():
-                    yield f"line {number}", parse_json(line.decode())
+                    yield number, parse_json(line.decode())
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{where}: is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
             except ValueError as error:
