@@ -5,7 +5,6 @@ import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from penstock.settings import Groups, Layout, ParallelConfig
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from penstock.cli.processes.measure import Links
 
 _COMMAND = WorkerCommand("penstock.cli.doctor", "tests them again", ("penstock.cli.processes.measure",))
 _NUM_GROUPS_SHOWN = 4
@@ -120,8 +118,8 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     def work(store: "Store") -> None:
         links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
         if given.measure is not None:
-            cluster = measure_cluster(group, store, links.hosts, measured_device(links.device, group))
-            links = replace(links, cluster=cluster)
+            cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"], group))
+            links["cluster"] = cluster
             if group.rank == 0:
                 # The launcher has seen whether the file may be replaced.
                 write_text(given.measure, tomli_w.dumps(cluster), force=True)
@@ -131,7 +129,7 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     return work_together(group, 1, parallel.timeout_s, work)
 
 
-def show_layout(given: argparse.Namespace, layout: Layout, links: "Links | None") -> None:
+def show_layout(given: argparse.Namespace, layout: Layout, links: Mapping[str, Any] | None) -> None:
     """Print the findings; `links` is None if none were tested."""
     if given.json:
         groups = {name: [list(ranks) for ranks in found] for name, found in group_table(layout).items()}
@@ -141,7 +139,7 @@ def show_layout(given: argparse.Namespace, layout: Layout, links: "Links | None"
                 "products_us": products(),
                 "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
                 "groups": groups,
-                "links": links and asdict(links),
+                "links": links,
             }
         )
         return
@@ -202,14 +200,14 @@ def products() -> dict[str, float]:
         torch.set_num_threads(before)
 
 
-def _link_rows(links: "Links") -> list[tuple[str, str]]:
-    hosts = list(dict.fromkeys(links.hosts))
-    where = f"{len(links.hosts)} processes on {', '.join(hosts)}" if len(hosts) < 5 else f"{len(hosts)} hosts"
+def _link_rows(links: Mapping[str, Any]) -> list[tuple[str, str]]:
+    hosts, word_us = list(dict.fromkeys(links["hosts"])), links["word_s"] * 1e6
+    where = f"{len(links['hosts'])} processes on {', '.join(hosts)}" if len(hosts) < 5 else f"{len(hosts)} hosts"
     return [
-        ("ring test", f"passed: {where}, {links.device}"),
-        ("", f"{links.word_s * 1e6:,.0f} us a step with a word, {links.block_bytes_per_s / 2**20:,.0f} MiB/s a link"),
-        ("groups", f"all made and used in {links.connect_s:.2f} s"),
-        *(_cluster_rows(links.cluster) if links.cluster else ()),
+        ("ring test", f"passed: {where}, {links['device']}"),
+        ("", f"{word_us:,.0f} us a step with a word, {links['block_bytes_per_s'] / 2**20:,.0f} MiB/s a link"),
+        ("groups", f"all made and used in {links['connect_s']:.2f} s"),
+        *(_cluster_rows(links["cluster"]) if links["cluster"] else ()),
     ]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from penstock.engine.generation.requests import NOT_FINITE, QueueClosedError, QueueFullError, RequestQueue, TokenDelta
+from penstock.engine.generation.requests import NOT_FINITE, QueueError, RequestQueue, TokenDelta
 from penstock.schedule import Ending
 from penstock.serve.asked import CompletionRequest
 from penstock.serve.refusals import RefusalError
@@ -98,10 +98,10 @@ class Mailboxes:
         """
         try:
             numbers = self.queue.submit(asked.prompts, asked.params)
-        except QueueFullError as error:
+        except QueueError as error:
+            if self.refused is not None:
+                raise RefusalError(503, str(error), None, "server_ended") from None
             raise RefusalError(429, f"{error}; try again later", None, "queue_full") from None
-        except QueueClosedError as error:
-            raise RefusalError(503, str(error), None, "server_ended") from None
         mailbox = Mailbox(numbers, asked.stream)
         self._mailboxes |= dict.fromkeys(numbers, mailbox)
         return mailbox

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from penstock.cli.processes.session import Missing, agree_on_round
+from penstock.cli.processes.session import agree_on_round
 from penstock.engine.folders.run_check import check_run
 from penstock.settings import ParallelConfig, RunConfig, TrainConfig
 
@@ -37,7 +37,7 @@ def test_each_round_has_a_place_of_its_own_whatever_earlier_ones_left():
     store = a_store()
     # A round that ended before rank 0 had come: its words are never thanked for.
     for rank in (1, 2):
-        with pytest.raises(Missing):
+        with pytest.raises(ValueError, match="of the run"):
             agree_on_round(store, rank, 3, timeout_s=0.0)
     for number, world_size in enumerate((3, 3, 2, 4)):
         places = meet(store, world_size)
@@ -50,7 +50,7 @@ def test_ranks_that_do_not_come_are_named():
     store, start = a_store(), time.monotonic()
     thread = threading.Thread(target=agree_on_round, args=(store, 2, 4, 20.0))
     thread.start()
-    with pytest.raises(Missing, match=r"rank\(s\) 1, 3 of the run did not come"):
+    with pytest.raises(ValueError, match=r"rank\(s\) 1, 3 of the run did not come"):
         agree_on_round(store, 0, 4, timeout_s=1.0)
     thread.join()
     assert time.monotonic() - start < 20

@@ -5,7 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -30,25 +30,12 @@ _NUM_LINK_WORDS = 20
 _LINK_BLOCK_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True)
-class Links:
-    """Measurements of a ring of all processes, and of making the layout's groups.
+def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float) -> dict[str, Any]:
+    """Test all links as one process of `group`; returns what was measured, by name.
 
-    hosts: the machine of each rank. word_s: median step of the ring with eight bytes. block_bytes_per_s: bytes that
-    each rank sends per second in a step with a large block. connect_s: time to make and use all groups.
-    """
-
-    device: str
-    hosts: tuple[str, ...]
-    word_s: float
-    block_bytes_per_s: float
-    connect_s: float
-    #: the machines as a cluster's table, if they were to be measured
-    cluster: dict[str, Any] | None = None
-
-
-def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float) -> Links:
-    """Test all links as one process of `group`.
+    hosts: the machine of each rank. word_s: median step of a ring of all processes with eight bytes. block_bytes_per_s:
+    bytes that each rank sends per second in a step with a large block. connect_s: time to make and use all groups.
+    cluster: the place of what `measure_cluster` gives.
 
     Raises: PipelineError naming a link that failed.
     """
@@ -63,8 +50,14 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     start = time.perf_counter()
     connect(layout, device, timedelta(seconds=timeout_s))
     connect_s = time.perf_counter() - start
-    word_s = sorted(times)[len(times) // 2]
-    return Links(device_name, tuple(hosts), word_s, _LINK_BLOCK_BYTES / block_s, connect_s)
+    return {
+        "device": device_name,
+        "hosts": hosts,
+        "word_s": sorted(times)[len(times) // 2],
+        "block_bytes_per_s": _LINK_BLOCK_BYTES / block_s,
+        "connect_s": connect_s,
+        "cluster": None,
+    }
 
 
 def measured_device(name: str, group: Group) -> torch.device:

@@ -108,17 +108,13 @@ _POLL_S = 0.01
 _ATTEMPT_S = 5.0
 
 
-class Missing(ValueError):
-    """Some processes of the group, or the store at which they meet, were not there in time."""
-
-
 def join(group: Group, timeout_s: float, secret: str = "") -> Store:
     """Meet the other processes of the group at a store that no process of an earlier start shares.
 
     Where there is a secret of the run, all keys lie under it: who lacks it cannot guess them.
 
-    Raises: Missing, naming what did not come in time; ValueError where the secrets of the hosts differ, or rank 0
-        cannot open the store.
+    Raises: ValueError naming what did not come in time, or where the secrets of the hosts differ, or rank 0 cannot open
+        the store.
     """
     if group.world_size == 1:
         return HashStore()
@@ -183,7 +179,7 @@ def _store_of(group: Group, timeout_s: float) -> Store:
     thread.start()
     thread.join(max(0.0, deadline - time.monotonic()))
     if not stores or isinstance(stores[0], RuntimeError):
-        raise Missing(f"what listens at {place} is not the run's store; is MASTER_PORT another program's?")
+        raise ValueError(f"what listens at {place} is not the run's store; is MASTER_PORT another program's?")
     return stores[0]
 
 
@@ -214,7 +210,7 @@ def _reach(group: Group, deadline: float) -> None:
             return
         except OSError as error:
             if left <= 0:
-                raise Missing(
+                raise ValueError(
                     f"rank {group.rank} found no store at {group.address}:{group.port} in time ({_reason(error)}); "
                     "rank 0 opens it at MASTER_ADDR and MASTER_PORT, which all hosts must reach"
                 ) from None
@@ -236,7 +232,7 @@ def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -
     Each process leaves a unique word. Rank 0 answers every word it finds with the round's name, even words left by
     processes that have ended; only a live process acknowledges the answer.
 
-    Raises: Missing; on rank 0 it names the ranks that did not arrive.
+    Raises: ValueError for what did not come in time; on rank 0 it names the ranks that did not arrive.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -249,7 +245,7 @@ def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -
             # No time at all would mean no limit.
             store.wait([f"{_PLACE}/answer/{word}"], timedelta(seconds=max(_POLL_S, timeout_s)))
         except RuntimeError:
-            raise Missing(f"rank {rank} was not answered by rank 0 of the run in time") from None
+            raise ValueError(f"rank {rank} was not answered by rank 0 of the run in time") from None
         name = store.get(f"{_PLACE}/answer/{word}").decode()
         store.set(f"{_PLACE}/{name}/thanks/{rank}", "")
     return PrefixStore(f"{_PLACE}/{name}", store)
@@ -268,7 +264,7 @@ def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> N
                     store.set(f"{_PLACE}/answer/{word.decode()}", name)
                     answered[rank] = word
         if missing and time.monotonic() > deadline:
-            raise Missing(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
+            raise ValueError(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
         time.sleep(_POLL_S)
 
 

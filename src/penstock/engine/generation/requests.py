@@ -123,12 +123,8 @@ _IDLE_S = 1.0
 """Seconds without work after which the ranks hear from each other: a peer that has died is then found."""
 
 
-class QueueFullError(RuntimeError):
-    """As many answers as there may be are waiting."""
-
-
-class QueueClosedError(RuntimeError):
-    """No requests are taken any more; the message says why."""
+class QueueError(RuntimeError):
+    """A queue takes no more requests, now or at all; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +179,14 @@ class RequestQueue:
         The answers are those of a generation of these prompts alone, whatever else is computed.
 
         Raises:
-            QueueFullError: too many answers are waiting.
-            QueueClosedError: no requests are taken any more.
+            QueueError: too many answers are waiting, or no requests are taken any more.
         """
         sequences = schedule.Sequence.all_of(prompts, [params] * len(prompts))
         with self._changed:
             if self._closed is not None:
-                raise QueueClosedError(self._closed)
+                raise QueueError(self._closed)
             if len(self._texts) + len(sequences) > self.max_unfinished:
-                raise QueueFullError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
+                raise QueueError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
             first, prompt = self._next_sequence, self._next_prompt
             self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
             taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
