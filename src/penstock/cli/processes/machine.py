@@ -86,7 +86,7 @@ def check_rows(num_slots: int, num_rows: int, num_tokens: int, model: "ModelFold
     if there is None:
         return
     # The caches of other libraries' layers are unknown, but not the tokens.
-    cached = ModelShape.of(model.config).cache_bytes(num_tokens, _LEAST_BYTES) if model.is_native else 0
+    cached = ModelShape.of(model.shape).cache_bytes(num_tokens, _LEAST_BYTES) if model.is_native else 0
     _refuse(
         f"{num_rows} answers at a time (--rows times --slots {num_slots})",
         "tokens and KV cache",
