@@ -38,7 +38,9 @@ def own(folder: Path, **fields: Any) -> None:
 
 
 def params(folder: Path, *words: str) -> SamplingParams:
-    return Generate([str(folder), "the cat", *words]).job().params
+    command = Generate([str(folder), "the cat", *words])
+    command.read()
+    return command.params
 
 
 def test_each_of_a_models_own_settings_can_be_turned_off(folder: Path) -> None:
@@ -86,11 +88,11 @@ def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp
     lines = ['{"tokens": [1, 2]}', "", json.dumps({"id": "q7", "tokens": [3] * 125}), '{"tokens": [300]}']
     prompts.write_text("\n".join(lines))
     with pytest.raises(ValueError) as refused:
-        Generate([str(folder), "--file", str(prompts), "--max-new-tokens", "8"]).job()
+        Generate([str(folder), "--file", str(prompts), "--max-new-tokens", "8"]).read()
     assert f"{prompts}, line 3 (\"id\": 'q7'): has 125 tokens, and with max_new_tokens=8" in str(refused.value)
     prompts.write_text(lines[-1])
     with pytest.raises(ValueError, match=r"prompts.jsonl, line 1: holds the token 300; the model knows 0 to 299"):
-        Generate([str(folder), "--file", str(prompts)]).job()
+        Generate([str(folder), "--file", str(prompts)]).read()
 
 
 @pytest.mark.parametrize(
