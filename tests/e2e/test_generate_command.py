@@ -201,7 +201,7 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
         (["a", "--bad-word", ""], "--bad-word '' is empty; give a text"),
         (["a", "--logit-bias", "x=y"], "'x=y' is no bias; give a token id and a number, such as 17=-2.5"),
         (["a", "--fresh"], "--fresh drops answers to --file"),
-        (["--file", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--file", "nowhere.jsonl"], "nowhere.jsonl': No such file"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence_before_anything_starts(model: Path, words: list[str], told: str) -> None:

@@ -203,7 +203,7 @@ REFUSED = {
         r"neither a run \(run.toml\) nor a Hugging Face model",
     ),
     "a run without a checkpoint": (["FOLDER/empty run", "FOLDER/texts.jsonl"], "holds no checkpoint yet"),
-    "no file": (["FOLDER/run", "FOLDER/nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    "no file": (["FOLDER/run", "FOLDER/nowhere.jsonl"], "nowhere.jsonl': No such file"),
     "an empty file": (["FOLDER/run", "FOLDER/bad/empty.jsonl"], "has no line to score"),
     "no JSON": (["FOLDER/run", "FOLDER/bad/words.jsonl"], "words.jsonl, line 2: is not JSON"),
     "no object": (["FOLDER/run", "FOLDER/bad/list.jsonl"], "line 1: is a JSON list"),
