@@ -286,6 +286,28 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return parameter.grad if main_grad is None or parameter.dtype == torch.float32 else main_grad
 
 
+class _WithGradient(torch.autograd.Function):
+    """Any operation, by its two functions; see `with_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        output, kept = forward(*inputs)
+        ctx.save_for_backward(*kept)
+        ctx.written = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.written(grads[0], *ctx.saved_tensors)
+
+
+with_gradient: Callable[..., Tensor] = _WithGradient.apply
+"""Compute with a gradient that is written out: `with_gradient(forward, backward, *inputs)`, all inputs being tensors.
+
+`forward(*inputs)` gives the output and the tensors to keep, `backward(grad, *kept)` the gradients of all inputs.
+"""
+
+
 class _LinearFunction(torch.autograd.Function):
     """y = x weight^T + bias, computed in the dtype of x."""
 

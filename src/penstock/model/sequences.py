@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.model.linear import with_gradient
+
 IGNORED = -100
 """The label of a token that has no loss."""
 
@@ -82,21 +84,14 @@ class AuxLosses:
         If `num_sharing` ranks compute the same loss, each records its share, because records are summed over ranks.
         """
         self.values[owner, kind] = loss.detach() / num_sharing
-        return _AttachedLoss.apply(carrier, loss)  # pyright: ignore[reportReturnType]
 
+        def forward(carrier: Tensor, loss: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+            return carrier.view_as(carrier), (loss,)
 
-class _AttachedLoss(torch.autograd.Function):
-    """Returns the carrier; in backward the attached loss, a scalar, gets the gradient 1."""
+        def backward(grad: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+            return grad, torch.ones_like(loss)
 
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return carrier.view_as(carrier)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
+        return with_gradient(forward, backward, carrier, loss)
 
 
 Value = TypeVar("Value")

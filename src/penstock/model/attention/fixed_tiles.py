@@ -15,13 +15,13 @@ query heads, G key and value heads, Q = H / G, K width of a head, P tiles.
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.kv_cache import KVCache, Rows, SlotRows
+from penstock.model.linear import with_gradient
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
 
@@ -52,27 +52,17 @@ def _attention_of_run(run: tuple[int, int], qkv: Sequence[Tensor]) -> Tensor:
     length, count = run
     missing = rounded_up(length) - length
     shaped = [F.pad(x.unflatten(0, (count, length)), (0, 0, 0, 0, 0, missing)).transpose(1, 2) for x in qkv]
-    if torch.is_grad_enabled():
-        out_NHLK = _CausalFunction.apply(*shaped)
-    else:
-        out_NHLK, _ = _causal(*shaped)
+
+    def forward(*qkv: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out_NHLK, lse_NHL = _causal(*qkv)
+        return out_NHLK, (*qkv, out_NHLK, lse_NHL)
+
+    def backward(grad_NHLK: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The gradient is that of the kernel for all keys at once.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad_NHLK, *kept, 0.0, True)
+
+    out_NHLK = with_gradient(forward, backward, *shaped) if torch.is_grad_enabled() else _causal(*shaped)[0]
     return out_NHLK[:, :, :length].transpose(1, 2).flatten(0, 1)
-
-
-class _CausalFunction(torch.autograd.Function):
-    """Causal attention by tiles; its gradient is that of the kernel for all keys at once."""
-
-    @staticmethod
-    def forward(ctx: Any, q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> Tensor:
-        out_NHLK, lse_NHL = _causal(q_NHLK, k_NGLK, v_NGLK)
-        ctx.save_for_backward(q_NHLK, k_NGLK, v_NGLK, out_NHLK, lse_NHL)
-        return out_NHLK
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grads[0], *ctx.saved_tensors, 0.0, True
-        )
 
 
 def _causal(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ vocabulary, U this rank's part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,35 +21,12 @@ from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
-from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs
+from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs, with_gradient
 from penstock.model.loss import ShardedLogits
 from penstock.model.sequences import Sequences
 from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig, RopeKind, RopeScaling
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    """y = x r weight, r = 1 / sqrt(mean(x^2) + eps)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        y, r_N1 = _normalised(x, weight_D, eps)
-        ctx.save_for_backward(x, weight_D, r_N1)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight_D, r_N1 = ctx.saved_tensors
-        dtype = dtype_of_sums(x)
-        x_ND, grad_ND = (t.reshape(-1, x.shape[-1]).to(dtype) for t in (x, grads[0]))
-        weight = weight_D.to(x_ND.dtype)
-        product_ND = grad_ND * x_ND
-        # d r / d x_j = -r^3 x_j / D
-        pull_N1 = (product_ND @ weight).unsqueeze(1).mul_(r_N1.pow(3)).div_(-x.shape[-1])
-        grad_weight_D = r_N1.squeeze(1) @ product_ND
-        grad_x_ND = torch.mul(grad_ND, weight, out=product_ND).mul_(r_N1).addcmul_(x_ND, pull_N1)
-        return grad_x_ND.to(x.dtype).view_as(x), grad_weight_D.to(weight_D.dtype), None
 
 
 class RMSNorm(nn.Module):
@@ -70,40 +46,47 @@ class RMSNorm(nn.Module):
         if x.is_cuda:
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         if not torch.is_grad_enabled():
-            return _normalised(x, self.weight, self.eps)[0]
-        return _RMSNormFunction.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+            return self.normalised(x, self.weight)[0]
+        return with_gradient(self.normalised, self.pull_back, x, self.weight)
 
-
-def _normalised(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and r [N, 1]."""
-    x_ND = x.reshape(-1, x.shape[-1]).to(dtype_of_sums(x))
-    mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    r_N1 = mean_square_N1.add_(eps).rsqrt_()
-    return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), r_N1
-
-
-class _GatedFunction(torch.autograd.Function):
-    """silu(gate) * up. Autograd alone would keep silu(gate) too, and write one more buffer each way."""
+    def normalised(self, x: Tensor, weight_D: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """y = x r weight, r = 1 / sqrt(mean(x^2) + eps), and what its gradients need."""
+        x_ND = x.reshape(-1, x.shape[-1]).to(dtype_of_sums(x))
+        mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        r_N1 = mean_square_N1.add_(self.eps).rsqrt_()
+        return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), (x, weight_D, r_N1)
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, is_reproducible: bool) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grads[0])
-        grad_gate = grads[0] * up
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_gate, grad_up, None
+    def pull_back(grad: Tensor, x: Tensor, weight_D: Tensor, r_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and the weight."""
+        dtype = dtype_of_sums(x)
+        x_ND, grad_ND = (t.reshape(-1, x.shape[-1]).to(dtype) for t in (x, grad))
+        weight = weight_D.to(x_ND.dtype)
+        product_ND = grad_ND * x_ND
+        # d r / d x_j = -r^3 x_j / D
+        pull_N1 = (product_ND @ weight).unsqueeze(1).mul_(r_N1.pow(3)).div_(-x.shape[-1])
+        grad_weight_D = r_N1.squeeze(1) @ product_ND
+        grad_x_ND = torch.mul(grad_ND, weight, out=product_ND).mul_(r_N1).addcmul_(x_ND, pull_N1)
+        return grad_x_ND.to(x.dtype).view_as(x), grad_weight_D.to(weight_D.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
-    """silu(gate) * up, element by element, with `silu_of_each` if asked. Source: Shazeer 2020 (SwiGLU), equation 6."""
-    if not torch.is_grad_enabled():
-        return (silu_of_each(gate) if is_reproducible else F.silu(gate)).mul_(up)
-    return _GatedFunction.apply(gate, up, is_reproducible)  # pyright: ignore[reportReturnType]
+    """silu(gate) * up, element by element, with `silu_of_each` if asked. Source: Shazeer 2020 (SwiGLU), equation 6.
+
+    Autograd alone would keep silu(gate) too, and write one more buffer each way.
+    """
+    silu = silu_of_each if is_reproducible else F.silu
+
+    def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return silu(gate).mul_(up), (gate, up)
+
+    def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        grad_up = F.silu(gate).mul_(grad)
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad_up
+
+    return with_gradient(forward, backward, gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up)
 
 
 def silu_of_each(x: Tensor) -> Tensor:
@@ -114,29 +97,22 @@ def silu_of_each(x: Tensor) -> Tensor:
     return torch.div(x, torch.neg(x).exp_().add_(1.0))
 
 
-class _GatedJointFunction(torch.autograd.Function):
-    """The same where one product has given gate and up side by side, and wants their gradients side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, -1)
-        torch.mul(F.silu(gate), grads[0], out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
-        return grad
-
-
 def gated_joint(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of the last dimension's first and second half."""
-    return _GatedJointFunction.apply(gate_up)  # pyright: ignore[reportReturnType]
+    """silu(gate) * up of the last dimension's first and second half, whose gradients lie side by side as well."""
+
+    def forward(gate_up: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up), (gate_up,)
+
+    def backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor]:
+        gate, up = gate_up.chunk(2, -1)
+        joint = torch.empty_like(gate_up)
+        grad_gate, grad_up = joint.chunk(2, -1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return (joint,)
+
+    return with_gradient(forward, backward, gate_up)
 
 
 @dataclass(frozen=True)
@@ -198,25 +174,18 @@ class Rotary:
         return frequencies / scaling.factor * divided + frequencies * (1 - divided)
 
 
-class _RotateFunction(torch.autograd.Function):
-    """Rotate every pair; the gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_T1K, sin_T1K)
-        return _turn(x_THK, cos_T1K, sin_T1K)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_T1K, sin_T1K = ctx.saved_tensors
-        return _turn(grads[0], cos_T1K, -sin_T1K), None, None
-
-
 def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Queries or keys rotated by their positions, computed in fp32 and returned in the input's dtype."""
     if not torch.is_grad_enabled():
         return _turn(x_THK, *tables)
-    return _RotateFunction.apply(x_THK, *tables)  # pyright: ignore[reportReturnType]
+
+    def forward(x_THK: Tensor, *tables: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return _turn(x_THK, *tables), tables
+
+    def backward(grad_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad_THK, cos_T1K, -sin_T1K), None, None
+
+    return with_gradient(forward, backward, x_THK, *tables)
 
 
 def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ for each expert that they go to).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from penstock.model.lanes import Compute, Exchange, Lane, Segment, SegmentedUnit
 from penstock.model.layers.dense import RMSNorm, gated, gated_joint
 from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
 from penstock.model.layers.router import Choice, Router
-from penstock.model.linear import Linear, Matmul, dtype_of_sums
+from penstock.model.linear import Linear, Matmul, dtype_of_sums, with_gradient
 from penstock.model.sequences import Sequences
 from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives, Handle
@@ -49,40 +48,6 @@ class RowOrder:
         return cls(slots_N // experts_TK.shape[1], row_of_slot.view_as(experts_TK))
 
 
-class _RowsOfTokens(torch.autograd.Function):
-    """Tokens [T, D] -> rows [N, D]; a token's gradient is the sum of its rows', in the order of its choices."""
-
-    @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, order: RowOrder) -> Tensor:
-        ctx.order = order
-        return h_TD.index_select(0, order.token_of_row_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_of_rows(grads[0], ctx.order.row_of_slot_TK, None), None
-
-
-class _Gather(torch.autograd.Function):
-    """Base [T, D] + the sum of each token's rows times its weights."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder) -> Tensor:
-        ctx.save_for_backward(rows_ND, weights_TK)
-        ctx.order, ctx.base_dtype = order, base_TD.dtype
-        return _sum_of_rows(rows_ND, order.row_of_slot_TK, weights_TK).to(base_TD.dtype).add_(base_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (grad_TD,), (rows_ND, weights_TK), order = grads, ctx.saved_tensors, ctx.order
-        weights_N = torch.empty_like(weights_TK.flatten())
-        weights_N[order.row_of_slot_TK.flatten()] = weights_TK.flatten()
-        of_rows_ND = grad_TD.index_select(0, order.token_of_row_N)
-        products_N = torch.linalg.vecdot(of_rows_ND.to(weights_TK.dtype), rows_ND.to(weights_TK.dtype))
-        grad_weights_TK = products_N[order.row_of_slot_TK]
-        grad_rows_ND = of_rows_ND.mul_(weights_N[:, None]).to(rows_ND.dtype)
-        return grad_rows_ND, grad_weights_TK, grad_TD, None
-
-
 def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """The sum of each token's rows in the order of its choices, weighted if there are weights; in at least fp32."""
     if weights_TK is None and row_of_slot_TK.shape[1] == 1:
@@ -102,13 +67,37 @@ def _sum_of_rows(rows_ND: Tensor, row_of_slot_TK: Tensor, weights_TK: Tensor | N
 
 
 def spread(h_TD: Tensor, order: RowOrder) -> Tensor:
-    """One row for each pair of a token and an expert that it goes to [N, D], sorted by expert."""
-    return _RowsOfTokens.apply(h_TD, order)  # pyright: ignore[reportReturnType]
+    """One row for each pair of a token and an expert that it goes to [N, D], sorted by expert.
+
+    A token's gradient is the sum of its rows', in the order of its choices.
+    """
+
+    def forward(h_TD: Tensor) -> tuple[Tensor, tuple[()]]:
+        return h_TD.index_select(0, order.token_of_row_N), ()
+
+    def backward(grad_ND: Tensor) -> tuple[Tensor]:
+        return (_sum_of_rows(grad_ND, order.row_of_slot_TK, None),)
+
+    return with_gradient(forward, backward, h_TD)
 
 
 def gather(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor, order: RowOrder) -> Tensor:
     """The base plus the weighted sum of each token's rows [T, D], summed in fp32, returned in the base's dtype."""
-    return _Gather.apply(rows_ND, weights_TK, base_TD, order)  # pyright: ignore[reportReturnType]
+
+    def forward(rows_ND: Tensor, weights_TK: Tensor, base_TD: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        sums_TD = _sum_of_rows(rows_ND, order.row_of_slot_TK, weights_TK)
+        return sums_TD.to(base_TD.dtype).add_(base_TD), (rows_ND, weights_TK)
+
+    def backward(grad_TD: Tensor, rows_ND: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights_N = torch.empty_like(weights_TK.flatten())
+        weights_N[order.row_of_slot_TK.flatten()] = weights_TK.flatten()
+        of_rows_ND = grad_TD.index_select(0, order.token_of_row_N)
+        products_N = torch.linalg.vecdot(of_rows_ND.to(weights_TK.dtype), rows_ND.to(weights_TK.dtype))
+        grad_weights_TK = products_N[order.row_of_slot_TK]
+        grad_rows_ND = of_rows_ND.mul_(weights_N[:, None]).to(rows_ND.dtype)
+        return grad_rows_ND, grad_weights_TK, grad_TD
+
+    return with_gradient(forward, backward, rows_ND, weights_TK, base_TD)
 
 
 @dataclass(frozen=True, eq=False)
