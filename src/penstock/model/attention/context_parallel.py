@@ -147,8 +147,45 @@ class RingAttention:
                 kv = handle.wait()
         mean_THK = out_THK.to(q_THK.dtype)
         if undo is not None:
-            undo.append(_Attended(self, q_THK, own, mean_THK, lse_TH).backward)
+            undo.append(partial(self.backward, (q_THK, own, mean_THK, lse_TH)))
         return (mean_THK, *others)
+
+    def backward(self, kept: tuple[Tensor, Tensor, Tensor, Tensor], grads: Grads) -> Lane[Grads]:
+        """From the gradients of the means to those of this rank's queries, keys and values.
+
+        `kept` are this rank's own tensors, none of those that went round: queries, keys with values, means, and the
+        logarithm of each row's sum of exponentials.
+        """
+        grad_THK, *others = grads
+        assert grad_THK is not None, "nothing is left to send back through the ring"
+        q_THK, own, mean_THK, lse_TH = kept
+        kv, grad_q = own, torch.zeros_like(q_THK, dtype=dtype_of_sums(q_THK))
+        grad_own = torch.zeros_like(kv, dtype=grad_q.dtype)
+        of_queries = grad_THK, q_THK, mean_THK, lse_TH, grad_q
+        first, rest = self.own_parts()
+        handle = None
+        if self.num_ranks > 1:
+            handle = self.send_on(kv, 0)
+            yield
+        add_gradients(first, of_queries, kv, grad_own)
+        returning = None
+        for step in range(1, self.num_ranks):
+            assert handle is not None
+            kv = handle.wait()
+            if step + 1 < self.num_ranks:
+                handle = self.send_on(kv, step)
+                yield
+            grad_kv = torch.zeros_like(kv, dtype=grad_q.dtype)
+            add_gradients(self.meetings(step), of_queries, kv, grad_kv)
+            if returning is not None:
+                grad_kv += returning.wait()
+            returning = self.send_on(grad_kv, step)
+            yield
+        add_gradients(rest, of_queries, own, grad_own)
+        if returning is not None:
+            grad_own += returning.wait()
+        grad_k, grad_v = grad_own.to(own.dtype).unbind(1)
+        return (grad_q.to(q_THK.dtype), grad_k, grad_v, *others)
 
     def source(self, step: int) -> int:
         """The rank whose keys are here at a step: that many places before this one."""
@@ -180,61 +217,21 @@ class RingAttention:
             start, their_start = start + count * length, their_start + count * their_length
 
 
-@dataclass(eq=False)
-class _Attended:
-    """The state kept for backward: this rank's own tensors, none of those that went round."""
-
-    #: the order in which keys and values go round
-    ring: RingAttention
-    #: queries, and keys with values
-    q_THK: Tensor
-    kv: Tensor
-    #: the result, and the logarithm of each row's sum of exponentials
-    mean_THK: Tensor
-    lse_TH: Tensor
-
-    def backward(self, grads: Grads) -> Lane[Grads]:
-        grad_THK, *others = grads
-        assert grad_THK is not None, "nothing is left to send back through the ring"
-        ring, kv = self.ring, self.kv
-        grad_q = torch.zeros_like(self.q_THK, dtype=dtype_of_sums(self.q_THK))
-        grad_own = torch.zeros_like(kv, dtype=grad_q.dtype)
-        first, rest = ring.own_parts()
-        handle = None
-        if ring.num_ranks > 1:
-            handle = ring.send_on(kv, 0)
-            yield
-        self._add(first, kv, grad_THK, grad_q, grad_own)
-        returning = None
-        for step in range(1, ring.num_ranks):
-            assert handle is not None
-            kv = handle.wait()
-            if step + 1 < ring.num_ranks:
-                handle = ring.send_on(kv, step)
-                yield
-            grad_kv = torch.zeros_like(kv, dtype=grad_q.dtype)
-            self._add(ring.meetings(step), kv, grad_THK, grad_q, grad_kv)
-            if returning is not None:
-                grad_kv += returning.wait()
-            returning = ring.send_on(grad_kv, step)
-            yield
-        self._add(rest, self.kv, grad_THK, grad_q, grad_own)
-        if returning is not None:
-            grad_own += returning.wait()
-        grad_k, grad_v = grad_own.to(self.kv.dtype).unbind(1)
-        return (grad_q.to(self.q_THK.dtype), grad_k, grad_v, *others)
-
-    def _add(self, meetings: "list[_Meeting]", kv: Tensor, grad: Tensor, grad_q: Tensor, grad_kv: Tensor) -> None:
-        k_SGK, v_SGK = kv.unbind(1)
-        for rows, keys, tile in meetings:
-            qkv = rows(self.q_THK), keys(k_SGK), keys(v_SGK)
-            parts = attend_backward(rows(grad), qkv, rows(self.mean_THK), rows(self.lse_TH), tile)
-            for whole, part in zip((rows(grad_q), *map(keys, grad_kv.unbind(1))), parts, strict=True):
-                whole += part
-
-
 _Meeting = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tile]
 """The rows of queries in a tensor of this rank's tokens, the rows of keys in one of their rank's, and their tile."""
+
+
+def add_gradients(meetings: Sequence[_Meeting], of_queries: Sequence[Tensor], kv: Tensor, grad_kv: Tensor) -> None:
+    """Add what these meetings give to the gradients of keys with values, and of the queries.
+
+    `of_queries`: the gradient of the means, queries, means and log-sum-exps, and the queries' gradient so far.
+    """
+    k_SGK, v_SGK = kv.unbind(1)
+    for rows, keys, tile in meetings:
+        grad, q, mean, lse, grad_q = map(rows, of_queries)
+        parts = attend_backward(grad, (q, keys(k_SGK), keys(v_SGK)), mean, lse, tile)
+        for whole, part in zip((grad_q, *map(keys, grad_kv.unbind(1))), parts, strict=True):
+            whole += part
 
 
 def _rows(start: int, count: int, length: int, rows: slice, x: Tensor) -> Tensor:
