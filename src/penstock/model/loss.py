@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model.linear import dtype_of_sums
+from penstock.model.linear import dtype_of_sums, with_gradient
 from penstock.model.sequences import IGNORED
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
@@ -39,43 +39,6 @@ def blocks(logits_TV: Tensor) -> list[slice]:
 def scaled(logits_RV: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
     """A new tensor with the block divided by the temperature."""
     return logits_RV.to(dtype, copy=True).div_(temperature)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenGradients:
-    """The values of each token, all [T], that determine the gradient of its logits."""
-
-    #: logarithm of the softmax's normaliser
-    log_norms: Tensor
-    entropies: Tensor
-    #: the label's column among these logits, and true if it is one of them
-    columns: Tensor
-    here: Tensor
-    #: gradients, 0 for tokens without a label
-    of_log_probs: Tensor
-    #: gradients; None if no gradient of the entropies is needed
-    of_entropies: Tensor | None
-
-
-def logits_gradient(logits_TV: Tensor, tokens: TokenGradients, temperature: float) -> Tensor:
-    """The gradient of the logits [T, V], or of this rank's part [T, U].
-
-    With z = logits / temperature, p = softmax(z) and H its entropy:
-    d log p(label) / dz = onehot(label) - p, and dH / dz = -p (log p + H).
-    """
-    grad_TV = torch.empty_like(logits_TV)
-    of_labels_T = tokens.of_log_probs.where(tokens.here, 0)
-    for rows in blocks(logits_TV):
-        log_p_RV = scaled(logits_TV[rows], tokens.log_norms.dtype, temperature).sub_(tokens.log_norms[rows, None])
-        grad_RV, of_log_probs_R1 = log_p_RV.exp().neg_(), tokens.of_log_probs[rows, None]
-        if tokens.of_entropies is None:
-            grad_RV.mul_(of_log_probs_R1)
-        else:
-            above_RV = log_p_RV.clamp_(min=NEVER).add_(tokens.entropies[rows, None])
-            grad_RV.mul_(above_RV.mul_(tokens.of_entropies[rows, None]).add_(of_log_probs_R1))
-        grad_RV.scatter_add_(1, tokens.columns[rows, None], of_labels_T[rows, None])
-        grad_TV[rows] = grad_RV.div_(temperature)
-    return grad_TV
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +71,28 @@ class ShardedLogits:
         every = self.collectives.all_gather(padded_UT).wait().split(longest)
         return torch.cat([rows[: part.length] for rows, part in zip(every, parts, strict=True)]).t().contiguous()
 
+    def statistics(self, labels_T: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Each token's log-probability of its label (0 where it is -100), normaliser's logarithm and entropy, all [T].
+
+        They are equal on every rank.
+        """
+        columns_T, here_T = columns_of(labels_T, self.part)
+        # For this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
+        own_3T = self.own.new_zeros(3, self.own.shape[0], dtype=dtype_of_sums(self.own))
+        for rows in blocks(self.own):
+            z_RU = scaled(self.own[rows], own_3T.dtype, temperature)
+            of_label_R = z_RU.gather(1, columns_T[rows, None]).squeeze(1)
+            own_3T[0, rows] = torch.logsumexp(z_RU, -1)
+            own_3T[1, rows] = of_label_R.where(here_T[rows], 0)
+            # The mean under the part's own softmax; logits of probability 0 add nothing, however low they are.
+            log_p_RU = z_RU.sub_(own_3T[0, rows, None])
+            own_3T[2, rows] = (log_p_RU.exp() * log_p_RU.clamp_(min=NEVER)).sum(-1) + own_3T[0, rows]
+        every_P3T = self.collectives.all_gather(own_3T).wait().unflatten(0, (-1, 3))
+        norms_PT, of_labels_T, means_PT = every_P3T[:, 0], every_P3T[:, 1].sum(0), every_P3T[:, 2]
+        norm_T = torch.logsumexp(norms_PT, 0)
+        entropies_T = norm_T - ((norms_PT - norm_T).exp() * means_PT).sum(0)
+        return (of_labels_T - norm_T).where(labels_T != IGNORED, 0), norm_T, entropies_T
+
 
 Logits = Tensor | ShardedLogits
 
@@ -115,86 +100,6 @@ Logits = Tensor | ShardedLogits
 def whole_logits(logits: Logits) -> Tensor:
     """The logits [T, V] of the whole vocabulary, without a graph."""
     return logits.gathered() if isinstance(logits, ShardedLogits) else logits.detach()
-
-
-def sharded_statistics(logits: ShardedLogits, labels_T: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token's label (0 where it is -100) and entropy of its distribution, both [T].
-
-    The distribution is softmax(logits / temperature). Values are equal on every rank; gradients are those of this
-    rank's part of the logits.
-    """
-    return _ShardedTokenStatistics.apply(logits.own, labels_T, logits, temperature)  # pyright: ignore[reportReturnType]
-
-
-class _ShardedTokenStatistics(torch.autograd.Function):
-    """Keeps the logits and each token's normaliser and entropy; recomputes the rest in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, own_TU: Tensor, labels_T: Tensor, logits: ShardedLogits, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        columns_T = labels_T - logits.part.start
-        here_T = (columns_T >= 0) & (columns_T < logits.part.length)
-        columns_T = columns_T.where(here_T, 0)
-        # For this rank's part: the logarithm of the sum of exponentials, the label's logit if it is here, the mean.
-        own_3T = own_TU.new_zeros(3, own_TU.shape[0], dtype=dtype_of_sums(own_TU))
-        for rows in blocks(own_TU):
-            z_RU = scaled(own_TU[rows], own_3T.dtype, temperature)
-            of_label_R = z_RU.gather(1, columns_T[rows, None]).squeeze(1)
-            own_3T[0, rows] = torch.logsumexp(z_RU, -1)
-            own_3T[1, rows] = of_label_R.where(here_T[rows], 0)
-            # The mean under the part's own softmax; logits of probability 0 add nothing, however low they are.
-            log_p_RU = z_RU.sub_(own_3T[0, rows, None])
-            own_3T[2, rows] = (log_p_RU.exp() * log_p_RU.clamp_(min=NEVER)).sum(-1) + own_3T[0, rows]
-        every_P3T = logits.collectives.all_gather(own_3T).wait().unflatten(0, (-1, 3))
-        norms_PT, of_labels_T, means_PT = every_P3T[:, 0], every_P3T[:, 1].sum(0), every_P3T[:, 2]
-        norm_T = torch.logsumexp(norms_PT, 0)
-        kept_T = labels_T != IGNORED
-        entropies_T = norm_T - ((norms_PT - norm_T).exp() * means_PT).sum(0)
-        ctx.save_for_backward(own_TU, columns_T, here_T, kept_T, norm_T, entropies_T)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return (of_labels_T - norm_T).where(kept_T, 0), entropies_T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        own_TU, columns_T, here_T, kept_T, norm_T, entropies_T = ctx.saved_tensors
-        of_log_probs_T, of_entropies_T = grads
-        if of_log_probs_T is None and of_entropies_T is None:
-            return None, None, None, None
-        of_log_probs_T = torch.zeros_like(norm_T) if of_log_probs_T is None else of_log_probs_T.where(kept_T, 0)
-        tokens = TokenGradients(norm_T, entropies_T, columns_T, here_T, of_log_probs_T, of_entropies_T)
-        return logits_gradient(own_TU, tokens, ctx.temperature), None, None, None
-
-
-class _CrossEntropySum(torch.autograd.Function):
-    """The sum over tokens of log(sum(exp(logits))) - logits[label]; keeps the logits and recomputes the rest."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        ctx.save_for_backward(logits_TV, labels_T)
-        total = logits_TV.new_zeros((), dtype=dtype_of_sums(logits_TV))
-        for rows in blocks(logits_TV):
-            labels_R = labels_T[rows]
-            kept_R = labels_R != IGNORED
-            log_p_RV = logits_TV[rows].log_softmax(-1, dtype=total.dtype)
-            of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
-            total -= torch.where(kept_R, of_labels_R, 0).sum()
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits_TV, labels_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        for rows in blocks(logits_TV):
-            labels_R, grad_RV = labels_T[rows], grad_TV[rows]
-            factor_R1 = torch.where(labels_R != IGNORED, grads[0], 0)[:, None]
-            p_RV = grad_RV if grad_RV.dtype == grads[0].dtype else torch.empty_like(grad_RV, dtype=grads[0].dtype)
-            torch.softmax(logits_TV[rows], -1, dtype=p_RV.dtype, out=p_RV)
-            p_RV.mul_(factor_R1).scatter_add_(1, labels_R.clamp(min=0)[:, None], -factor_R1)
-            if p_RV is not grad_RV:
-                grad_RV.copy_(p_RV)
-        return grad_TV, None
 
 
 def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
@@ -208,8 +113,31 @@ def cross_entropy_sum(logits_TV: Logits, labels_T: Tensor) -> Tensor:
     """
     _check(logits_TV, labels_T)
     if isinstance(logits_TV, ShardedLogits):
-        return -sharded_statistics(logits_TV, labels_T)[0].sum()
-    return _CrossEntropySum.apply(logits_TV, labels_T)  # pyright: ignore[reportReturnType]
+        return -token_log_probs(logits_TV, labels_T).sum()
+
+    def forward(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        total = logits_TV.new_zeros((), dtype=dtype_of_sums(logits_TV))
+        for rows in blocks(logits_TV):
+            labels_R = labels_T[rows]
+            kept_R = labels_R != IGNORED
+            log_p_RV = logits_TV[rows].log_softmax(-1, dtype=total.dtype)
+            of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
+            total -= torch.where(kept_R, of_labels_R, 0).sum()
+        return total, (logits_TV, labels_T)
+
+    def backward(grad: Tensor, logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, None]:
+        grad_TV = torch.empty_like(logits_TV)
+        for rows in blocks(logits_TV):
+            labels_R, grad_RV = labels_T[rows], grad_TV[rows]
+            factor_R1 = torch.where(labels_R != IGNORED, grad, 0)[:, None]
+            p_RV = grad_RV if grad_RV.dtype == grad.dtype else torch.empty_like(grad_RV, dtype=grad.dtype)
+            torch.softmax(logits_TV[rows], -1, dtype=p_RV.dtype, out=p_RV)
+            p_RV.mul_(factor_R1).scatter_add_(1, labels_R.clamp(min=0)[:, None], -factor_R1)
+            if p_RV is not grad_RV:
+                grad_RV.copy_(p_RV)
+        return grad_TV, None
+
+    return with_gradient(forward, backward, logits_TV, labels_T)
 
 
 class TokenStatistics(NamedTuple):
@@ -230,9 +158,7 @@ def token_log_probs(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.
         ValueError: the shapes do not fit, or the temperature is not positive.
     """
     _check(logits_TV, labels_T, temperature)
-    if isinstance(logits_TV, ShardedLogits):
-        return sharded_statistics(logits_TV, labels_T, temperature)[0]
-    return _StatisticsOfLogits.apply(logits_TV, labels_T, temperature, False)[0]  # pyright: ignore[reportOptionalSubscript]
+    return _TokenStatistics.of(logits_TV, labels_T, temperature, False)[0]
 
 
 def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> TokenStatistics:
@@ -244,49 +170,97 @@ def token_statistics(logits_TV: Logits, labels_T: Tensor, temperature: float = 1
         ValueError: the shapes do not fit, or the temperature is not positive.
     """
     _check(logits_TV, labels_T, temperature)
-    if isinstance(logits_TV, ShardedLogits):
-        return TokenStatistics(*sharded_statistics(logits_TV, labels_T, temperature))
-    return TokenStatistics(*_StatisticsOfLogits.apply(logits_TV, labels_T, temperature, True))  # pyright: ignore[reportArgumentType]
+    return TokenStatistics(*_TokenStatistics.of(logits_TV, labels_T, temperature, True))
 
 
-class _StatisticsOfLogits(torch.autograd.Function):
-    """Keeps the logits, the labels, and each token's normaliser and entropy; recomputes the rest in backward."""
+class _TokenStatistics(torch.autograd.Function):
+    """Keeps the logits, the labels, and each token's normaliser and entropy; recomputes the rest in backward.
+
+    Gradients are those of the logits that are here: all, or this rank's part.
+    """
+
+    @staticmethod
+    def of(logits: Logits, labels_T: Tensor, temperature: float, with_entropies: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, which are empty without `with_entropies` unless they cost nothing."""
+        sharded, own = (logits, logits.own) if isinstance(logits, ShardedLogits) else (None, logits)
+        return _TokenStatistics.apply(own, labels_T, sharded, temperature, with_entropies)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TV: Tensor, labels_T: Tensor, temperature: float, with_entropies: bool
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        sharded: ShardedLogits | None,
+        temperature: float,
+        with_entropies: bool,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, dtype = logits_TV.shape[0], dtype_of_sums(logits_TV)
-        log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
-        entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
-        for rows in blocks(logits_TV):
-            z_RV, labels_R = scaled(logits_TV[rows], dtype, temperature), labels_T[rows]
-            # As in cross entropy and in sampling: one function gives all three the same bits.
-            log_p_RV = z_RV.log_softmax(-1)
-            log_norms_T[rows] = z_RV.amax(-1) - log_p_RV.amax(-1)
-            of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
-            log_probs_T[rows] = torch.where(labels_R != IGNORED, of_labels_R, 0)
-            if with_entropies:
-                p_RV = log_p_RV.exp()
-                entropies_T[rows] = p_RV.mul_(log_p_RV.clamp_(min=NEVER)).sum(-1).neg_()
+        if sharded is not None:
+            log_probs_T, log_norms_T, entropies_T = sharded.statistics(labels_T, temperature)
+        else:
+            log_probs_T, log_norms_T, entropies_T = whole_statistics(logits_TV, labels_T, temperature, with_entropies)
         ctx.save_for_backward(logits_TV, labels_T, log_norms_T, entropies_T)
-        ctx.temperature, ctx.with_entropies = temperature, with_entropies
+        ctx.temperature, ctx.part, ctx.with_entropies = temperature, sharded and sharded.part, with_entropies
         ctx.set_materialize_grads(False)
         if not with_entropies:
             ctx.mark_non_differentiable(entropies_T)
         return log_probs_T, entropies_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        """The gradient of the logits [T, V], or of this rank's part [T, U].
+
+        With z = logits / temperature, p = softmax(z) and H its entropy:
+        d log p(label) / dz = onehot(label) - p, and dH / dz = -p (log p + H).
+        """
         logits_TV, labels_T, log_norms_T, entropies_T = ctx.saved_tensors
         of_log_probs_T, of_entropies_T = grads[0], grads[1] if ctx.with_entropies else None
         if of_log_probs_T is None and of_entropies_T is None:
-            return None, None, None, None
-        of_log_probs_T = torch.zeros_like(log_norms_T) if of_log_probs_T is None else of_log_probs_T
-        of_labels_T = torch.where(labels_T != IGNORED, of_log_probs_T, 0)
-        columns_T, here_T = labels_T.clamp(min=0), labels_T != IGNORED
-        tokens = TokenGradients(log_norms_T, entropies_T, columns_T, here_T, of_labels_T, of_entropies_T)
-        return logits_gradient(logits_TV, tokens, ctx.temperature), None, None, None
+            return None, None, None, None, None
+        if of_log_probs_T is None:
+            of_log_probs_T = torch.zeros_like(log_norms_T)
+        of_log_probs_T = of_log_probs_T.where(labels_T != IGNORED, 0)
+        columns_T, here_T = columns_of(labels_T, ctx.part)
+        of_labels_T, grad_TV = of_log_probs_T.where(here_T, 0), torch.empty_like(logits_TV)
+        for rows in blocks(logits_TV):
+            log_p_RV = scaled(logits_TV[rows], log_norms_T.dtype, ctx.temperature).sub_(log_norms_T[rows, None])
+            grad_RV, of_log_probs_R1 = log_p_RV.exp().neg_(), of_log_probs_T[rows, None]
+            if of_entropies_T is None:
+                grad_RV.mul_(of_log_probs_R1)
+            else:
+                above_RV = log_p_RV.clamp_(min=NEVER).add_(entropies_T[rows, None])
+                grad_RV.mul_(above_RV.mul_(of_entropies_T[rows, None]).add_(of_log_probs_R1))
+            grad_RV.scatter_add_(1, columns_T[rows, None], of_labels_T[rows, None])
+            grad_TV[rows] = grad_RV.div_(ctx.temperature)
+        return grad_TV, None, None, None, None
+
+
+def columns_of(labels_T: Tensor, part: Shard | None) -> tuple[Tensor, Tensor]:
+    """Each label's column among the logits that are here, and true if it is one of them; 0 for all others."""
+    if part is None:
+        return labels_T.clamp(min=0), labels_T != IGNORED
+    columns_T = labels_T - part.start
+    here_T = (columns_T >= 0) & (columns_T < part.length)
+    return columns_T.where(here_T, 0), here_T
+
+
+def whole_statistics(
+    logits_TV: Tensor, labels_T: Tensor, temperature: float, with_entropies: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `ShardedLogits.statistics`, of whole logits; without `with_entropies` the entropies are empty."""
+    num_tokens, dtype = logits_TV.shape[0], dtype_of_sums(logits_TV)
+    log_probs_T, log_norms_T = (logits_TV.new_empty(num_tokens, dtype=dtype) for _ in range(2))
+    entropies_T = logits_TV.new_empty(num_tokens if with_entropies else 0, dtype=dtype)
+    for rows in blocks(logits_TV):
+        z_RV, labels_R = scaled(logits_TV[rows], dtype, temperature), labels_T[rows]
+        # As in cross entropy and in sampling: one function gives all three the same bits.
+        log_p_RV = z_RV.log_softmax(-1)
+        log_norms_T[rows] = z_RV.amax(-1) - log_p_RV.amax(-1)
+        of_labels_R = log_p_RV.gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
+        log_probs_T[rows] = torch.where(labels_R != IGNORED, of_labels_R, 0)
+        if with_entropies:
+            p_RV = log_p_RV.exp()
+            entropies_T[rows] = p_RV.mul_(log_p_RV.clamp_(min=NEVER)).sum(-1).neg_()
+    return log_probs_T, log_norms_T, entropies_T
 
 
 def _check(logits_TV: Logits, labels_T: Tensor, temperature: float = 1.0) -> None:
