@@ -13,7 +13,7 @@ import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -297,6 +297,7 @@ def _standard_input() -> str:
 # ---- Answers as they come: those of this pipeline, and those that others hand over
 
 
+@dataclass(eq=False)
 class AnswerCollector:
     """Shows and writes the answers of this pipeline and those that the others hand over.
 
@@ -305,49 +306,47 @@ class AnswerCollector:
     at the end.
     """
 
-    #: the call, and where answers are written; None if they are only shown
+    #: the call, where answers are written (None if they are only shown), and answers of an earlier call
     _call: Generate
     _file: ResultsFile | None
+    _kept: frozenset[int]
     #: answer -> its text and its number of tokens
-    _texts: list[Any]
-    _num_tokens: list[int]
-    #: answers of an earlier call, and all that have ended
-    _num_kept: int
-    _num_ended: int
+    _texts: list[Any] = field(init=False)
+    _num_tokens: list[int] = field(init=False)
+    #: answers of earlier calls and of this one that have ended
+    _num_ended: int = field(init=False)
     #: answer -> what of it is not printed yet, from its heading on; those that have ended; the one that grows
-    _waiting: list[str]
-    _ended: set[int]
-    _current: int
+    _waiting: list[str] = field(init=False)
+    _ended: set[int] = field(default_factory=set, init=False)
+    _current: int = field(default=0, init=False)
     #: shows how many answers are done; None where their texts are shown
-    _progress: Progress | None
+    _progress: Progress | None = field(default=None, init=False)
     #: other pipeline -> the names of its messages, the next one first
-    _names: dict[int, Iterator[str]]
+    _names: dict[int, Iterator[str]] = field(init=False)
     #: pipeline -> the name of the message that comes next; without those whose figures have come
-    _awaited: dict[int, str]
+    _awaited: dict[int, str] = field(init=False)
     #: all sequences, by number; those of other pipelines get their answers here
-    _sequences: "list[schedule.Sequence]"
+    _sequences: "list[schedule.Sequence]" = field(init=False)
     #: the figures of other pipelines
-    _figures: list[Any]
+    _figures: list[Any] = field(default_factory=list, init=False)
     #: when messages were last looked for, in seconds
-    _looked_s: float
+    _looked_s: float = field(default=0.0, init=False)
 
-    def __init__(self, call: Generate, file: ResultsFile | None, kept: frozenset[int]) -> None:
+    def __post_init__(self) -> None:
         from penstock.engine.generation.answers import AnswerText
         from penstock.schedule import Sequence as Made
 
-        self._call, self._file = call, file
+        call = self._call
         self._texts = [AnswerText(call.model.tokenizer, call.params.stop) for _ in range(call.num_answers)]
         self._num_tokens = [0] * call.num_answers
-        self._num_kept = self._num_ended = len(kept)
+        self._num_ended = len(self._kept)
         self._waiting = [self._heading(number) for number in range(call.num_answers)]
-        self._ended, self._current, self._progress = set(), 0, None
         if call.output is not None or call.given.json:
             shown = sys.stderr if call.given.json else sys.stdout
-            self._progress = Progress(call.num_answers, self._num_kept, shown, "answer")
+            self._progress = Progress(call.num_answers, self._num_ended, shown, "answer")
         self._names = {index: _names(index) for index in range(1, call.pipelines.count)}
         self._awaited = {index: next(names) for index, names in self._names.items()}
         self._sequences = Made.all_of([p.tokens for p in call.prompts], [call.params] * len(call.prompts))
-        self._figures, self._looked_s = [], 0.0
 
     def on_token(self, number: int, token: int) -> None:
         """Show a token, and now and then look for answers of other pipelines."""
@@ -379,7 +378,7 @@ class AnswerCollector:
         if self._file is not None:
             self._file.publish(self._call.number)
         if self._call.given.json:
-            content: dict[str, Any] = {"resumed_from": self._num_kept}
+            content: dict[str, Any] = {"resumed_from": len(self._kept)}
             if self._file is None:
                 content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
             figures = {
@@ -390,7 +389,7 @@ class AnswerCollector:
             }
             print_json({"model": str(self._call.model.folder), **content, **figures})
         elif self._file is not None:
-            kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
+            kept = f" ({len(self._kept)} of them there already)" if len(self._kept) else ""
             print(
                 f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
                 f"idle {result.idle_share:.1%}; wrote {self._call.output}"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -305,46 +306,41 @@ def print_progress(text: str, file: TextIO) -> None:
                 )
 
 
+@dataclass(eq=False)
 class Progress:
     """Shows how many of `total` steps, lines or answers are done, beginning after `done`; `clock` gives seconds."""
 
+    #: how many there are, those done before, where they are shown, and their name
+    total: int
+    done: int
+    file: TextIO
+    what: str = "step"
+    clock: Callable[[], float] = time.monotonic
     #: tokens so far
-    num_tokens: int
-    #: how many there are, and their name
-    _total: int
-    _what: str
-    #: where they are shown, and a clock in seconds
-    _file: TextIO
-    _clock: Callable[[], float]
+    num_tokens: int = field(default=0, init=False)
     #: a line that rich redraws, and its only task; None if the file is no terminal
-    _bar: Any
-    _task: Any
-    #: those done before; when counting began, and when the last line was written
-    _first: int
-    _start_s: float
-    _last_line_s: float
+    _bar: Any = field(default=None, init=False)
+    _task: Any = field(default=None, init=False)
+    #: when counting began, and when the last line was written
+    _start_s: float = field(init=False)
+    _last_line_s: float = field(default=-math.inf, init=False)
     #: means over the last steps of training: tokens per second, seconds, idle share; and the number of steps
-    _means: list[float]
-    _num_steps: int
+    _means: tuple[float, ...] = field(default=(0.0, 0.0, 0.0), init=False)
+    _num_steps: int = field(default=0, init=False)
     #: the last validation loss, as shown
-    _validation: str
+    _validation: str = field(default="", init=False)
 
-    def __init__(
-        self, total: int, done: int, file: TextIO, what: str = "step", clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._total, self._what, self._file, self._clock = total, what, file, clock
-        self._first, self.num_tokens, self._num_steps = done, 0, 0
-        self._start_s, self._last_line_s = clock(), -math.inf
-        self._means, self._validation, self._bar = [0.0, 0.0, 0.0], "", None
-        if file.isatty():
+    def __post_init__(self) -> None:
+        self._start_s = self.clock()
+        if self.file.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as RichProgress
 
             columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
             # Drawing takes compute time from this rank; twice a second is enough to watch.
-            self._bar = RichProgress(*columns, console=Console(file=file), refresh_per_second=2)
-            self._task = self._bar.add_task("starting", total=total, completed=done)
+            self._bar = RichProgress(*columns, console=Console(file=self.file), refresh_per_second=2)
+            self._task = self._bar.add_task("starting", total=self.total, completed=self.done)
             self._bar.start()
 
     def step(self, taken: "TrainResult") -> None:
@@ -354,10 +350,10 @@ class Progress:
         share = max(_STEP_SHARE, 1 / self._num_steps)
         speed = taken.num_tokens / taken.step_time_s if taken.step_time_s > 0 else self._means[0]
         figures = (speed, taken.step_time_s, taken.idle_share)
-        self._means = [mean + share * (new - mean) for mean, new in zip(self._means, figures, strict=True)]
+        self._means = tuple(mean + share * (new - mean) for mean, new in zip(self._means, figures, strict=True))
         speed, step_s, idle = self._means
         validation = self._validation if self._bar is not None else ""
-        left = duration((self._total - taken.step) * step_s)
+        left = duration((self.total - taken.step) * step_s)
         self._show(
             taken.step, f"loss {taken.loss:.4f}{validation}  {speed:,.0f} tokens/s  idle {idle:4.1%}  {left} left"
         )
@@ -366,13 +362,13 @@ class Progress:
         """Show the validation loss after `step`."""
         self._validation = f"  validation {loss:.4f}"
         if self._bar is None:
-            print_progress(f"{self._place(step)}  validation loss {loss:.4f}", self._file)
+            print_progress(f"{self._place(step)}  validation loss {loss:.4f}", self.file)
 
     def count(self, done: int, num_tokens: int) -> None:
         """Show that so many are done in all, `num_tokens` tokens more than at the last call."""
         self.num_tokens += num_tokens
-        spent_s = max(self._clock() - self._start_s, 1e-9)
-        left_s = spent_s / max(done - self._first, 1) * (self._total - done)
+        spent_s = max(self.clock() - self._start_s, 1e-9)
+        left_s = spent_s / max(done - self.done, 1) * (self.total - done)
         self._show(done, f"{self.num_tokens / spent_s:,.0f} tokens/s  {duration(left_s)} left")
 
     def note(self, text: str) -> None:
@@ -380,7 +376,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
-            print_progress(text, self._file)
+            print_progress(text, self.file)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -390,14 +386,14 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=text)
             return
-        now = self._clock()
+        now = self.clock()
         # A log file should neither stay silent nor drown in lines; the first and last are always shown.
-        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or done == self._total:
+        if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or done == self.total:
             self._last_line_s = now
-            print_progress(f"{self._place(done)}  {text}", self._file)
+            print_progress(f"{self._place(done)}  {text}", self.file)
 
     def _place(self, done: int) -> str:
-        return f"{self._what} {done:>{len(str(self._total))}}/{self._total}"
+        return f"{self.what} {done:>{len(str(self.total))}}/{self.total}"
 
 
 @contextmanager

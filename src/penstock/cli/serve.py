@@ -194,6 +194,7 @@ class Serve(ModelCommand):
         config, file = self.config, self.config.chat_template
         served = ServedModel(
             name=config.name or model.folder.resolve().name,
+            config=config,
             created=int(time.time()),
             tokenizer=model.tokenizer,
             template=ChatTemplate.load(model.tokenizer_folder, None if file is None else Path(file)),
@@ -204,7 +205,7 @@ class Serve(ModelCommand):
         )
         rows, waiting = shape.num_rows, config.max_waiting
         mailboxes = Mailboxes(lambda publish: RequestQueue(rows, waiting, model.tokenizer, publish))
-        return ServerParts(served, config, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), self._key())
+        return ServerParts(served, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), self._key())
 
     def _key(self) -> str | None:
         """The key that clients must give; None for none. Raises: ValueError for an unusable one."""
@@ -238,7 +239,7 @@ def _drain(parts: "ServerParts", ending: threading.Event) -> None:
     print("penstock: ending once the running answers are finished", file=sys.stderr)
     time.sleep(_SAME_SIGNAL_S)
     ending.clear()
-    ending.wait(parts.config.drain_s)
+    ending.wait(parts.model.config.drain_s)
     if num_left := sum(parts.mailboxes.queue.counts):
         print(f"penstock: {num_left} answers were cut off; --drain gives them more time", file=sys.stderr)
     parts.mailboxes.fail("the server has ended before the answer was finished")

@@ -54,7 +54,12 @@ def main(arguments: list[str]) -> int:
         print_json(_to_json(recorded) | written)
         return 0
     if options.output is None:
-        _draw(recorded, with_simulated=options.simulated)
+        from penstock.draw import in_terminal
+
+        if options.simulated and recorded.simulated is not None:
+            in_terminal(recorded.simulated)
+            print()
+        in_terminal(recorded.recording.timeline)
     else:
         print(f"drew {recorded.recording.title} into {options.output}")
     _print_spent(recorded.recording)
@@ -76,15 +81,6 @@ def _file_of(run: Path) -> Path:
             f"{run} has no {RECORDED_STEP_FILE}: a run writes it after its last step, unless [log] timeline is false"
         )
     return file
-
-
-def _draw(recorded: RecordedStep, *, with_simulated: bool) -> None:
-    from penstock.draw import in_terminal
-
-    if with_simulated and recorded.simulated is not None:
-        in_terminal(recorded.simulated)
-        print()
-    in_terminal(recorded.recording.timeline)
 
 
 def _to_json(recorded: RecordedStep) -> dict[str, object]:

@@ -24,7 +24,6 @@ from penstock.serve.mailboxes import Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
 from penstock.serve.refusals import RefusalError, invalid, json_response, json_text, quoted, refusal_response
 from penstock.serve.replies import Reply
-from penstock.settings import ServeConfig
 
 _BODY_S = 30.0
 """Seconds that a client may take to send the body of a request."""
@@ -38,7 +37,6 @@ class ServerParts:
     """The parts that all paths share. key: None if clients need none; chats: held while one is read."""
 
     model: ServedModel
-    config: ServeConfig
     mailboxes: Mailboxes
     metrics: ServerMetrics
     key: str | None
@@ -135,14 +133,14 @@ async def _models(parts: ServerParts, request: Request) -> Response:
 # ---- answers
 
 
-ReadRequest = Callable[[Any, ServedModel, ServeConfig], CompletionRequest]
+ReadRequest = Callable[[Any, ServedModel], CompletionRequest]
 
 
 async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> "_Answering":
     start_s = time.perf_counter()
     if parts.mailboxes.refused is not None:
         raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
-    body = await _body(request, parts.config.max_body_bytes)
+    body = await _body(request, parts.model.config.max_body_bytes)
     if read is read_chat:
         # One at a time, as templates are rendered: those that wait must not take all threads.
         async with parts.chats:
@@ -180,7 +178,7 @@ def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> CompletionReque
         content = parse_json(body)
     except ValueError as error:
         raise invalid(None, f"the body is not JSON ({quoted(str(error))})") from None
-    return read(content, parts.model, parts.config)
+    return read(content, parts.model)
 
 
 @dataclass(eq=False)

@@ -30,11 +30,12 @@ _LEAST_TEMPERATURE = 0.01
 class ServedModel:
     """The facts by which requests are read.
 
-    limits: what this server takes. max_unfinished: answers that may be computed or wait at a time. sampling: the
-    model's own settings of `SamplingParams`, by name.
+    config: the server's settings. limits: what it takes. max_unfinished: answers that may be computed or wait at
+    a time. sampling: the model's own settings of `SamplingParams`, by name.
     """
 
     name: str
+    config: ServeConfig
     created: int
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -43,12 +44,12 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     sampling: Mapping[str, Any]
 
-    def most(self, limit: str, config: ServeConfig) -> tuple[int, str]:
+    def most(self, limit: str) -> tuple[int, str]:
         """The largest number that a limit allows, and the option that sets it, to be put behind the number."""
         if limit != "choices":
             return {"vocabulary": self.limits.vocab_size, "length": self.limits.max_length}[limit], ""
-        if config.max_choices <= self.max_unfinished:
-            return config.max_choices, " (--max-choices)"
+        if self.config.max_choices <= self.max_unfinished:
+            return self.config.max_choices, " (--max-choices)"
         # More than may be under way at a time could never be taken.
         return self.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
 
@@ -208,9 +209,7 @@ _MESSAGE = {
 }
 
 
-def read_fields(
-    content: Any, table: Mapping[str, Field], model: ServedModel, config: ServeConfig, where: str = ""
-) -> dict[str, Any]:
+def read_fields(content: Any, table: Mapping[str, Field], model: ServedModel, where: str = "") -> dict[str, Any]:
     """The values of a JSON object's fields, but for those that are null. Raises: RefusalError."""
     found = {}
     for name, value in content.items():
@@ -227,7 +226,7 @@ def read_fields(
         if not fits:
             raise invalid(place, mismatch(place, value, field.kind))
         if field.most is not None:
-            most, why = model.most(field.most, config) if isinstance(field.most, str) else (field.most, "")
+            most, why = model.most(field.most) if isinstance(field.most, str) else (field.most, "")
             if not field.least <= own <= most:
                 raise invalid(place, f"{place} is {quoted(value)}; from {field.least} to {most}{why} is possible")
         found[name] = own if field.read is None else field.read(own, model)
@@ -237,18 +236,18 @@ def read_fields(
 # ---- The two kinds of requests
 
 
-def read_completion(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
+def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
     """Read the body of /v1/completions. Raises: RefusalError."""
-    given = _read(body, COMPLETION, model, config)
+    given = _read(body, COMPLETION, model)
     given.setdefault("max_tokens", _USUAL_TOKENS)
-    prompts = _prompts(given.get("prompt"), model, config)
-    return _request(given, COMPLETION, prompts, given.get("logprobs"), model, config)
+    prompts = _prompts(given.get("prompt"), model)
+    return _request(given, COMPLETION, prompts, given.get("logprobs"), model)
 
 
-def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> CompletionRequest:
+def read_chat(body: Any, model: ServedModel) -> CompletionRequest:
     """Read the body of /v1/chat/completions. Raises: RefusalError."""
-    given = _read(body, CHAT, model, config)
-    prompt = _conversation(given.get("messages"), model, config)
+    given = _read(body, CHAT, model)
+    prompt = _conversation(given.get("messages"), model)
     wants, likeliest = given.get("logprobs", False), given.get("top_logprobs")
     if likeliest is not None and not wants:
         raise invalid("top_logprobs", f"top_logprobs is {likeliest}, but logprobs is not true; set it")
@@ -256,14 +255,14 @@ def read_chat(body: Any, model: ServedModel, config: ServeConfig) -> CompletionR
     if newer is not None and older is not None and newer != older:
         raise invalid("max_tokens", f"max_tokens is {older}, but max_completion_tokens is {newer}; give one of them")
     given["max_tokens"] = newer or older or max(1, model.limits.max_length - len(prompt))
-    return _request(given, CHAT, [prompt], (likeliest or 0) if wants else None, model, config)
+    return _request(given, CHAT, [prompt], (likeliest or 0) if wants else None, model)
 
 
-def _read(body: Any, table: Mapping[str, Field], model: ServedModel, config: ServeConfig) -> dict[str, Any]:
+def _read(body: Any, table: Mapping[str, Field], model: ServedModel) -> dict[str, Any]:
     """The fields of a request to this server's model."""
     if not isinstance(body, dict):
         raise invalid(None, f"the body is {quoted(body)}; a JSON object is expected")
-    given = read_fields(body, table, model, config)
+    given = read_fields(body, table, model)
     name = given.get("model")
     if name is None:
         raise invalid("model", f"model is missing; this server has {model.name!r}")
@@ -277,10 +276,9 @@ def _request(
     prompts: list[list[int]],
     num_log_probs: int | None,
     model: ServedModel,
-    config: ServeConfig,
 ) -> CompletionRequest:
     """The request, whose settings of `SamplingParams` are the model's own and above them its fields'."""
-    usage = read_fields(given.get("stream_options", {}), _STREAM_OPTIONS, model, config, "stream_options.")
+    usage = read_fields(given.get("stream_options", {}), _STREAM_OPTIONS, model, "stream_options.")
     length, longest = given["max_tokens"], model.limits.max_length
     settings = {name: value for name, value in model.sampling.items() if name != "max_new_tokens"}
     # As OpenAI's: without a seed each call draws anew.
@@ -305,7 +303,7 @@ def _request(
         raise invalid(None, str(error)) from None
     stream, usage_too = given.get("stream", False), usage.get("include_usage", False)
     request = CompletionRequest(prompts, params, stream, usage_too, num_log_probs, is_chat=table is CHAT)
-    most, why = model.most("choices", config)
+    most, why = model.most("choices")
     if request.num_choices > most:
         raise invalid("n", f"the request asks for {request.num_choices} answers; at most {most}{why} are possible")
     return request
@@ -314,12 +312,12 @@ def _request(
 # ---- prompts
 
 
-def _prompts(value: Any, model: ServedModel, config: ServeConfig) -> list[list[int]]:
+def _prompts(value: Any, model: ServedModel) -> list[list[int]]:
     if value is None:
         raise invalid("prompt", "prompt is missing; give a text or token ids")
     several = isinstance(value, list) and bool(value) and not _are_ids(value)
     prompts = value if several else [value]
-    most, why = model.most("choices", config)
+    most, why = model.most("choices")
     if len(prompts) > most:
         raise invalid("prompt", f"there are {len(prompts)} prompts; at most {most}{why} are possible")
     return [_prompt(prompt, model) for prompt in prompts]
@@ -347,7 +345,7 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
     return tokens
 
 
-def _conversation(value: Any, model: ServedModel, config: ServeConfig) -> list[int]:
+def _conversation(value: Any, model: ServedModel) -> list[int]:
     """The tokens of a conversation, up to the beginning of the answer."""
     if model.template is None:
         raise invalid(
@@ -355,7 +353,7 @@ def _conversation(value: Any, model: ServedModel, config: ServeConfig) -> list[i
         )
     if not isinstance(value, list) or not value:
         raise invalid("messages", f"messages is {quoted(value)}; a list of messages is expected")
-    messages = [_message(f"messages[{place}]", one, model, config) for place, one in enumerate(value)]
+    messages = [_message(f"messages[{place}]", one, model) for place, one in enumerate(value)]
     try:
         text = model.template.render(messages)
     except GuardError as error:
@@ -363,10 +361,10 @@ def _conversation(value: Any, model: ServedModel, config: ServeConfig) -> list[i
     return _tokens("messages", text_in("messages", text), model, special_tokens=False)
 
 
-def _message(where: str, value: Any, model: ServedModel, config: ServeConfig) -> dict[str, str]:
+def _message(where: str, value: Any, model: ServedModel) -> dict[str, str]:
     if not isinstance(value, dict):
         raise invalid(where, f"{where} is {quoted(value)}; an object with role and content is expected")
-    given = read_fields(value, _MESSAGE, model, config, f"{where}.")
+    given = read_fields(value, _MESSAGE, model, f"{where}.")
     content = given.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{where}.content[{place}]", part) for place, part in enumerate(content))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from penstock.engine.generation.requests import NOT_FINITE, QueueError, RequestQueue, TokenDelta
 from penstock.schedule import Ending
@@ -9,31 +10,30 @@ from penstock.serve.asked import CompletionRequest
 from penstock.serve.refusals import RefusalError
 
 
+@dataclass(eq=False)
 class Mailbox:
-    """The answers to one request as they grow, for the coroutine that replies.
+    """The answers to one request as they grow, for the coroutine that replies."""
 
-    numbers: of the answers, in the order of the request's choices.
-    """
-
-    #: answer -> its place among the request's choices
-    places: dict[int, int]
-    #: what has come and was not yet taken
-    _deltas: list[TokenDelta]
-    #: answers that have not ended
-    _num_open: int
+    #: the answers, in the order of the request's choices
+    numbers: list[int]
     #: True if each token is waited for, and not only the first and the end
-    _stream: bool
+    stream: bool
+    #: answer -> its place among the request's choices
+    places: dict[int, int] = field(init=False)
+    #: what has come and was not yet taken
+    _deltas: list[TokenDelta] = field(default_factory=list, init=False)
+    #: answers that have not ended
+    _num_open: int = field(init=False)
     #: True once there has been a token
-    _has_begun: bool
+    _has_begun: bool = field(default=False, init=False)
     #: set when there is something to take
-    _ready: asyncio.Event
+    _ready: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     #: why no more will come
-    _failure: RefusalError | None
+    _failure: RefusalError | None = field(default=None, init=False)
 
-    def __init__(self, numbers: list[int], stream: bool) -> None:
-        self.places = {number: place for place, number in enumerate(numbers)}
-        self._deltas, self._num_open, self._stream = [], len(numbers), stream
-        self._ready, self._failure, self._has_begun = asyncio.Event(), None, False
+    def __post_init__(self) -> None:
+        self.places = {number: place for place, number in enumerate(self.numbers)}
+        self._num_open = len(self.numbers)
 
     def put(self, delta: TokenDelta) -> None:
         if delta.ending is Ending.NOT_FINITE:
@@ -42,7 +42,7 @@ class Mailbox:
         is_first, self._has_begun = not self._has_begun, True
         self._deltas.append(delta)
         self._num_open -= delta.ending is not None
-        if self._stream or is_first or self._num_open == 0:
+        if self.stream or is_first or self._num_open == 0:
             self._ready.set()
 
     def fail(self, failure: RefusalError) -> None:

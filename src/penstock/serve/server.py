@@ -36,7 +36,7 @@ class _PromptProtocol(H11Protocol):
 @contextmanager
 def http_thread(parts: ServerParts, listener: socket.socket) -> Iterator[None]:
     """Take requests on a socket inside the block; its end finishes the replies under way."""
-    answers, most = application(parts), parts.config.max_connections
+    answers, most = application(parts), parts.model.config.max_connections
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         """Answer for no more connections than there may be."""

@@ -24,11 +24,11 @@ TEMPLATE = ChatTemplate("{{ messages[0].content }}", SimpleNamespace(special_tok
 
 
 def model(**changes: Any) -> ServedModel:
-    return replace(ServedModel("m", 0, TOKENIZER, TEMPLATE, Limits(256, 64), 8, (), {}), **changes)
+    return replace(ServedModel("m", ServeConfig(), 0, TOKENIZER, TEMPLATE, Limits(256, 64), 8, (), {}), **changes)
 
 
 def read(*, served: ServedModel | None = None, **fields: Any) -> CompletionRequest:
-    return read_completion({"model": "m", "prompt": "a", **fields}, served or model(), ServeConfig())
+    return read_completion({"model": "m", "prompt": "a", **fields}, served or model())
 
 
 def refusal(ask: Callable[..., Any], **fields: Any) -> str:
@@ -40,7 +40,7 @@ def refusal(ask: Callable[..., Any], **fields: Any) -> str:
 
 def chat(**fields: Any) -> CompletionRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-    return read_chat(body, model(), ServeConfig())
+    return read_chat(body, model())
 
 
 def test_an_answer_that_is_to_be_longer_than_it_may_be_is_refused() -> None:

@@ -35,9 +35,9 @@ def serve() -> Iterator[Serve]:
 
     def start(**settings: Any) -> int:
         template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), Guard(most_s=1))
-        model = ServedModel("m", 0, None, template, Limits(300, 64), 2, (), {})
+        model = ServedModel("m", ServeConfig(**settings), 0, None, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
-        parts = ServerParts(model, ServeConfig(**settings), boxes, ServerMetrics(lambda: boxes.queue.counts), None)
+        parts = ServerParts(model, boxes, ServerMetrics(lambda: boxes.queue.counts), None)
         listener = listening_socket("127.0.0.1", 0)
         running.enter_context(http_thread(parts, listener))
         return listener.getsockname()[1]
