@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options, values_of
-from penstock.cli.output import Progress, ResultsFile, plain_number, print_json, refuse_to_overwrite, show_log
+from penstock.cli.output import Progress, ResultsFile, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
 from penstock.cli.session import (
@@ -97,19 +97,6 @@ def _bias(word: str) -> tuple[int, float]:
         raise ArgumentTypeError(f"{word!r} is no bias; give a token id and a number, such as 17=-2.5") from None
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the prompts or the output cannot be used; nothing has been started or written.
-    """
-    command = Generate(words)
-    show_log("WARNING")
-    if command.output is not None:
-        refuse_to_overwrite(command.output, otherwise="give another --output")
-    return command.run()
-
-
 class Generate(ModelCommand):
     """One call of the command; the pipelines share the prompts."""
 
@@ -119,8 +106,6 @@ class Generate(ModelCommand):
     #: says how a stopped call is taken up
     workers: WorkerCommand = WorkerCommand("penstock.cli.generate", "gives the same answers", IMPORTS)
 
-    #: where answers go; None if they are only shown
-    output: Path | None
     #: settings of `RingConfig`, and those of `SamplingParams` that are given
     ring: dict[str, Any]
     sampling: dict[str, Any]
@@ -272,6 +257,9 @@ class Generate(ModelCommand):
         decisive = [str(self.model.folder.resolve()), version, given, asdict(self.params), numbers]
         digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
         return ResultsFile(self.output, digest, self.is_answer, alone=True, fresh=self.given.fresh)
+
+
+main = Generate.main
 
 
 @contextlib.contextmanager

@@ -21,8 +21,6 @@ from penstock.cli.output import (
     counted,
     plain_number,
     print_json,
-    refuse_to_overwrite,
-    show_log,
 )
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.session import IMPORTS, ModelCommand, Text, read_texts
@@ -87,18 +85,6 @@ stand, but training on texts ends each with the tokenizer's end token: a text to
     return parser
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the texts or the output cannot be used; nothing has been started or written.
-    """
-    command = Score(words)
-    show_log("WARNING")
-    refuse_to_overwrite(command.output, otherwise="give another --output")
-    return command.run()
-
-
 class Score(ModelCommand):
     """One call of the command; the pipelines share the texts."""
 
@@ -107,7 +93,7 @@ class Score(ModelCommand):
     workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
 
     #: where the lines are written, and how they are computed
-    output: Path
+    output: Path  # pyright: ignore[reportIncompatibleVariableOverride]
     scoring: ScoreConfig
     #: what `read` has found: the model, the texts, and the most tokens of a microbatch
     model: "ModelFolder"
@@ -275,6 +261,9 @@ class Score(ModelCommand):
                 lines = pipelines.receive(str(number), whose)
             if write is not None:
                 write(texts, lines)
+
+
+main = Score.main
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import PROCESSES, Parser, add_options, options_of, parallel_options, values_of
-from penstock.cli.output import show_log, size_in_words
+from penstock.cli.output import size_in_words
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
 from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand, show_lacking
@@ -71,20 +71,6 @@ It listens on this machine alone unless --address says otherwise. Where the envi
     return parser
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, OSError: the model, the address or the key cannot be used; nothing has been started.
-    """
-    command = Serve(words)
-    show_log("WARNING")
-    for library in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(library) is None:
-            raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
-    return command.run()
-
-
 class Serve(ModelCommand):
     """One call of the command."""
 
@@ -99,6 +85,9 @@ class Serve(ModelCommand):
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__(words)
+        for library in ("starlette", "uvicorn"):
+            if importlib.util.find_spec(library) is None:
+                raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
         self.config = ServeConfig(**values_of(self.given, _SERVE))
         self.ring = RingConfig(**values_of(self.given, RING_OPTIONS))
 
@@ -218,6 +207,9 @@ class Serve(ModelCommand):
         if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():
             raise ValueError(f"{where} holds no usable key; give printable ASCII characters without blanks")
         return key.strip()
+
+
+main = Serve.main
 
 
 def _of_caches(sizes_bytes: Sequence[int | None]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 from penstock.cli.options import Options, Parser, add_options, options_of, values_of
+from penstock.cli.output import refuse_to_overwrite, show_log
 from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
@@ -61,6 +62,8 @@ class ModelCommand:
     #: the command's words, and the values of its options
     words: Sequence[str]
     given: argparse.Namespace
+    #: the file that it writes; None if there is none
+    output: Path | None = None
     #: one pipeline, and how many of them share the work
     parallel: ParallelConfig
     dp: int
@@ -75,6 +78,19 @@ class ModelCommand:
     def parser() -> Parser:
         """The command's parser."""
         raise NotImplementedError
+
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        """Run the command; returns its exit code.
+
+        Raises:
+            ValueError, OSError: the model, its input or the output cannot be used; nothing has been started or written.
+        """
+        command = cls(words)
+        show_log("WARNING")
+        if command.output is not None:
+            refuse_to_overwrite(command.output, otherwise="give another --output")
+        return command.run()
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words, self.given = words, self.parser().parse_args(list(words))
