@@ -1,5 +1,7 @@
 """A rank that is given something else, or fails beside the program, ends the call on all ranks; the next one works."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,8 @@ from torch import nn
 from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.model import decoder_units
 from penstock.runtime.transport import default_store
+from penstock.schedule import Schedule, build
+from penstock.schedule.text import to_text
 from penstock.settings import ModelConfig, ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
@@ -108,6 +112,23 @@ def differing(rank: int, layout: Layout, name: str) -> str:
         return outcome(lambda: engine_of(layout, schedule=ScheduleConfig(cut=(1, 2) if rank else (2, 1))))
     if name == "schedule":
         return outcome(lambda: engine_of(layout, schedule="afab" if rank else "1f1b"))
+    if name == "file":
+        # The same path, from another folder.
+        orders = [build("1f1b", ranks=layout.pp, microbatches=4), build("afab", ranks=layout.pp, microbatches=4)]
+        os.chdir(tempfile.mkdtemp())
+        Path("order.txt").write_text(to_text(orders[rank % 2]))
+        return outcome(lambda: engine_of(layout, schedule="order.txt"))
+    if name == "function":
+
+        def order(ranks: int, microbatches: int) -> Schedule:
+            return build("1f1b", ranks=ranks, microbatches=microbatches)
+
+        if rank:
+
+            def order(ranks: int, microbatches: int) -> Schedule:
+                return build("afab", ranks=ranks, microbatches=microbatches)
+
+        return outcome(lambda: engine_of(layout, schedule=order))
     if name == "precision":
         return outcome(lambda: engine_of(layout, precision="bf16" if rank else "fp32"))
     return outcome(lambda: engine_of(layout, optimizer=rules[name]))
@@ -124,6 +145,8 @@ def differing(rank: int, layout: Layout, name: str) -> str:
         ("precision", "precision"),
         ("cut", "schedule.cut"),
         ("schedule", "schedule"),
+        ("file", "schedule, by its text"),
+        ("function", "schedule, by its text"),
     ],
 )
 def test_ranks_with_different_rules_of_learning_are_refused(layout: Layout, name: str, field: str) -> None:

@@ -181,7 +181,8 @@ class Engine(ModelState, WeightEndpoint):
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
                 of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, two for each
+                rank of the pipeline, or fewer where the batch has fewer sequences.
             normalize: the divisor of the loss, a `Normalize` or its name.
             step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
 
@@ -239,7 +240,8 @@ class Engine(ModelState, WeightEndpoint):
                 (cp), each of them gets whole logits, unless the hook is a `PerToken`.
             aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
                 taken apart), to what is returned; None joins them.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, one.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, two for each
+                rank of the pipeline, or fewer where the batch has fewer sequences.
             output_seqlens: rows of each item in the results, where these are neither one per token, nor per sequence,
                 nor per item.
             broadcast: True if all ranks of the pipeline get the result.

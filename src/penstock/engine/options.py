@@ -148,13 +148,18 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
         rules |= {f"schedule.{own.name}": getattr(given, own.name) for own in fields(given)}
     else:
         # Whole orders of actions may be long.
-        long = f"{options.choice.name} ({crc32(_described(given).encode()):08x})"
-        rules["schedule"] = given if isinstance(given, str) else long
+        rules["schedule"] = given if isinstance(given, str) else f"{options.choice.name} ({_digest(_described(given))})"
+    # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
+    rules["schedule, by its text"] = _digest(options.choice.text)
     views = gather({name: _described(value) for name, value in rules.items()})
     for rank, theirs in enumerate(views):
         if theirs != views[0]:
             found = differences(views[0], theirs, "on rank 0", f"on rank {rank}")
             raise ConfigError(f"ranks were given different settings: {found[0]}; give all the same")
+
+
+def _digest(text: str) -> str:
+    return f"{crc32(text.encode()):08x}"
 
 
 def _described(value: Any) -> str:

@@ -163,7 +163,7 @@ class Recovery:
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
     _redo: list[Callable[[], None]] = field(default_factory=list, init=False)
     #: True while an exception of this rank is unknown to the others
-    _alone: bool = field(default=False, init=False)
+    _announces: bool = field(default=False, init=False)
     #: True while weights are stepped
     _stepping: bool = field(default=False, init=False)
     #: the longest that ranks wait for each other
@@ -205,7 +205,7 @@ class Recovery:
         """Raises: PipelineError if no call is possible: after the end, or within another call of this rank."""
         if self.lost:
             raise PipelineError(self.lost)
-        if self._alone and self.recorder.doing != "between actions":
+        if self._announces and self.recorder.doing != "between actions":
             raise PipelineError(
                 f"the engine was called while it is {self.recorder.doing}; a loss, a hook or a listener cannot call it"
             )
@@ -249,13 +249,13 @@ class Recovery:
             raise StepError(str(failure)) from error
 
     @contextmanager
-    def alone(self, stepping: bool = False) -> Iterator[None]:
+    def announcing(self, stepping: bool = False) -> Iterator[None]:
         """Within this context, inside of `joined`, an exception is this rank's own, and is announced to the others.
 
         stepping: weights may change here, which nothing undoes.
         """
-        before = self._alone, self._stepping
-        self._alone, self._stepping = True, stepping
+        before = self._announces, self._stepping
+        self._announces, self._stepping = True, stepping
         try:
             yield
         except BaseException as error:
@@ -265,7 +265,7 @@ class Recovery:
                 self.uncertain = f"the optimizer's step failed ({error}), so weights may have moved: load a checkpoint"
             raise
         finally:
-            self._alone, self._stepping = before
+            self._announces, self._stepping = before
 
     # ---- announcing a failure, and hearing of it
 

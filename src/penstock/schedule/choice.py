@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import getsource
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
@@ -63,6 +65,17 @@ class ScheduleChoice:
     def is_file(self) -> bool:
         """True if the order comes from a file."""
         return self.own is None and self.name.lower().endswith(files.ENDINGS)
+
+    @property
+    def text(self) -> str:
+        """The text of a file or of a user's function, where the order comes from one; else nothing."""
+        try:
+            if self.is_file:
+                return files.text_of(Path(self.name))
+            return "" if self.own is None or isinstance(self.own, Schedule) else getsource(self.own)
+        except (OSError, TypeError, ValueError):
+            # Who builds the order says what is wrong with the file; a function may be typed in, or compiled.
+            return ""
 
     @property
     def is_fixed(self) -> bool:

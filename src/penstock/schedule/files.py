@@ -33,7 +33,7 @@ def read(path: Path | str) -> Plan:
 
     Raises: ScheduleError naming the file, the place in it and the rule that is broken.
     """
-    return _parse(Path(path), _text_of(Path(path)))
+    return _parse(Path(path), text_of(Path(path)))
 
 
 def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
@@ -42,7 +42,7 @@ def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: 
     Raises: ScheduleError naming the file, the place in it and the rule that is broken.
     """
     path = Path(path)
-    text = _text_of(path)
+    text = text_of(path)
     plan = _parse(path, text)
     if isinstance(plan, Schedule) and (fault := _first_fault(plan, text)) is not None:
         raise ScheduleError(f"{path}: {fault}")
@@ -57,7 +57,7 @@ def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: 
     return program
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     if path.is_dir():
         raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
     try:

@@ -28,7 +28,7 @@ def test_an_action_that_has_failed_is_over_for_the_watchdog_and_still_named() ->
     recorder, state = Recorder(0), Counted((), torch.device("cpu"))
     state.num_saved = 0
     recovery = Recovery(None, recorder, state)
-    with pytest.raises(ArithmeticError), recovery.joined(), recovery.alone():
+    with pytest.raises(ArithmeticError), recovery.joined(), recovery.announcing():
         recorder.begin(Action(Op.F, 0, 3))
         assert recorder.busy_since_s() > 0
         raise ArithmeticError

@@ -124,7 +124,7 @@ class Generator:
                 stage.check_cached()
             pipeline.set_training(False)
             pipeline.recorder.keep(_KEPT_RECORDS)
-            with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+            with pipeline.recovery.announcing(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
                     generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
@@ -134,7 +134,7 @@ class Generator:
         """Compute until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
-        with pipeline.recovery.alone(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+        with pipeline.recovery.announcing(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
             generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
             loop = self._run(generation, options, longest)

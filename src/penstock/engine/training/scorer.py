@@ -47,7 +47,7 @@ def forward(pipeline: Pipeline, batch: PackedBatch, micro_batches: MicroBatchSpe
             reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
         )
         agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
-        with pipeline.recovery.alone():
+        with pipeline.recovery.announcing():
             feeds = [outputs.feed(pipeline, microbatch) for microbatch in agreed.split.microbatches]
             pipeline.executor(len(feeds)).run(feeds)
         return outputs.handed_out(pipeline, agreed.split)
@@ -79,7 +79,7 @@ def evaluate(
     with pipeline.casts.kept():
         while True:
             with recovery.joined():
-                with recovery.alone():
+                with recovery.announcing():
                     batch = next(remaining, _END)
                 if batch is _END:
                     batch, call = None, replace(call, asked=BatchReport.of_end())
@@ -88,7 +88,7 @@ def evaluate(
                 if len(agreed.ended) == layout.dp:
                     break
                 num_rounds += 1
-                with recovery.alone():
+                with recovery.announcing():
                     feeds = [pipeline.feed(microbatch, measured) for microbatch in agreed.split.microbatches]
                     losses = pipeline.executor(len(feeds)).run(feeds) if feeds else []
                     total, num_metrics = measured.total(pipeline, losses)

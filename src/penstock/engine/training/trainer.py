@@ -234,7 +234,7 @@ class Trainer:
                 raise ValueError(words)
             mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
             factors = self._loss_factors(agreed, loss_weight_fn, mode)
-            with recovery.alone():
+            with recovery.announcing():
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self.run(feeds)
                 rates = self.optimizer.rates.at(number)
@@ -320,7 +320,7 @@ class Trainer:
         pipeline, aux_losses = self.pipeline, AuxLossReport()
         record = pipeline.recorder.begin(Action(Op.STEP))
         update = self._move_weights(number, rates)
-        with pipeline.recovery.alone(stepping=True), pipeline.recorder.collective("gather the weights"):
+        with pipeline.recovery.announcing(stepping=True), pipeline.recorder.collective("gather the weights"):
             self._gather_weights()
             pipeline.casts.renew()
             if self.aux_losses is not None:
@@ -331,7 +331,7 @@ class Trainer:
     def _move_weights(self, number: int, rates: Sequence[Values]) -> Update:
         """Wait for the reductions that the program started, add up tied gradients, clip them and step the weights."""
         pipeline, optimizer, recovery = self.pipeline, self.optimizer, self.pipeline.recovery
-        with recovery.alone(), pipeline.recorder.collective("finish the gradients"):
+        with recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
             for buckets in self.gradients.values():
                 buckets.wait()
             every = {name: own for buckets in self.gradients.values() for name, own in buckets.owned_gradients.items()}
@@ -341,10 +341,10 @@ class Trainer:
                 share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
             norm = optimizer.gradient_norm()
         if not optimizer.is_own:
-            with recovery.alone(stepping=True):
+            with recovery.announcing(stepping=True):
                 return optimizer.update(norm, number, rates)
         # The copy takes memory while no activation does.
-        with recovery.alone():
+        with recovery.announcing():
             self._put_back = optimizer.snapshot()
             update = optimizer.update(norm, number, rates)
             # Nobody drops the copy before all have stepped.
