@@ -18,23 +18,36 @@ from torch import Tensor
 from penstock.schedule import Token
 from penstock.settings import SamplingParams
 
-# ---- Penalties, biases and bad words: changes to the logits that depend on the prompt and on the answer so far
-
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """The tokens of a prompt, and those of the answer so far."""
+class Draw:
+    """One token to be drawn: new token number `position` (from 0) of the sequence with the identity `sequence`.
 
+    Where `params.reads_answer`, `prompt` and `answer` are the tokens of the prompt, and those of the answer so far.
+    """
+
+    params: SamplingParams
+    sequence: int
+    position: int
     prompt: Sequence[int] = ()
     answer: Sequence[int] = ()
 
+    def uniform(self) -> float:
+        """A number in [0, 1) with 53 random bits."""
+        counter = struct.pack("<QQQ", self.params.seed, self.sequence, self.position)
+        bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
+        return (bits >> 11) * 2.0**-53
+
     def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Return whether these are the last tokens."""
+        """Return whether these are the last tokens before the one to be drawn."""
         num = len(tokens)
         return num == 0 or [*self.prompt[-num:], *self.answer[-num:]][-num:] == list(tokens)
 
 
-def penalised(logits_SV: Tensor, params: SamplingParams, contexts: Sequence[Context]) -> Tensor:
+# ---- Penalties, biases and bad words: changes to the logits that depend on the prompt and on the answer so far
+
+
+def penalised(logits_SV: Tensor, params: SamplingParams, draws: Sequence[Draw]) -> Tensor:
     """The fp32 logits after biases, repetition, presence and frequency penalties and bad words, in this order.
 
     Source: biases, repetition penalty and bad words as transformers' logits processors (the penalty is that of Keskar
@@ -47,17 +60,17 @@ def penalised(logits_SV: Tensor, params: SamplingParams, contexts: Sequence[Cont
     if not params.reads_answer:
         return logits_SV
     penalty = params.repetition_penalty
-    for logits_V, context in zip(logits_SV, contexts, strict=True):
-        if penalty != 1.0 and (seen := {*context.prompt, *context.answer}):
+    for logits_V, draw in zip(logits_SV, draws, strict=True):
+        if penalty != 1.0 and (seen := {*draw.prompt, *draw.answer}):
             tokens = torch.tensor(sorted(seen), device=logits_V.device)
             values = logits_V[tokens]
             logits_V[tokens] = torch.where(values < 0, values * penalty, values / penalty)
-        if (params.presence_penalty or params.frequency_penalty) and context.answer:
-            counts = Counter(context.answer)
+        if (params.presence_penalty or params.frequency_penalty) and draw.answer:
+            counts = Counter(draw.answer)
             lost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
             logits_V[list(counts)] -= logits_V.new_tensor(lost)
         for *before, last in params.bad_words:
-            if context.ends_with(before):
+            if draw.ends_with(before):
                 logits_V[last] = -torch.inf
     return logits_SV
 
@@ -74,25 +87,6 @@ def numbers_per_token(params: Iterable[SamplingParams]) -> int:
     They are its id, the bits of two log-probabilities in fp64, and the ids and bits of the likeliest tokens.
     """
     return _NUM_PLAIN + 2 * max((own.top_log_probs for own in params), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One token to be drawn: new token number `position` (from 0) of the sequence with the identity `sequence`.
-
-    `context` is read where `params.reads_answer`.
-    """
-
-    params: SamplingParams
-    sequence: int
-    position: int
-    context: Context = Context()
-
-    def uniform(self) -> float:
-        """A number in [0, 1) with 53 random bits."""
-        counter = struct.pack("<QQQ", self.params.seed, self.sequence, self.position)
-        bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
-        return (bits >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +173,7 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """
     params = draws[0].params
     if params.biases or params.reads_answer:
-        logits_SV = penalised(logits_SV, params, [draw.context for draw in draws])
+        logits_SV = penalised(logits_SV, params, draws)
     if params.end_tokens and (
         early := [n for n, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
     ):

@@ -21,7 +21,7 @@ from transformers import (
 from penstock import SamplingParams
 from penstock.engine.generation.answers import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
-from penstock.model.sampling import Context, filtered, unpacked
+from penstock.model.sampling import filtered, unpacked
 from penstock.settings import ConfigError
 from tests.generation import CONFIG, generate_together, random_prompts
 
@@ -97,7 +97,7 @@ def random_logits(seed: int, rows: int = len(ANSWERS)) -> Tensor:
 def test_logits_are_those_of_the_processors(name: str) -> None:
     params, processors = CASES[name]
     ids = torch.tensor([PROMPT + answer for answer in ANSWERS])
-    draws = [Draw(params, row, len(answer), Context(PROMPT, answer)) for row, answer in enumerate(ANSWERS)]
+    draws = [Draw(params, row, len(answer), PROMPT, answer) for row, answer in enumerate(ANSWERS)]
     changed = 0
     for seed in range(20):
         logits = random_logits(seed)
@@ -143,7 +143,7 @@ def test_raw_log_probabilities_are_the_models_own_whatever_changes_the_draw() ->
     params = SamplingParams(
         temperature=0.7, top_k=9, repetition_penalty=1.5, logit_bias=BIAS, bad_words=BAD_WORDS, raw_log_probs=True
     )
-    draws = [Draw(params, row, len(answer), Context(PROMPT, answer)) for row, answer in enumerate(ANSWERS)]
+    draws = [Draw(params, row, len(answer), PROMPT, answer) for row, answer in enumerate(ANSWERS)]
     drawn = draw_tokens(logits, draws)
     own = logits.log_softmax(-1).gather(-1, drawn.tokens[:, None])[:, 0]
     torch.testing.assert_close(drawn.raw_log_probs, own, rtol=0, atol=1e-6)

@@ -62,7 +62,8 @@ class TransformersModel:
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         skeleton.drop_parameters()
-        before, after = uses_outside(skeleton, text.vocab_size, _num_outputs(model, config))
+        num_outputs = config.num_labels if name.endswith((_PER_SEQUENCE, _PER_TOKEN)) else text.vocab_size
+        before, after = uses_outside(skeleton, text.vocab_size, num_outputs)
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
             raise ValueError(f"{name} shares {shared[0]} between layers, so they cannot be cut")
         both = [slot for slot, owner in owners.items() for part in (before, after) if slot in part and owner in part]
@@ -200,13 +201,6 @@ def _auto_class(config: Any) -> Any:
     if named.endswith("ForMaskedLM"):
         raise ValueError(f"{named} predicts tokens from both sides")
     return transformers.AutoModelForCausalLM
-
-
-def _num_outputs(model: nn.Module, config: Any) -> int:
-    """The width of what the model gives for a token: the vocabulary, or a classifier's labels."""
-    if type(model).__name__.endswith((_PER_SEQUENCE, _PER_TOKEN)):
-        return config.num_labels
-    return config.get_text_config().vocab_size
 
 
 def _owners(model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.sampling import Context, numbers_per_token, unpacked
+from penstock.model.sampling import numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
@@ -307,8 +307,8 @@ class DecodeLoop:
         if not sampled:
             return torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
         for item, sequence in zip(local.batch.sampled, sampled, strict=True):
-            context = Context(sequence.prompt_tokens, sequence.drawn)
-            draws.append(Draw(sequence.params, sequence.identity, item.end - len(sequence.prompt_tokens), context))
+            prompt, position = sequence.prompt_tokens, item.end - len(sequence.prompt_tokens)
+            draws.append(Draw(sequence.params, sequence.identity, position, prompt, sequence.drawn))
         drawn = draw_tokens(logits_SV, draws)
         if drawn.dropped_SV is not None:
             for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
