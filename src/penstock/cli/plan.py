@@ -55,7 +55,15 @@ def main(words: Sequence[str]) -> int:
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:
-        _draw(given.picture, workload, found)
+        # Only now, since it loads matplotlib.
+        from penstock.draw.image import PlannedLayout, plan_picture
+
+        def drawn(one: planner.Estimate) -> PlannedLayout:
+            return PlannedLayout(str(one.candidate), one.tokens_s_device, one.peak_bytes, one.parts_s)
+
+        title = f"{cluster.num_devices} devices of {cluster.name}, {workload.num_tokens:,} tokens a step"
+        tried = [*map(drawn, found.tried)]
+        plan_picture(given.picture, title, [*map(drawn, found.best)], tried, cluster.device.memory_bytes)
     return 0
 
 
@@ -211,18 +219,6 @@ def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate
     if not 1 <= number <= len(found.best):
         raise ValueError(f"{option} takes numbers from 1 to {len(found.best)}, not {number}")
     return found.best[number - 1]
-
-
-def _draw(path: Path, workload: planner.Workload, found: planner.Plan) -> None:
-    # Only now, since it loads matplotlib.
-    from penstock.draw.image import PlannedLayout, plan_picture
-
-    def drawn(one: planner.Estimate) -> PlannedLayout:
-        return PlannedLayout(str(one.candidate), one.tokens_s_device, one.peak_bytes, one.parts_s)
-
-    devices, memory = found.cluster.num_devices, found.cluster.device.memory_bytes
-    title = f"{devices} devices of {found.cluster.name}, {workload.num_tokens:,} tokens a step"
-    plan_picture(path, title, [*map(drawn, found.best)], [*map(drawn, found.tried)], memory)
 
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:

@@ -214,14 +214,22 @@ class TrainLoop:
                 taken = engine.train_batch(next(self.loader), *self.loss, spec, config.train.normalize)
             self._count(taken)
             last = taken.step == config.train.steps
-            if self._trackers is not None and (last or _is_due(taken.step, config.log.every)):
-                self._trackers.on_step(taken)
-            if self._progress is not None:
+            if self._trackers is not None and self._progress is not None:
+                if last or _is_due(taken.step, config.log.every):
+                    self._trackers.on_step(taken)
                 self._progress.step(taken)
             if last and config.log.timeline:
                 recorded = self._recorded(taken.num_microbatches)
-            if last or _is_due(taken.step, config.validation.every):
-                self._validate()
+            if self.validation and (last or _is_due(taken.step, config.validation.every)):
+                # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for
+                # all.
+                loss = engine.evaluate(self.validation, *self.loss, micro_batches=replace(spec, allow_fewer=True))
+                self.result = replace(self.result, validation_loss=float(loss))
+                if self.early_stop is not None:
+                    self.early_stop.on_evaluation(taken.step, loss)
+                if self._trackers is not None and self._progress is not None:
+                    self._trackers.on_evaluation(taken.step, loss)
+                    self._progress.validated(taken.step, loss)
             ends = last or taken.stop_requested or self._stopped_early
             if ends or _is_due(taken.step, config.checkpoint.every):
                 self._save(wait=ends or not config.checkpoint.in_background)
@@ -238,21 +246,6 @@ class TrainLoop:
             num_tokens=result.num_tokens + taken.num_tokens,
             train_time_s=result.train_time_s + taken.step_time_s,
         )
-
-    def _validate(self) -> None:
-        if not self.validation:
-            return
-        # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for all.
-        loss = self.engine.evaluate(
-            self.validation, *self.loss, micro_batches=replace(micro_batches(self.config), allow_fewer=True)
-        )
-        self.result = replace(self.result, validation_loss=float(loss))
-        if self.early_stop is not None:
-            self.early_stop.on_evaluation(self.engine.step, loss)
-        if self._trackers is not None:
-            self._trackers.on_evaluation(self.engine.step, loss)
-        if self._progress is not None:
-            self._progress.validated(self.engine.step, loss)
 
     @property
     def _stopped_early(self) -> bool:
