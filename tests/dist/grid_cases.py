@@ -16,7 +16,7 @@ from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import Shard
 from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 
-STEPS = 3
+STEPS = 2
 MAX_WORLD = 8
 VOCABULARY = 37
 NUM_NEW_TOKENS = 5

@@ -20,7 +20,7 @@ from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences, stored_tensors
 
 LENGTHS = (7, 5, 9, 6, 4, 8, 3, 10)
-NUM_STEPS, RATE = 3, 0.5
+NUM_STEPS, RATE = 2, 0.5
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 

@@ -23,7 +23,7 @@ from tests.dist.launch import run_ranks
 DECODER = ModelConfig(
     vocab_size=40, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=2, tie_embeddings=True
 )
-WIDTH, VOCABULARY, NUM_STEPS = 24, 40, 4
+WIDTH, VOCABULARY, NUM_STEPS = 24, 40, 3
 Factory = Callable[[Any], torch.optim.Optimizer]
 
 # Each as a user gives it, and as torch is given it in one process.

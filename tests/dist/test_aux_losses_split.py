@@ -38,7 +38,7 @@ def some_steps(rank: int, layout: Layout, schedule: str, num: int) -> list[dict[
     )
     engine = Engine(lambda groups: decoder_units(MODEL, groups=groups), MODEL.hidden_size, layout, options)
     found = []
-    for step in range(3):
+    for step in range(2):
         batch = batch_of(step, engine.grid.dp_rank, layout.dp)
         taken = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num))
         assert taken.num_microbatches == num

@@ -23,7 +23,7 @@ from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Weight
 from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
 
-STEPS = 3
+STEPS = 2
 # Small enough that every step is clipped, so that the norm decides bits.
 CLIP = 0.5
 RATE, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8

@@ -30,7 +30,7 @@ from penstock.settings import (
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 
-STEPS = 3
+STEPS = 2
 EXPERTS = ExpertConfig(
     num_experts=4, num_active=2, intermediate_size=16, shared_size=12, num_dense_first=1, microbatch_loss=0.1
 )

@@ -15,7 +15,7 @@ from penstock.settings import ExpertConfig, GroupScore, LearningRate, ModelConfi
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 
-STEPS = 3
+STEPS = 2
 EVERYTHING = ExpertConfig(
     num_experts=8,
     num_active=2,

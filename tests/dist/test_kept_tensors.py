@@ -29,7 +29,7 @@ from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
 from tests.dist.test_combined import Run, batches, engine_of
 
-MICROBATCHES = 6
+MICROBATCHES = 4
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

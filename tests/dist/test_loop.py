@@ -66,10 +66,10 @@ def generate(engine: Engine, number: int) -> None:
 
 
 def train(engine: Engine, others: list[Callable[[Engine, int], None]]) -> dict[str, Any]:
-    """Four steps, one of the others before, between and after them in turn; all of what training has come to."""
+    """Three steps, one of the others before, between and after them in turn; all of what training has come to."""
     addresses = {name: p.data_ptr() for name, p in engine.parameters().items()}
     results = []
-    for step in range(4):
+    for step in range(3):
         for number, other in enumerate(others[step % 3 :]):
             other(engine, 10 * step + number)
         results.append(engine.train_batch(batch(step), micro_batches=SPEC))

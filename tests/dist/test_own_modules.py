@@ -23,7 +23,7 @@ from tests.hugging_face import make_model, make_sequences
 
 WIDTH, VOCAB = 8, 32
 SPLIT = MicroBatchSpec(num=3)
-STEPS = 3
+STEPS = 2
 PLAIN = OptimizerConfig(LearningRate(0.05), weight_decay=WeightDecay(0.0), clip_norm=0.0)
 
 

@@ -18,8 +18,8 @@ from tests.dist.launch import run_ranks
 CONFIG = ModelConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, tie_embeddings=True
 )
-NUM_STEPS = 4
-BAD_STEP = 2
+NUM_STEPS = 3
+BAD_STEP = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ CASES = {
 
 
 def trained(case: Case, zero: bool) -> dict[str, Any]:
-    """Four steps, of which the third has a loss that is not finite on one rank alone."""
+    """Three steps, of which the second has a loss that is not finite on one rank alone."""
     optimizer = OptimizerConfig(LearningRate(peak=0.01), clip_norm=0.5, zero=zero)
     options = EngineOptions(case.schedule, precision=case.precision, optimizer=optimizer, timeout_s=30.0)
     engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, case.layout, options)
@@ -91,7 +91,7 @@ def test_sharing_the_step_out_changes_bytes_alone(world: int) -> None:
         exact = num_owners == 2  # two summands have one sum, whoever adds them
         for of_rank in by_rank:
             on, off = of_rank[index]
-            assert [success for success, *_ in on["results"]] == [True, True, False, True]
+            assert [success for success, *_ in on["results"]] == [True, False, True]
             for mine, plain in zip(on["results"], off["results"], strict=True):
                 assert mine == pytest.approx(plain, rel=1e-12, abs=0, nan_ok=True), case
             for name, weight in on["weights"].items():
