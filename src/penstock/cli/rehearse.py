@@ -1,6 +1,5 @@
 """`penstock rehearse RUN.toml`: a rank's training step by the engine's own code, without data or devices."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -123,22 +122,12 @@ def _print(rehearsal: Rehearsal) -> None:
     for unit in rehearsal.units:
         equal.setdefault(unit.actions, []).append(unit)
     for units in equal.values():
-        rows += _unit_rows(units)
+        name = units[0].name + (f" and {len(units) - 1} like it" if len(units) > 1 else "")
+        for i, action in enumerate(units[0].actions):
+            sizes = map(_size, (action.read_bytes, action.written_bytes, action.kept_bytes, action.peak_bytes))
+            rows.append(["" if i else name, action.op.name, f"{action.flops / 1e9:,.3f}", *sizes])
     print_table(rows)
     _print_traffic(rehearsal)
-
-
-def _unit_rows(units: Sequence[UnitCost]) -> list[list[str]]:
-    name = units[0].name + (f" and {len(units) - 1} like it" if len(units) > 1 else "")
-    return [
-        [
-            name if i == 0 else "",
-            action.op.name,
-            f"{action.flops / 1e9:,.3f}",
-            *map(_size, (action.read_bytes, action.written_bytes, action.kept_bytes, action.peak_bytes)),
-        ]
-        for i, action in enumerate(units[0].actions)
-    ]
 
 
 def _print_traffic(rehearsal: Rehearsal) -> None:
