@@ -1,26 +1,30 @@
-"""Ranks of a benchmark: processes on this machine that meet over the loopback interface and answer calls."""
+"""Ranks of a benchmark or test: processes on this machine that meet over the loopback interface and answer calls."""
 
 import ctypes
 import enum
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
 _LIMIT_S = 1800.0
+_END_S = 5.0
+_DIED = "died with exit code"
 _SILENCE_S = 2.0
 """How long to wait for the death of another rank once one has failed: a rank that died is the cause."""
 
@@ -29,13 +33,14 @@ _IMPORTED_ONCE = ["penstock.engine.engine", "torch.distributed.pipelining"]
 
 
 class RankFailed(RuntimeError):
-    """A rank of a benchmark raised, died or was too slow; the message says which and why. All ranks have ended."""
+    """A rank raised, died or was too slow; the message says which and why. All ranks have ended."""
 
 
 class _Task(enum.Enum):
-    """A rank's tasks; `PREPARE` calls a function whose result each `TURN` calls."""
+    """A rank's tasks; `PREPARE` calls a function whose result each `TURN` calls, and `LAST` is a call and the end."""
 
     CALL = "call"
+    LAST = "last"
     PREPARE = "prepare"
     TURN = "turn"
     END = "end"
@@ -44,8 +49,8 @@ class _Task(enum.Enum):
 class Team:
     """Separate processes that answer calls, all at once, until the `with` block ends.
 
-    Imports are made once for all of them. So each starts quickly, and many processes on few cores do not drive each
-    other's copies out of the caches, which cost 0.4% of an emulated step.
+    Imports are made once for all of them, by the server that `context` forks them from. So each starts quickly, and
+    many processes on few cores do not drive each other's copies out of the caches, which cost 0.4% of an emulated step.
 
     With `join` they are joined by torch.distributed. If one fails, all are ended at once and its traceback is reported.
 
@@ -61,15 +66,23 @@ class Team:
     #: where the ranks meet
     _store: Any
 
-    def __init__(self, num_ranks: int, *, join: bool = True, limit_s: float = _LIMIT_S) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        join: bool = True,
+        limit_s: float = _LIMIT_S,
+        context: ForkServerContext | None = None,
+    ) -> None:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self._limit_s = limit_s
         self._processes = []
         self._pipes = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
+        if context is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_IMPORTED_ONCE)
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             place = (rank, num_ranks, self._store.port if join else None, limit_s)
@@ -92,15 +105,53 @@ class Team:
         if kind is None:
             self.wake()
             for pipe in self._pipes:
-                pipe.send((_Task.END, None, ()))
+                _send(pipe, (_Task.END, None, ()))
             for process in self._processes:
                 process.join(timeout=10)
         self._kill()
 
     def _kill(self) -> None:
+        """Kill the ranks and what they may have started; each leads its own session, so nothing else can be hit."""
         for process in self._processes:
             process.kill()
+            if process.pid is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.join()
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any, grace_s: float | None = None) -> "list[Outcome]":
+        """Call `function(rank, *arguments)` on every rank for the last time, and tell how each has ended by itself.
+
+        `grace_s`: kill those that still run so long after the first failure, instead of after the limit.
+        """
+        answers: dict[int, _Answer] = {}
+        try:
+            for pipe in self._pipes:
+                with suppress(BrokenPipeError):
+                    _send(pipe, (_Task.LAST, function, arguments))
+            deadline = time.monotonic() + self._limit_s
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+            while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+                for pipe in ready:
+                    rank = waiting.pop(pipe)  # pyright: ignore[reportArgumentType]  # it was made of these
+                    try:
+                        answers[rank] = _receive(self._pipes[rank])
+                    except (EOFError, ConnectionError):
+                        answers[rank] = _Answer(failure=_DIED)
+                    if answers[rank].failure is not None and grace_s is not None:
+                        deadline = min(deadline, time.monotonic() + grace_s)
+            for rank, process in enumerate(self._processes):
+                # A rank that has answered still takes its process group down.
+                process.join(timeout=_END_S if rank in answers else 0)
+        finally:
+            self._kill()
+        late = _Answer(failure=f"had not ended after {self._limit_s:g} s and was killed")
+        found = [answers.get(rank, late) for rank in range(len(self._processes))]
+        codes = [process.exitcode for process in self._processes]
+        return [
+            Outcome(rank, own.value, f"{_DIED} {code}" if own.failure == _DIED else own.failure, code)
+            for rank, (own, code) in enumerate(zip(found, codes, strict=True))
+        ]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(rank, *arguments)` on every rank; returns the results by rank."""
@@ -133,7 +184,7 @@ class Team:
     def _ask(self, task: _Task, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> list[Any]:
         for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send((task, function, arguments))
+                _send(pipe, (task, function, arguments))
             except BrokenPipeError:
                 raise self._failure(rank) from None
         return self._hear_all()
@@ -154,7 +205,7 @@ class Team:
 
     def _answer(self, rank: int, unheard: Iterable[int]) -> Any:
         try:
-            answer: _Answer = self._pipes[rank].recv()
+            answer: _Answer = _receive(self._pipes[rank])
         except (EOFError, ConnectionError):
             raise self._failure(rank) from None
         if answer.failure is not None:
@@ -168,7 +219,7 @@ class Team:
     def _says(self, rank: int) -> bool:
         """Return whether the pipe of a rank holds a message, and not its end."""
         try:
-            self._pipes[rank].recv()
+            _receive(self._pipes[rank])
         except (EOFError, ConnectionError):
             return False
         return True
@@ -188,6 +239,16 @@ def on_ranks(
     """
     with Team(num_ranks, join=join, limit_s=limit_s) as team:
         return team.call(function, *arguments)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: with a value, or with the text of its error; `exit_code` is negative for a signal."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
 
 
 Turn = Callable[[], Any]
@@ -246,6 +307,15 @@ def _prepare_side(rank: int, prepare: Prepare, side: str, arguments: tuple[Any, 
 # ---- in the processes
 
 
+def _send(pipe: Connection, message: Any) -> None:
+    """Send by value: multiprocessing's own pickling would leave tensors in memory that both processes share."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
 @dataclass(frozen=True)
 class _Answer:
     value: Any = None
@@ -253,8 +323,11 @@ class _Answer:
 
 
 def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
+    # A collection would walk through all that the server has imported, and copy its pages.
+    gc.freeze()
+    os.setsid()
     _end_with_the_benchmark()
-    pipe.send(_Answer())
+    _send(pipe, _Answer())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     try:
         _join(rank, num_ranks, port, limit_s)
@@ -262,7 +335,7 @@ def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, li
     except EOFError:
         os._exit(1)  # the caller is gone
     except BaseException:  # whatever ends a rank belongs in the report
-        pipe.send(_Answer(failure=traceback.format_exc()))
+        _send(pipe, _Answer(failure=traceback.format_exc()))
         # Reported before peers notice that this rank is gone; nothing is called any more that could wait for them.
         os._exit(1)
 
@@ -291,6 +364,10 @@ def _join(rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
         limit = timedelta(seconds=limit_s)
         store = TCPStore(LOOPBACK, port, timeout=limit, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        # Until all are connected none may end: the others would find it gone.
+        if store.add("num_connected", 1) == num_ranks:
+            store.set("all_connected", "")
+        store.wait(["all_connected"])
 
 
 def _serve(pipe: Connection, rank: int, *, joined: bool) -> None:
@@ -299,9 +376,15 @@ def _serve(pipe: Connection, rank: int, *, joined: bool) -> None:
 
     turn: Turn | None = None
     while True:
-        task, function, arguments = pipe.recv()
+        task, function, arguments = _receive(pipe)
         value = None
         if task is _Task.END:
+            if joined:
+                dist.barrier()
+            break
+        if task is _Task.LAST:
+            _send(pipe, _Answer(function(rank, *arguments)))
+            pipe.close()
             break
         if task is _Task.CALL:
             value = function(rank, *arguments)
@@ -316,9 +399,9 @@ def _serve(pipe: Connection, rank: int, *, joined: bool) -> None:
             value = turn()
             if joined:
                 dist.barrier()
-        pipe.send(_Answer(value))
-    if joined:
-        dist.barrier()
+        _send(pipe, _Answer(value))
+    # A last call may have done so.
+    if joined and dist.is_initialized():
         dist.destroy_process_group()
 
 
