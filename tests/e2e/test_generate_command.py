@@ -194,7 +194,7 @@ def test_answers_are_printed_one_after_another_behind_their_prompts(model: Path)
         (["a", "--top-p", "2"], "sampling.top_p = 2.0"),
         (["a", "--temperature", "-1"], "sampling.temperature = -1.0"),
         (["a", "--max-new-tokens", "5000"], "max_length=2048"),
-        (["a", "--end-token", "999"], "end_tokens=(999,)"),
+        (["a", "--end-token", "999"], "end_tokens holds the token 999; the model knows 0 to"),
         (["a", "--pp", "99"], "at most 6 are possible"),
         (["a", "--file", "b.jsonl"], "given twice"),
         (["a", "--stop", ""], "sampling.stop holds an empty text"),

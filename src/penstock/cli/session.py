@@ -401,6 +401,8 @@ def _lack(model: "ModelFolder") -> str:
             f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
             "AutoTokenizer writes"
         )
+    if not Path(model.tokenizer_name).expanduser().exists():
+        return f"{model.folder} has no tokenizer: there is no {model.tokenizer_name} here"
     return f"{model.folder} has no tokenizer"
 
 

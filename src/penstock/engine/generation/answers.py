@@ -300,7 +300,9 @@ def check_prompts(
         }
         for setting, tokens in named.items():
             if max(tokens, default=0) >= limits.vocab_size:
-                raise ValueError(f"{setting}={tokens}: the model knows 0 to {limits.vocab_size - 1}")
+                raise ValueError(
+                    f"{setting} holds the token {max(tokens)}; the model knows 0 to {limits.vocab_size - 1}"
+                )
         if own.top_log_probs > limits.vocab_size:
             raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
         if len({word[0] for word in own.bad_words if len(word) == 1}) >= limits.vocab_size:
