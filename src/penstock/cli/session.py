@@ -401,7 +401,7 @@ def _lack(model: "ModelFolder") -> str:
             f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
             "AutoTokenizer writes"
         )
-    if not Path(model.tokenizer_name).expanduser().exists():
+    if model.tokenizer_folder is not None and not model.tokenizer_folder.exists():
         return f"{model.folder} has no tokenizer: there is no {model.tokenizer_name} here"
     return f"{model.folder} has no tokenizer"
 

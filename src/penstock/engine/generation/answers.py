@@ -290,8 +290,8 @@ def check_prompts(
             raise ValueError(f"{name} holds the token {min(prompt)}; tokens count from 0")
         if limits is None:
             continue
+        known = f"the model knows 0 to {limits.vocab_size - 1}"
         if max(prompt) >= limits.vocab_size:
-            known = f"the model knows 0 to {limits.vocab_size - 1}"
             raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
         named = {
             "end_tokens": own.end_tokens,
@@ -300,9 +300,7 @@ def check_prompts(
         }
         for setting, tokens in named.items():
             if max(tokens, default=0) >= limits.vocab_size:
-                raise ValueError(
-                    f"{setting} holds the token {max(tokens)}; the model knows 0 to {limits.vocab_size - 1}"
-                )
+                raise ValueError(f"{setting} holds the token {max(tokens)}; {known}")
         if own.top_log_probs > limits.vocab_size:
             raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
         if len({word[0] for word in own.bad_words if len(word) == 1}) >= limits.vocab_size:
