@@ -1,14 +1,23 @@
 """What the benchmark of training gives torch's schedules: the same units, dealt to ranks as the schedules want them."""
 
+from typing import Any
+
 import pytest
 from benchmarks.train import NUM_RANKS, TORCH_SCHEDULES, Training
-from torch.distributed.pipelining import schedules
 
 from penstock.schedule import Placement, PlacementKind
 
 
+@pytest.fixture(scope="module")
+def schedules() -> Any:
+    """Torch's module, which takes a second to import, of whoever only collects tests too."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
 @pytest.mark.parametrize("chosen", TORCH_SCHEDULES, ids=[chosen.name for chosen in TORCH_SCHEDULES])
-def test_torch_gets_all_units_in_the_placement_of_its_schedule(chosen):
+def test_torch_gets_all_units_in_the_placement_of_its_schedule(chosen, schedules: Any):
     kind = PlacementKind.V if chosen.v_shape else PlacementKind.LOOP
     placement = Placement(kind, NUM_RANKS, chosen.stages_per_rank)
     dealt = [tuple(chosen.stages_of(rank)) for rank in range(NUM_RANKS)]
@@ -19,7 +28,7 @@ def test_torch_gets_all_units_in_the_placement_of_its_schedule(chosen):
     assert single == (chosen.stages_per_rank == 1)
 
 
-def test_every_schedule_of_torch_is_a_side():
+def test_every_schedule_of_torch_is_a_side(schedules: Any):
     ours = {chosen.name for chosen in TORCH_SCHEDULES}
     names = [name for name in dir(schedules) if name.startswith("Schedule")]
     assert ours == set(names), "torch has another one"

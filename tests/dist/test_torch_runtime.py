@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.pipelining.schedules as torch_schedules
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from penstock.schedule import Placement, Program, build, lower, to_csv
 from tests.dist.launch import run_ranks
@@ -39,6 +37,9 @@ def step_of_torch(rank: int, files: list[tuple[str, str, Placement]]) -> list[di
 
 
 def _step(rank: int, path: str, form: Any, placement: Placement) -> dict[str, Any]:
+    # In the ranks alone: it takes a second, of whoever only collects tests too.
+    from torch.distributed.pipelining import PipelineStage, schedules
+
     homes = {stage: placement.rank_of(stage) for stage in range(placement.num_stages)}
     stages = []
     for number in placement.stages_of(rank):
@@ -49,7 +50,7 @@ def _step(rank: int, path: str, form: Any, placement: Placement) -> dict[str, An
         stage = PipelineStage(layer(number), number, placement.num_stages, device, input_args=into, output_args=out)
         stage.stage_index_to_group_rank = homes
         stages.append(stage)
-    runtime = torch_schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    runtime = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
     runtime.stage_index_to_group_rank = homes
     runtime._load_csv(path, format=form)
     x, target = batch()

@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from penstock.cli.main import main
 from tests.e2e.serving import KEY, MAX_LENGTH, Served, serving, write_model
 from tests.e2e.test_generate_command import call
+
+if TYPE_CHECKING:
+    import openai
 
 PROMPTS = ["the cat", "so what then?"]
 # Sampled alike by both: with a seed, at a temperature at which nothing is certain.
@@ -35,7 +37,10 @@ def served(model: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> openai.OpenAI:
+def client(served: Served) -> "openai.OpenAI":
+    # Where it is used, for whoever only collects tests: it takes a second.
+    import openai
+
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
@@ -46,7 +51,9 @@ def generated(model: Path, prompts: list[str], *words: str) -> list[dict[str, An
     return json.loads(out)["answers"]
 
 
-def test_the_client_finds_the_model(client: openai.OpenAI, served: Served) -> None:
+def test_the_client_finds_the_model(client: "openai.OpenAI", served: Served) -> None:
+    import openai
+
     assert [found.id for found in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
@@ -55,7 +62,7 @@ def test_the_client_finds_the_model(client: openai.OpenAI, served: Served) -> No
 
 
 @pytest.mark.shows(134)
-def test_whole_and_streamed_completions_are_what_generate_gives(client: openai.OpenAI, model: Path) -> None:
+def test_whole_and_streamed_completions_are_what_generate_gives(client: "openai.OpenAI", model: Path) -> None:
     words = ["--max-new-tokens", "24", "--samples", "2", "--stop", "e", "--stop", " s", "--top-log-probs", "2"]
     expected = generated(model, PROMPTS, *WORDS, *words)
     assert {answer["ending"] for answer in expected} >= {"length", "stopped"}, "no stop string was met, or all were"
@@ -88,7 +95,7 @@ def test_whole_and_streamed_completions_are_what_generate_gives(client: openai.O
 
 
 @pytest.mark.shows(134)
-def test_a_chat_is_what_generate_gives_for_the_rendered_conversation(client: openai.OpenAI, model: Path) -> None:
+def test_a_chat_is_what_generate_gives_for_the_rendered_conversation(client: "openai.OpenAI", model: Path) -> None:
     rendered = "<|im_start|>system be short<|im_end|><|im_start|>user the cat<|im_end|><|im_start|>assistant "
     words = ["--max-new-tokens", "16", "--samples", "2", "--no-special-tokens", "--top-log-probs", "3"]
     expected = generated(model, [rendered], *WORDS, *words, "--presence-penalty", "0.5", "--logit-bias", "40=2")
@@ -141,7 +148,7 @@ def test_an_answer_may_fill_what_the_server_takes_to_the_last_token(served: Serv
 
 
 @pytest.mark.shows(134)
-def test_without_a_seed_answers_differ_and_greedy_ones_do_not(client: openai.OpenAI, model: Path) -> None:
+def test_without_a_seed_answers_differ_and_greedy_ones_do_not(client: "openai.OpenAI", model: Path) -> None:
     asked: Any = {"model": "tiny", "prompt": "the cat", "max_tokens": 16}
     texts = {client.completions.create(**asked).choices[0].text for _ in range(3)}
     assert len(texts) > 1
@@ -150,7 +157,9 @@ def test_without_a_seed_answers_differ_and_greedy_ones_do_not(client: openai.Ope
 
 
 @pytest.mark.shows(134)
-def test_errors_reach_the_client_as_its_own(client: openai.OpenAI, served: Served) -> None:
+def test_errors_reach_the_client_as_its_own(client: "openai.OpenAI", served: Served) -> None:
+    import openai
+
     with pytest.raises(openai.AuthenticationError, match="API key"):
         client.with_options(api_key="another").completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
@@ -163,7 +172,9 @@ def test_errors_reach_the_client_as_its_own(client: openai.OpenAI, served: Serve
     assert refused.value.param == "temperature"
 
 
-def test_more_than_may_wait_is_refused_and_who_leaves_makes_room(client: openai.OpenAI, served: Served) -> None:
+def test_more_than_may_wait_is_refused_and_who_leaves_makes_room(client: "openai.OpenAI", served: Served) -> None:
+    import openai
+
     """Four rows and four that wait: two requests of four answers each fill the server."""
     asked: Any = {"model": "tiny", "prompt": "the cat", "n": 4, "max_tokens": 240, "stream": True, "seed": 1}
     ends: Any = {"extra_body": {"ignore_eos": True}}

@@ -7,8 +7,6 @@ from fractions import Fraction
 from math import floor, lcm
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from penstock.schedule.actions import Op, Placement, Schedule
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import lower
@@ -84,6 +82,9 @@ class _Model:
     is_rounded: bool
 
     def __init__(self, problem: Problem, hint: Codes) -> None:
+        # Here and below, for whoever only collects tests: it brings pandas.
+        from ortools.sat.python import cp_model
+
         self.problem = problem
         self.model = cp_model.CpModel()
         times = (*problem.forward, *problem.backward_input, *problem.backward_weight, problem.transfer)
@@ -108,6 +109,8 @@ class _Model:
 
     def solve(self, time_limit_s: float, workers: int) -> tuple[Codes | None, float]:
         """Find the best orders, if any, and a proven bound."""
+        from ortools.sat.python import cp_model
+
         solver: Any = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit_s
         solver.parameters.num_workers = workers

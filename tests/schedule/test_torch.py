@@ -2,11 +2,11 @@
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.pipelining.schedules as torch_schedules
 
 from penstock.schedule import (
     Action,
@@ -29,7 +29,13 @@ from tests.schedule.brute_force import harm_of
 from tests.schedule.families import NAMES, built, lowered
 from tests.schedule.test_verify import BAD_PAIR
 
-Runtime = torch_schedules._PipelineScheduleRuntime
+
+@cache
+def torch_schedules() -> Any:
+    """Torch's module, which takes a second to import, of whoever only collects tests too."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 @dataclass
@@ -71,9 +77,9 @@ def compute_only(order: dict[int, list]) -> str:
 
 def torch_simulates(order: dict[int, list], placement: Placement) -> int:
     """Number of steps that torch's own dry run takes; it knows neither reductions nor sharding."""
-    unknown = (torch_schedules.REDUCE_GRAD, torch_schedules.UNSHARD, torch_schedules.RESHARD)
+    unknown = (torch_schedules().REDUCE_GRAD, torch_schedules().UNSHARD, torch_schedules().RESHARD)
     known = {rank: [a for a in order[rank] if a.computation_type not in unknown] for rank in order}
-    done = torch_schedules._simulate_comms_compute(known, placement.rank_of, placement.num_stages)
+    done = torch_schedules()._simulate_comms_compute(known, placement.rank_of, placement.num_stages)
     return max(len(steps) for steps in done.values())
 
 
@@ -87,7 +93,7 @@ def runtime_for(schedule: Schedule) -> Any:
     placement = schedule.placement
     v_shape = placement.kind is PlacementKind.V
     stages = stand_ins(placement.num_ranks, placement.stages_per_rank, v_shape)
-    runtime = Runtime(stages, schedule.num_microbatches, loss_fn=loss)
+    runtime = torch_schedules()._PipelineScheduleRuntime(stages, schedule.num_microbatches, loss_fn=loss)
     runtime.stage_index_to_group_rank = {stage: placement.rank_of(stage) for stage in range(placement.num_stages)}
     return runtime
 
@@ -127,12 +133,12 @@ def test_torch_parses_forward_only_programs():
     program = lower(build("inference", ranks=4, microbatches=3))
     words = to_csv(program).replace("\n", ",").strip(",").split(",")
     assert len(words) == sum(map(len, program.ranks))
-    assert [str(torch_schedules._Action.from_str(word)) for word in words] == words
+    assert [str(torch_schedules()._Action.from_str(word)) for word in words] == words
 
 
 def test_afab_is_the_order_of_torch():
     for ranks, microbatches in SIZES:
-        order = torch_schedules.ScheduleGPipe(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
+        order = torch_schedules().ScheduleGPipe(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
         assert order is not None
         read = from_csv(compute_only(order))
         ours = build("afab", ranks=ranks, microbatches=microbatches)
@@ -144,7 +150,7 @@ def test_1f1b_is_the_order_of_torch_but_for_the_last_stage_which_torch_numbers_f
     for ranks, microbatches in SIZES:
         if microbatches < ranks:
             continue  # torch's 1F1B refuses these
-        order = torch_schedules.Schedule1F1B(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
+        order = torch_schedules().Schedule1F1B(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
         assert order is not None
         read = from_csv(compute_only(order))
         ours = build("1f1b", ranks=ranks, microbatches=microbatches)
@@ -159,18 +165,18 @@ def test_1f1b_is_the_order_of_torch_but_for_the_last_stage_which_torch_numbers_f
 
 
 MULTI = {
-    "interleaved 1F1B": (torch_schedules.ScheduleInterleaved1F1B, False),
-    "looped BFS": (torch_schedules.ScheduleLoopedBFS, False),
-    "interleaved zero bubble": (torch_schedules.ScheduleInterleavedZeroBubble, False),
-    "zero bubble V": (torch_schedules.ScheduleZBVZeroBubble, True),
-    "DualPipeV": (torch_schedules.ScheduleDualPipeV, True),
+    "interleaved 1F1B": ("ScheduleInterleaved1F1B", False),
+    "looped BFS": ("ScheduleLoopedBFS", False),
+    "interleaved zero bubble": ("ScheduleInterleavedZeroBubble", False),
+    "zero bubble V": ("ScheduleZBVZeroBubble", True),
+    "DualPipeV": ("ScheduleDualPipeV", True),
 }
 
 
 @pytest.mark.parametrize("name", MULTI)
 def test_what_torch_writes_is_proved_in_both_forms(name: str, tmp_path: Path):
     """Its orders with our transfers and with its own; where torch itself refuses a size there is nothing to read."""
-    theirs, v_shape = MULTI[name]
+    theirs, v_shape = getattr(torch_schedules(), MULTI[name][0]), MULTI[name][1]
     file, num_proved = tmp_path / "torch.csv", 0
     sizes = itertools.product((1, 2, 3, 4, 8), (2,) if v_shape else (1, 2, 3), (1, 2, 3, 4, 6, 8, 16))
     for ranks, stages_per_rank, microbatches in sizes:
@@ -206,7 +212,7 @@ def test_torch_accepts_the_bad_pair(tmp_path: Path):
     """Ours must not: see test_verify."""
     file = tmp_path / "bad.csv"
     file.write_text(BAD_PAIR)
-    runtime = Runtime(stand_ins(2, 2), 2, loss_fn=loss)
+    runtime = torch_schedules()._PipelineScheduleRuntime(stand_ins(2, 2), 2, loss_fn=loss)
     runtime._load_csv(str(file), format="compute_comms")
     program = from_csv(BAD_PAIR)
     assert isinstance(program, Program)
