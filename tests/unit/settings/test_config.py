@@ -89,56 +89,56 @@ def test_there_are_settings():
     assert set(NAMES) == set(RunConfig().flat())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_setting_goes_through_a_file_and_the_command_line(name: str, run_file: Path, tmp_path: Path):
-    value = another_value(name)
-    changed = with_setting(name, value)
-    assert changed.flat()[name] == value != RunConfig().flat()[name]
-    assert from_dict(tomllib.loads(to_toml(changed))) == changed
-    assert from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
-    words = [str(item).lower() for item in (value if isinstance(value, tuple) else (value,))]
-    words = [WORDS[name]] if name in WORDS else words
-    beside = {f"{name.partition('.')[0]}.{key}": item for key, item in BESIDE.get(name, {}).items()}
-    flags = [word for key, item in beside.items() for word in (f"--{key}", str(item))]
-    given = read_arguments([str(run_file), f"--{name}", *words, *flags]).config
-    assert given.flat()[name] == value
-    changed_names = {name, *beside}
-    others = {key: item for key, item in given.flat().items() if key not in changed_names}
-    assert others == {key: item for key, item in read_config(run_file).flat().items() if key not in changed_names}
+def test_every_setting_goes_through_a_file_and_the_command_line(run_file: Path):
+    for name in NAMES:
+        value = another_value(name)
+        changed = with_setting(name, value)
+        assert changed.flat()[name] == value != RunConfig().flat()[name], name
+        assert from_dict(tomllib.loads(to_toml(changed))) == changed, name
+        assert from_dict(json.loads(json.dumps(changed.to_dict()))) == changed, name
+        words = [str(item).lower() for item in (value if isinstance(value, tuple) else (value,))]
+        words = [WORDS[name]] if name in WORDS else words
+        beside = {f"{name.partition('.')[0]}.{key}": item for key, item in BESIDE.get(name, {}).items()}
+        flags = [word for key, item in beside.items() for word in (f"--{key}", str(item))]
+        given = read_arguments([str(run_file), f"--{name}", *words, *flags]).config
+        assert given.flat()[name] == value, name
+        changed_names = {name, *beside}
+        others = {key: item for key, item in given.flat().items() if key not in changed_names}
+        assert others == {key: item for key, item in read_config(run_file).flat().items() if key not in changed_names}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_misspelt_setting_names_the_right_one(name: str, run_file: Path):
-    section, _, key = name.rpartition(".")
-    wrong = f"{section}.{key}x" if section else f"{key}x"
-    told = f"(the nearest one is {re.escape(name)}|did you mean '--{name}'?.)$"
-    with pytest.raises(ConfigError, match=told):
-        with_setting(wrong, 1)
-    with pytest.raises(ConfigError, match=told):
-        read_arguments([str(run_file), f"--{wrong}", "1"])
+def test_a_misspelt_setting_names_the_right_one(run_file: Path):
+    for name in NAMES:
+        section, _, key = name.rpartition(".")
+        wrong = f"{section}.{key}x" if section else f"{key}x"
+        told = f"(the nearest one is {re.escape(name)}|did you mean '--{name}'?.)$"
+        with pytest.raises(ConfigError, match=told):
+            with_setting(wrong, 1)
+        with pytest.raises(ConfigError, match=told):
+            read_arguments([str(run_file), f"--{wrong}", "1"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_value_of_a_wrong_type_is_refused_by_name(name: str, run_file: Path):
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)}(\[0\])? = .*: expected "):
-        with_setting(name, {"a": 1} if name == "output" else [[]])
-    if SETTINGS[name].type is not str and str not in get_args(SETTINGS[name].type):
-        with pytest.raises(ConfigError, match=f"{re.escape(name)} = 'abc': expected "):
-            read_arguments([str(run_file), f"--{name}", "abc"])
+def test_a_value_of_a_wrong_type_is_refused_by_name(run_file: Path):
+    for name in NAMES:
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)}(\[0\])? = .*: expected "):
+            with_setting(name, {"a": 1} if name == "output" else [[]])
+        if SETTINGS[name].type is not str and str not in get_args(SETTINGS[name].type):
+            with pytest.raises(ConfigError, match=f"{re.escape(name)} = 'abc': expected "):
+                read_arguments([str(run_file), f"--{name}", "abc"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_digest_covers_what_decides_the_numbers(name: str):
-    changed = with_setting(name, another_value(name))
-    # With a constant learning rate the length of a run decides nothing else.
-    constant = {"optimizer": {"decay": "constant"}}
-    if name == "train.steps":
-        assert from_dict({**constant, "train": {"steps": 7}}).digest() == from_dict(constant).digest()
-        assert changed.digest() != RunConfig().digest(), "the learning rate falls over all steps"
-        return
-    assert (changed.digest() == RunConfig().digest()) == bool(MAY_CHANGE.fullmatch(name))
-    told = [text.partition(" ")[0] for text in differences(changed.identity(), RunConfig().identity())]
-    assert (name in told) == (not MAY_CHANGE.fullmatch(name))
+def test_the_digest_covers_what_decides_the_numbers():
+    for name in NAMES:
+        changed = with_setting(name, another_value(name))
+        # With a constant learning rate the length of a run decides nothing else.
+        constant = {"optimizer": {"decay": "constant"}}
+        if name == "train.steps":
+            assert from_dict({**constant, "train": {"steps": 7}}).digest() == from_dict(constant).digest()
+            assert changed.digest() != RunConfig().digest(), "the learning rate falls over all steps"
+            continue
+        assert (changed.digest() == RunConfig().digest()) == bool(MAY_CHANGE.fullmatch(name)), name
+        told = [text.partition(" ")[0] for text in differences(changed.identity(), RunConfig().identity())]
+        assert (name in told) == (not MAY_CHANGE.fullmatch(name)), name
 
 
 @pytest.mark.parametrize("name", ["parallel.dp", "train.num_microbatches", "train.max_microbatch_tokens"])
