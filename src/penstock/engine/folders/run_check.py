@@ -38,7 +38,8 @@ def check_run(
     choice.cut(units, stages)
     if proves:
         refuse_sizes(config)
-        choice.checked_program(ranks, config.train.num_microbatches)
+        shares = config.parallel.shares_layers
+        choice.checked_program(ranks, config.train.num_microbatches, whole_backwards=shares)
     check_rates(config)
     return config
 
