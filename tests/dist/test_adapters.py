@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.settings import AdapterConfig, OptimizerConfig
+from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences, stored_tensors
 
@@ -40,18 +41,17 @@ class Case:
 CASES = {
     1: [Case(Layout(), True), Case(Layout(), False)],
     2: [
-        Case(Layout(pp=2), True, "zb-h1"),
         Case(Layout(pp=2), False, "zb-h1", recompute="full"),
-        Case(Layout(dp=2), True, zero=True),
         Case(Layout(cp=2), True),
     ],
     4: [
-        Case(Layout(pp=4), True, "1f1b"),
         Case(Layout(pp=4), False, "zb-h1"),
         Case(Layout(pp=2, dp=2), True, "interleaved", zero=True),
-        Case(Layout(pp=2, dp=2), False, "interleaved", recompute="full"),
     ],
 }
+if EVERY:
+    CASES[2] += [Case(Layout(pp=2), True, "zb-h1"), Case(Layout(dp=2), True, zero=True)]
+    CASES[4] += [Case(Layout(pp=4), True), Case(Layout(pp=2, dp=2), False, "interleaved", recompute="full")]
 
 
 def lora(**settings: Any) -> Any:

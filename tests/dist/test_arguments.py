@@ -191,7 +191,7 @@ def by_hand() -> tuple[list[float], Tensor]:
 @pytest.mark.shows(103)
 @pytest.mark.parametrize(
     "layout, schedule",
-    [(Layout(), "1f1b"), (Layout(pp=2), "zb-h1"), (Layout(pp=3), "1f1b"), (Layout(pp=2, dp=2), "1f1b")],
+    [(Layout(), "1f1b"), (Layout(pp=3), "zb-h1"), (Layout(pp=2, dp=2), "1f1b")],
     ids=str,
 )
 def test_layers_get_what_they_ask_for_on_any_stage_wrapped_or_compiled(layout: Layout, schedule: str) -> None:

@@ -16,7 +16,7 @@ from tests.dist.launch import run_ranks
 
 # fp64 and three steps of Adam: rounding stays well below.
 TOLERANCE = 1e-9
-NUM_ITEMS = 16
+NUM_ITEMS = 10
 MODEL = replace(SPARSE, num_predictions=2)
 KINDS = {"sequence_balance", "global_balance", "z", "prediction"}
 
@@ -70,7 +70,7 @@ def alone() -> list[dict[str, float]]:
 @pytest.mark.parametrize(("layout", "schedule", "num"), CASES, ids=str)
 def test_no_term_depends_on_the_number_of_microbatches(layout: Layout, schedule: str, num: int) -> None:
     labels = [item["labels"] for item in batch_of(0, 0, 1).unpack()]
-    assert sum(bool((own == NO_LABEL).all()) for own in labels) == 4
+    assert sum(bool((own == NO_LABEL).all()) for own in labels) == 2
     wanted = alone()
     assert all(step.keys() > KINDS for step in wanted)
     for found in run_ranks(layout.world_size, some_steps, layout, schedule, num, timeout_s=60.0):

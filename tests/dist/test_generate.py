@@ -14,7 +14,7 @@ from tests.dist.launch import run_ranks
 from tests.generation import load, random_prompts
 from tests.unit.model.test_parity import FAMILIES, hugging_face_model, hugging_face_name
 
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 12
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0)
 OPTIONS = (
     GenerateOptions(),

@@ -20,6 +20,7 @@ from penstock.model import Parameters, Sequences, cross_entropy_sum
 from penstock.runtime import StepError
 from penstock.runtime.message import Form, Message, MessagePart
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
+from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -160,7 +161,7 @@ def by_hand(model: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 CASES = {
-    "encoder-decoder": [Case(Layout(pp=4)), Case(Layout(pp=4), "zb-h1", "full"), Case(Layout(pp=2), "interleaved")],
+    "encoder-decoder": [Case(Layout(pp=4), "zb-h1", "full"), Case(Layout(pp=2), "interleaved")],
     "vision-language": [Case(Layout(pp=2)), Case(Layout(pp=4), "zb-h1")],
     "mappings": [Case(Layout(pp=4), "zb-h1"), Case(Layout(pp=2), "1f1b", "full"), Case(Layout(pp=2), "zb-v")],
 }
@@ -260,9 +261,9 @@ OUTPUT = "waits for the output of stage 0 for microbatch 1 from rank 0: activati
 GRADIENT = "waits for the gradient of stage 1 for microbatch 1 from rank 1: gradients from rank 1 to rank 0"
 DISAGREEMENTS = [
     Disagreement(rank, words, more_rows, dtype, width)
-    for rank, words in ((1, OUTPUT), (0, GRADIENT))
-    for more_rows, dtype in ((2, torch.float32), (-2, torch.float32), (0, torch.int32))
-    for width in (6, WIDE)
+    for (rank, words), (more_rows, dtype), width in pairs_of(
+        ((1, OUTPUT), (0, GRADIENT)), ((2, torch.float32), (-2, torch.float32), (0, torch.int32)), (6, WIDE)
+    )
 ]
 
 

@@ -18,13 +18,21 @@ TOLERANCE = 1e-10
 # many is run. Layouts of one number of processes run in the same ones, so many at a time.
 ALL = bool(os.environ.get("PENSTOCK_ALL_LAYOUTS"))
 EVERY, AT_A_TIME, LIMIT_S = (1, 12, 1800.0) if ALL else (17, 50, 800.0)
+# Of those, what each two of these layouts' sizes and schedules are together is met in another.
+SHOWN_BY_OTHERS = {
+    (False, Layout(pp=3, cp=2)),
+    (False, Layout(pp=2, dp=2, cp=2)),
+    (False, Layout(pp=4, dp=2)),
+    (True, Layout(pp=4, cp=2)),
+}
 
 
 def by_world() -> dict[str, list[Case]]:
     """The cases that are run together, each such set by its number of processes and its place among these."""
     chosen: dict[int, list[Case]] = defaultdict(list)
     for case in cases(sparse=False)[::EVERY] + cases(sparse=True)[5 * (not ALL) :: EVERY * (1 if ALL else 2)]:
-        chosen[case.layout.world_size].append(case)
+        if ALL or (case.sparse, case.layout) not in SHOWN_BY_OTHERS:
+            chosen[case.layout.world_size].append(case)
     return {
         f"{world_size}-{number}": list(together)
         for world_size, of_world in sorted(chosen.items())

@@ -139,7 +139,6 @@ def by_hand(norm: bool) -> dict[str, Any]:
 LAYOUTS = [
     Case(Layout()),
     Case(Layout(), recompute="full"),
-    Case(Layout(pp=2)),
     Case(Layout(pp=2), "zb-h1", "full"),
     Case(Layout(pp=3), "afab"),
     Case(Layout(pp=2), "zb-v"),

@@ -26,7 +26,7 @@ from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 
-DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=3, num_heads=4, max_length=64)
+DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=2, num_heads=4, max_length=64)
 EXPERTS = ModelConfig(
     vocab_size=96,
     hidden_size=64,
@@ -196,7 +196,7 @@ ON_TWO = [
     Case(Layout(pp=2), "1f1b", options=BF16),
     Case(Layout(pp=2), "1f1b", options={"precision": Precision.BF16_AUTOCAST}),
     Case(Layout(pp=2), "1f1b", TIED, {"optimizer": OptimizerConfig(clip_norm=0.1)}),
-    Case(Layout(pp=2), "afab", options={"recompute": (0, 2)}),
+    Case(Layout(pp=2), "afab", options={"recompute": (0,)}),
     Case(Layout(pp=2), "interleaved"),
     Case(Layout(pp=2), "zb-h1"),
     Case(Layout(pp=2), "zb-h1", options=FULL),
@@ -209,7 +209,7 @@ ON_TWO = [
     Case(Layout(pp=2), "zb-v", EXPERTS, BF16),
 ]
 # Each schedule's way with tapes, each precision, recomputation and experts once.
-FEWER = [case for number, case in enumerate(ON_TWO) if number not in (1, 7, 10, 13, 15)]
+FEWER = [case for number, case in enumerate(ON_TWO) if number not in (1, 2, 7, 10, 12, 13, 15)]
 ZERO = {"optimizer": OptimizerConfig(zero=True)}
 ON_FOUR = [
     Case(Layout(pp=2, dp=2), "zb-h1", options=ZERO),
@@ -223,7 +223,9 @@ ON_FOUR = [
 
 @pytest.mark.shows(139)
 @pytest.mark.parametrize(
-    "cases", [ON_TWO, ON_FOUR] if EVERY else [FEWER, ON_FOUR[:-1]], ids=["two ranks", "four ranks"]
+    "cases",
+    [ON_TWO, ON_FOUR] if EVERY else [FEWER, [case for case in ON_FOUR[:-1] if case.options or case.model is EXPERTS]],
+    ids=["two ranks", "four ranks"],
 )
 def test_rehearsed_bytes_are_those_of_a_real_run(cases: list[Case]) -> None:
     wrong = []

@@ -18,6 +18,7 @@ from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
+from tests.covering import EVERY
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
 
@@ -47,13 +48,14 @@ CHAIN = [
     Link(Layout(dp=2, cp=2, ep=4), zero=True),
     Link(Layout(tp=4)),
 ]
+# The layouts that one with experts does not run through, between two that it does.
 DENSE_CHAIN = [
-    *CHAIN[:5],
+    *CHAIN[: 5 if EVERY else 1],
     Link(Layout(cp=4)),
     Link(Layout(dp=2, tp=2), zero=True),
     Link(Layout(pp=2, cp=2), "zb-v", 2),
     Link(Layout(dp=2, cp=2), zero=True),
-    Link(Layout(tp=4)),
+    *([Link(Layout(tp=4))] if EVERY else []),
 ]
 PIPELINES = [Link(Layout(pp=2), "zb-h1"), Link(Layout(pp=4)), Link(Layout(pp=2), "interleaved", 2)]
 
@@ -117,8 +119,8 @@ def uninterrupted(config: ModelConfig, precision: Precision, num_steps: int) -> 
 
 @pytest.mark.shows(94, 96)
 @pytest.mark.parametrize(("config", "chain"), [(DENSE, DENSE_CHAIN), (SPARSE, CHAIN)], ids=["dense", "experts"])
-def test_a_chain_of_ten_layouts_is_one_run(tmp_path: Path, config: ModelConfig, chain: list[Link]) -> None:
-    assert len({link.layout for link in chain}) == 10 and all(link.layout.world_size == 4 for link in chain)
+def test_a_chain_of_layouts_is_one_run(tmp_path: Path, config: ModelConfig, chain: list[Link]) -> None:
+    assert len({link.layout for link in chain}) == len(chain) and all(link.layout.world_size == 4 for link in chain)
     by_rank = run_ranks(4, walk, chain, config, Precision.FP64, tmp_path, timeout_s=200.0)
     alone = opened(Link(Layout()), config, Precision.FP64)
     resume(alone, checkpoints(alone, tmp_path))

@@ -40,13 +40,16 @@ def config_of(folder: Path, index: int) -> RunConfig:
     parallel, schedule, zero = LAYOUTS[index]
     return RunConfig(
         model=ModelConfig(
-            hidden_size=48, intermediate_size=112, num_layers=4, num_kv_heads=2, tie_embeddings=index % 2 == 0
+            hidden_size=48, intermediate_size=112, num_layers=3, num_kv_heads=2, tie_embeddings=index % 2 == 0
         ),
         data=DataConfig(corpus=str(folder / "text.txt"), sequence_length=16, num_sequences=16, cache=None),
         parallel=replace(parallel, timeout_s=60.0),
         schedule=ScheduleConfig(schedule),
         optimizer=OptimizerConfig(zero=zero),
-        train=TrainConfig(precision=Precision.BF16 if index % 3 == 0 else Precision.FP32, num_microbatches=4),
+        train=TrainConfig(
+            precision=Precision.BF16 if index % 3 == 0 else Precision.FP32,
+            num_microbatches=4 if schedule == "dualpipe" else 2,
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.training.losses import token_cross_entropy
 from penstock.model import decoder_units
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision
+from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 
 CONFIG = ModelConfig(
@@ -31,18 +32,22 @@ class Case:
 
 CASES = {
     2: [
-        Case(Layout(dp=2), Precision.FP32),
         Case(Layout(dp=2), Precision.BF16),
         Case(Layout(dp=2), Precision.FP16),
         Case(Layout(cp=2), Precision.FP32),
     ],
     4: [
-        Case(Layout(pp=2, dp=2), Precision.FP32, "interleaved"),
-        Case(Layout(pp=2, dp=2), Precision.BF16, "zb-h1"),
+        Case(Layout(pp=2, dp=2), Precision.BF16, "interleaved"),
         Case(Layout(pp=2, dp=2), Precision.FP32, "dualpipe"),
         Case(Layout(dp=2, cp=2), Precision.FP64),
     ],
 }
+if EVERY:
+    CASES[2].append(Case(Layout(dp=2), Precision.FP32))
+    CASES[4] += [
+        Case(Layout(pp=2, dp=2), Precision.FP32, "interleaved"),
+        Case(Layout(pp=2, dp=2), Precision.BF16, "zb-h1"),
+    ]
 
 
 def trained(case: Case, zero: bool) -> dict[str, Any]:
