@@ -13,6 +13,7 @@ from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, T
 from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, MARKED_CHATML, SHORTENING, assistant, user
 from tests.hugging_face import make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_renderer")
 GOOD = {"messages": CONVERSATIONS[0]}
 
 
