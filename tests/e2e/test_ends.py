@@ -21,7 +21,7 @@ from penstock.cli.processes.train_worker import TrainLoop
 from penstock.engine.folders.runs import MetricsLog, RunLock
 from penstock.runtime.recovery import EXIT_CODE
 from penstock.settings import RunConfig
-from tests.e2e.training import Ended, Started, has_saved, last_step, wait_until, write_run
+from tests.e2e.training import Ended, Started, has_saved, last_step, run_with_endless_step, wait_until, write_run
 from tests.fork_server import run_without_end
 from tests.hugging_face import make_model
 
@@ -191,29 +191,13 @@ def test_training_ends_at_once_whenever_it_is_stopped_or_loses_a_process(tmp_pat
     assert list(emptied.iterdir()) == []
 
 
-# From its seventh step on a rank takes memory, and nothing else.
-ENDLESS_STEP = """
-import sys
-from penstock.cli.main import main
-from penstock.engine.engine import Engine
-train_batch = Engine.train_batch
-def endless(engine, *args, **named):
-    kept = [b""]
-    while engine.step == 6:
-        kept = [*kept[-9:], bytearray(1 << 20)]
-    return train_batch(engine, *args, **named)
-Engine.train_batch = endless
-sys.exit(main(sys.argv[3:]))
-"""
-
-
 @pytest.mark.parametrize(("pp", "exit_code"), [("1", EXIT_CODE), ("2", 128 + signal.SIGTERM)])
 def test_one_signal_ends_a_step_that_does_not_end_and_the_run_goes_on_from_its_checkpoint(
     tmp_path: Path, pp: str, exit_code: int
 ):
     output, words = tmp_path / "run", [str(write_run(tmp_path, "run", 8)), "--parallel.pp", pp]
     words = [*words, "--parallel.shutdown_timeout_s", "1"]
-    with Started(words, launcher=[*PYTHON, "-c", ENDLESS_STEP]) as started:
+    with Started(words, program=run_with_endless_step) as started:
         wait_until(lambda: last_step(output) == 6 and has_saved(output, 5), started)
         ended = ends_in_time(started, signalled(signal.SIGTERM))
     assert ended.exit_code == exit_code, ended.err

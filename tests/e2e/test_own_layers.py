@@ -1,9 +1,6 @@
 """The README's example with a user's own layers: it runs as shown, and its stages change no bit."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.e2e.scripts import run_ranks_of
@@ -11,16 +8,6 @@ from tests.e2e.scripts import run_ranks_of
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_layers.py"
 LINE = r"step 60: (\d\.\d{3}) nats a byte, gradient norm (\d\.\d{3})\n"
-
-
-def run_by_torchrun(script: Path, num_ranks: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_readme_shows_the_example() -> None:
@@ -31,7 +18,7 @@ def test_the_readme_shows_the_example() -> None:
 
 
 def test_two_stages_learn_what_one_learns(tmp_path: Path) -> None:
-    found = re.fullmatch(LINE, run_by_torchrun(EXAMPLE, 2))
+    found = re.fullmatch(LINE, run_ranks_of(EXAMPLE, 2))
     assert found and float(found[1]) < 3.0
     alone = tmp_path / "own_layers.py"
     text = EXAMPLE.read_text()

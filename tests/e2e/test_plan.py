@@ -7,6 +7,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.settings import read_config
+from tests.e2e.training import CORPUS
 
 CLUSTER = 'host_type = "cpu"\nnum_devices = 2\n'
 RUN = """
@@ -18,7 +19,8 @@ num_layers = 3
 num_heads = 4
 max_length = 64
 [data]
-corpus = "stdlib"
+corpus = "{folder}/corpus.py"
+cache = "{folder}/cache"
 tokenizer = "bytes"
 sequence_length = 64
 num_sequences = 8
@@ -31,13 +33,14 @@ num_microbatches = 8
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path, Path]:
     run, cluster = tmp_path / "run.toml", tmp_path / "two.toml"
+    (tmp_path / "corpus.py").write_text(CORPUS)
     run.write_text(RUN.format(folder=tmp_path))
     cluster.write_text(CLUSTER)
     return run, cluster, tmp_path / "planned.toml"
 
 
 @pytest.mark.shows(144)
-@pytest.mark.parametrize(("num_devices", "wanted"), [(2, ""), (4, "tp2"), (4, "pp2")])
+@pytest.mark.parametrize(("num_devices", "wanted"), [(2, "tp2"), (4, "pp2")])
 def test_a_plans_file_trains_as_it_is(
     files: tuple[Path, Path, Path], num_devices: int, wanted: str, capfd: pytest.CaptureFixture[str]
 ):

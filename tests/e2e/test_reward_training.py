@@ -1,7 +1,9 @@
 """Training a reward model from the command line: TRL's losses, the same bits in stages, and a folder that rates."""
 
+import contextlib
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def words(base: Path, corpus: Path, output: Path, pp: int) -> list[str]:
     return [
         *("--model.pretrained", str(base), "--data.corpus", str(corpus), "--output", str(output)),
-        *("--parallel.pp", str(pp), "--parallel.timeout_s", "60", "--data.cache", "None", "--parallel.device", "cpu"),
+        *("--parallel.pp", str(pp), "--parallel.timeout_s", "60", "--parallel.device", "cpu"),
+        *("--data.cache", str(output.with_name("cache"))),
         *("--train.steps", str(STEPS), "--train.num_microbatches", "2", "--data.num_sequences", "4"),
         *("--data.validation_fraction", "0.25", "--validation.every", "3", "--checkpoint.every", "0"),
         *("--optimizer.learning_rate", str(RATE), "--optimizer.decay", "constant", "--optimizer.weight_decay", "0"),
@@ -98,32 +101,47 @@ def losses_of_trl(base: Path, rows: list[dict[str, Any]], output: Path) -> Itera
         yield float(loss.detach())
 
 
+@pytest.fixture(scope="module")
+def run_of(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run in one process on pairs of a form, which lie beside it."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def train(form: str) -> Path:
+        folder = root / form.replace(" ", "-")
+        if not folder.exists():
+            folder.mkdir()
+            corpus = write(folder / "pairs.jsonl", FORMS[form])
+            with contextlib.redirect_stdout(io.StringIO()) as told:
+                assert main(["train", *words(base, corpus, folder / "run", 1)]) == 0
+            assert "nats a pair" in told.getvalue()
+        return folder / "run"
+
+    return train
+
+
 @pytest.mark.shows(130)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_has_the_losses_of_trl(form: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = write(tmp_path / "pairs.jsonl", FORMS[form])
-    assert main(["train", *words(base, corpus, tmp_path / "run-1", 1)]) == 0
-    assert "nats a pair" in capsys.readouterr().out
-    found = read_metrics(tmp_path / "run-1" / METRICS_FILE)
+def test_a_run_has_the_losses_of_trl(form: str, base: Path, run_of: Callable[[str], Path]) -> None:
+    found = read_metrics(run_of(form) / METRICS_FILE)
     losses = [entry["loss"] for entry in found if "loss" in entry]
-    assert losses == pytest.approx(list(losses_of_trl(base, FORMS[form], tmp_path / "run-1")), abs=CLOSE)
+    assert losses == pytest.approx(list(losses_of_trl(base, FORMS[form], run_of(form))), abs=CLOSE)
     assert losses[-1] < losses[0] - 0.02
     assert len([entry for entry in found if "validation_loss" in entry]) == 2
 
 
 @pytest.mark.shows(130)
-def test_two_stages_train_a_reward_model_to_the_same_bits(base: Path, tmp_path: Path) -> None:
-    corpus = write(tmp_path / "pairs.jsonl", FORMS["messages"])
-    assert main(["train", *words(base, corpus, tmp_path / "run-1", 1)]) == 0
-    ended = run(*words(base, corpus, tmp_path / "run-2", 2))
+def test_two_stages_train_a_reward_model_to_the_same_bits(base: Path, run_of: Callable[[str], Path]) -> None:
+    alone = run_of("messages")
+    ended = run(*words(base, alone.with_name("pairs.jsonl"), alone.with_name("staged"), 2))
     assert ended.exit_code == 0, ended.err
-    assert len(exact_metrics(tmp_path / "run-1")) > STEPS
-    assert exact_metrics(tmp_path / "run-1") == exact_metrics(tmp_path / "run-2")
+    assert len(exact_metrics(alone)) > STEPS
+    assert exact_metrics(alone) == exact_metrics(alone.with_name("staged"))
 
 
-def test_a_trained_reward_model_rates_texts_here_and_in_transformers(base: Path, tmp_path: Path) -> None:
-    corpus, output = write(tmp_path / "pairs.jsonl", FORMS["texts with a prompt"]), tmp_path / "run"
-    assert main(["train", *words(base, corpus, output, 1)]) == 0
+def test_a_trained_reward_model_rates_texts_here_and_in_transformers(
+    base: Path, run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    output = run_of("texts with a prompt")
     texts = write(tmp_path / "texts.jsonl", [{"text": f"the {animal}</s>"} for animal in ANIMALS])
     assert main(["score", str(output), str(texts)]) == 0
     rewards = [json.loads(line)["reward"] for line in (tmp_path / "texts.scores.jsonl").read_text().splitlines()]

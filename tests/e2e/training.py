@@ -102,6 +102,22 @@ def wait_until(condition: Callable[[], bool], started: "Started", limit_s: float
 _ALONE_S = 45
 
 
+def run_with_endless_step(arguments: Sequence[str]) -> int:
+    """`run_command`, whose ranks from their seventh step on take memory, and do nothing else."""
+    from penstock.engine.engine import Engine
+
+    train_batch = Engine.train_batch
+
+    def endless(engine: Engine, *args: Any, **named: Any) -> Any:
+        kept: list[bytes | bytearray] = [b""]
+        while engine.step == 6:
+            kept = [*kept[-9:], bytearray(1 << 20)]
+        return train_batch(engine, *args, **named)
+
+    Engine.train_batch = endless
+    return run_command(arguments)
+
+
 @dataclass(frozen=True)
 class Ended:
     """What has ended, how, and what it wrote; the exit code is None for an agent that had to be ended."""
