@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TRAINED = ("gpt2", "bloom", "mixtral")
 CONTINUED = ("gpt2", "bloom", "mixtral", "gemma2", "falcon", "opt")
 PROMPTS = ((3, 4, 5), (6,), tuple(range(7, 20)))
-NUM_NEW = 16
+NUM_NEW = 8
 
 
 def try_families(rank: int, layout: Layout, schedule: str, folders: dict[str, Path], out: Path) -> dict[str, Any]:
