@@ -8,7 +8,7 @@ import pytest
 
 from penstock.schedule import Costs, Op, Placement, PlacementKind, Schedule, build, flatten, lower, simulate, verify
 from penstock.schedule.search import bound
-from tests.covering import pairs_of
+from tests.covering import EVERY, pairs_of
 from tests.schedule.families import NAMES, lowered
 
 # Table 5 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241) with the times of its table 9: microbatches, times of
@@ -86,7 +86,7 @@ def test_the_published_search_is_reached_within_its_memory(row: tuple[float, ...
     costs = Costs(forward, backward_input, backward_weight, transfer, weight_memory_share=share)
     work = microbatches * (forward + backward_input + backward_weight)
     for limit, bubble in zip((8, 16), published, strict=True):
-        span = checked_span(searched(8, int(microbatches), costs=costs, limit=limit), costs, limit)
+        span = checked_span(searched(8, int(microbatches), costs=costs, limit=limit, effort=0.4), costs, limit)
         assert round(1 - work / span, 4) <= bubble
 
 
@@ -102,14 +102,14 @@ def test_the_published_search_at_p_microbatches_is_proved_to_be_the_best(row: tu
 @pytest.mark.parametrize(("ranks", "microbatches", "limit", "span"), PUBLISHED_V)
 def test_v_schedules_are_found_at_their_memory(ranks: int, microbatches: int, limit: float, span: float):
     costs = Costs(2, 2, 2)
-    found = searched(ranks, microbatches, 2, costs=costs, limit=limit, placement="v")
+    found = searched(ranks, microbatches, 2, costs=costs, limit=limit, placement="v", effort=0.4)
     assert checked_span(found, costs, limit) <= span
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_at_1f1b_memory_no_schedule_is_shorter(ranks: int):
     """With equal times the bound is reached: so is ZB-H1's span, by the bound's proof the least there is."""
-    for microbatches in (*range(1, 26), 33):
+    for microbatches in range(1, 26) if EVERY else (1, 2, 3, 5, 8, 9, 13, 16, 25):
         schedule = build("auto", ranks=ranks, microbatches=microbatches)
         span = checked_span(schedule, Costs(), ranks)
         assert span == pytest.approx(bound(schedule.placement, microbatches, Costs(), ranks), rel=1e-12)
@@ -128,7 +128,7 @@ def random_costs(random: Random, num_stages: int, *, unequal: bool) -> Costs:
 
 
 SIZES = pairs_of(
-    [("loop", 1), ("loop", 2), ("loop", 3), ("v", 1), ("v", 2), ("v", 4)], (1, 2, 3, 6), range(4), range(4)
+    [("loop", 1), ("loop", 2), ("loop", 3), ("v", 1), ("v", 2), ("v", 4)], (1, 2, 3, 5), range(4), range(4)
 )
 
 
@@ -139,7 +139,7 @@ def test_every_size_and_limit_is_legal_and_within_memory(kind: str, stages_per_r
         microbatches = (1, 2, ranks, 2 * ranks + 1)[number]
         limit = (1, 1.5, ranks / 2 + 1, 2.0 * ranks)[other]
         costs = random_costs(random, ranks * stages_per_rank, unequal=random.random() < 0.5)
-        found = searched(ranks, microbatches, stages_per_rank, costs=costs, limit=limit, placement=kind, effort=0.02)
+        found = searched(ranks, microbatches, stages_per_rank, costs=costs, limit=limit, placement=kind, effort=0.01)
         checked_span(found, costs, limit)
 
 
@@ -167,7 +167,7 @@ def test_many_microbatches_have_the_bubble_of_few():
         costs = Costs(18.5, 18.1, 9.3, 0.6, weight_memory_share=0.37)
         few, many = (
             checked_span(searched(8, microbatches, costs=costs, limit=limit), costs, limit) - microbatches * 45.9
-            for microbatches in (40, 640)
+            for microbatches in (40, 320)
         )
         assert many <= few * 1.001 + 1e-6
 

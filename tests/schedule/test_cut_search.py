@@ -26,6 +26,7 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.search.cut import even_cuts
+from tests.covering import EVERY
 
 # Milliseconds of F, I and W, and megabytes kept, of the units of a decoder of 8 layers with a head that is no whole
 # number of halves of layers, as measured on two cores.
@@ -75,7 +76,7 @@ def peaks(schedule: Schedule, costs: Costs) -> list[float]:
 def test_the_order_for_a_whole_step_is_proved_shorter_and_within_what_its_stages_keep(kind, ranks, laps, microbatches):
     random, placement = Random(ranks), Placement(kind, ranks, laps)
     units = [[random.uniform(1.0, 3.0) for _ in range(4)] for _ in range(placement.num_stages)]
-    for share in (0.4, 1.0):
+    for share in (0.4, 1.0) if EVERY else (0.4 if kind is V else 1.0,):
         costs = costs_of(units, share)
         found = searched(placement, microbatches, costs, ranks)
         program = lower(found)
@@ -102,9 +103,9 @@ def test_memory_for_one_microbatch_is_enough():
 
 def test_three_stages_a_rank_are_shorter_than_the_v_that_is_as_even_as_can_be_within_1f1bs_bytes():
     units, placement = costs_of(DECODER), Placement(LOOP, 2, 3)
-    found = search_cut(units, placement, 8, effort=0.3)
+    found = search_cut(units, placement, 8, effort=0.1)
     costs = costs_of_cut(units, found.cut)
-    own = searched(placement, 8, costs, found.max_live_microbatches, effort=0.3)
+    own = searched(placement, 8, costs, found.max_live_microbatches, effort=0.1)
     verify(lower(own))
     assert simulate(lower(own), costs).makespan == found.makespan
     rival = Placement(V, 2, 2)

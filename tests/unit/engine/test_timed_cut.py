@@ -105,6 +105,7 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     chance = random.Random(1)
     times = Costs(*zip(*([chance.uniform(1.0, 5.0) for _ in range(3)] for _ in range(10)), strict=True))  # type: ignore[arg-type]
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
+    monkeypatch.setattr(order_search, "_NUM_ACTIONS", 200_000)
     config = check_run(from_dict(settings(tmp_path, measure=True, placement="v")))
     plan = dry_run.plan_run(config, RunData.load(config))
     sizes = [len(stage.units) for stage in plan.stages]

@@ -14,7 +14,7 @@ from penstock.settings import Layout
 
 def plan_of(model: str, devices: int, sequences: int, host: str = "h100") -> planner.Plan:
     workload = planner.Workload(planner.published_model(model), 4096, sequences)
-    return planner.plan(workload, planner.Cluster.named(host, devices))
+    return planner.plan(workload, planner.Cluster.named(host, devices), effort=0.3)
 
 
 def test_the_same_arguments_give_the_same_plan_within_memory():
@@ -41,9 +41,8 @@ def test_layouts_fill_the_devices_and_share_the_model_evenly():
 
 @pytest.mark.shows(146)
 def test_a_model_that_fits_nowhere_says_what_would_be_needed():
-    with pytest.raises(planner.NothingFits, match=r"no layout of 8 devices fits: the least that one needs is .* GiB"):
-        plan_of("llama3-405b", 8, 8)
-    with pytest.raises(planner.NothingFits, match=r"; 112 devices would do"):
+    told = r"no layout of 8 devices fits: the least that one needs is .* GiB.*; 112 devices would do"
+    with pytest.raises(planner.NothingFits, match=told):
         plan_of("llama3-405b", 8, 8)
     # So many do: a layout of theirs fits.
     workload, cluster = (
@@ -63,7 +62,9 @@ def test_slower_links_cost_layouts_that_use_them():
     workload = planner.Workload(planner.published_model("llama3-8b"), 4096, 32)
     fast = planner.Cluster.named("h100", 8)
     slow = planner.Cluster(**{**vars(fast), "host": planner.DeviceLink(1e9, 1e-4)})
-    shared = next(one.candidate for one in planner.plan(workload, fast).tried if one.candidate.layout.tp == 2)
+    shared = next(
+        one.candidate for one in planner.plan(workload, fast, effort=0.1).tried if one.candidate.layout.tp == 2
+    )
     before, after = (planner.estimate(workload, shared, cluster, planner.Constants()) for cluster in (fast, slow))
     assert after.parts_s["tp"] > 50 * before.parts_s["tp"]
     assert "tp" in planner.comparison(before, after)[3]

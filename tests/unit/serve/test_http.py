@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -99,6 +100,7 @@ def test_a_template_without_end_is_refused_while_others_are_answered(serve: Serv
     while any(chat.is_alive() for chat in chats):
         assert ask(port, "GET", "/health")[0] == 200
         num_healthy += not answers
+        time.sleep(0.05)
     for chat in chats:
         chat.join()
     assert num_healthy > 1
