@@ -1,15 +1,22 @@
 """The demo, with a small model and few steps, prints what docs/start.md shows; its tokens make indentation cheap."""
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools import demo
 
 from penstock.data.tokenizer import load_tokenizer
 from tests.e2e.pages import ROOT, agrees, blocks_of
+from tests.e2e.scripts import in_folder
 from tests.e2e.training import CORPUS
+from tests.fork_server import Forked, run_command
 
 TOKENS = "examples/python_tokenizer"
 FIRST = "--- prompt 0 ---\n"
@@ -49,6 +56,27 @@ hold = Hold()
 """
 
 
+class Command(Forked):
+    """A command of the demo; what it writes is printed at its end."""
+
+    def __init__(self, words: Sequence[str], cwd: Path) -> None:
+        assert words[0] == str(demo.PENSTOCK)
+        super().__init__(in_folder, cwd, run_command, words[1:], environ=os.environ)
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self) -> None:
+        print(self.communicate()[0], end="", flush=True)
+
+
+def run(words: Sequence[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+    process = Command(words, cwd)
+    process.wait()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(words, process.returncode)
+
+
 def without_numbers(text: str) -> str:
     return re.sub(r" *\d[\d,.:]*%?", " #", text)
 
@@ -66,6 +94,7 @@ def test_the_demo_prints_what_the_readme_shows(
     (tmp_path / "corpus.py").write_text(CORPUS)
     shutil.copytree(ROOT / TOKENS, tmp_path / TOKENS)
     monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=Command, run=run))
     assert demo.main() == 0
     printed = capfd.readouterr().out
     (shown,) = [block.text for block in blocks_of(ROOT / "docs/start.md") if block.text.startswith("1. Train")]

@@ -114,7 +114,7 @@ def run_with_endless_step(arguments: Sequence[str]) -> int:
             kept = [*kept[-9:], bytearray(1 << 20)]
         return train_batch(engine, *args, **named)
 
-    Engine.train_batch = endless
+    Engine.train_batch = endless  # type: ignore[method-assign]
     return run_command(arguments)
 
 
