@@ -56,11 +56,11 @@ def test_fine_tuning_reaches_the_losses_of_a_plain_loop(tmp_path: Path) -> None:
     base, output = tmp_path / "base", tmp_path / "out"
     make_model("llama", vocab_size=300).save_pretrained(base)
     make_tokenizer(base, chat_template=LLAMA3)
-    corpus = write(tmp_path / "chat.jsonl", range(8))
+    corpus, validation = write(tmp_path / "chat.jsonl", range(6)), write(tmp_path / "eval.jsonl", range(6, 8))
     ended = run(
         *("--model.pretrained", str(base), "--data.corpus", corpus),
         *("--output", str(output), "--parallel.pp", "2", "--parallel.timeout_s", "60"),
-        *("--data.cache", str(tmp_path / "cache"), "--data.validation_fraction", "0.25"),
+        *("--data.cache", str(tmp_path / "cache"), "--data.validation_corpus", validation),
         *("--train.steps", str(STEPS), "--train.num_microbatches", "4", "--log.timeline", "false"),
         *("--optimizer.learning_rate", str(RATE), "--optimizer.decay", "constant", "--optimizer.weight_decay", "0"),
         *("--validation.every", "5", "--checkpoint.every", "0", "--log.tensorboard", "false"),
