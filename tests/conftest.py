@@ -2,9 +2,7 @@
 
 import gc
 import os
-import sys
 from collections.abc import Generator
-from pathlib import Path
 
 # Set before torch is first imported, here and in the processes the tests start: sums must not depend on how many
 # cores the machine has, and several ranks share them.
@@ -12,7 +10,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import pytest
-from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from tests.covering import EVERY
@@ -29,19 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Shown(config), "shown")
         if EVERY:
             config.pluginmanager.register(Subjects(), "subjects")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rewrite the assertions of this process's share of the files, so that not each of several rewrites them all."""
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None or sys.dont_write_bytecode:
-        return
-    files = sorted(Path(__file__).parent.rglob("test_*.py"))
-    for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
-        cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
-        if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(file, cached) is None:
-            found, code = rewrite._rewrite_test(file, session.config)
-            rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, found, cached)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
