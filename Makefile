@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole subjects compiled lint bench promises mutants late \
+.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -22,14 +22,16 @@ setup: .venv/tested
 	$(call install,.[dev])
 	@touch .venv/installed $@
 
-# Packages are compiled here, on all cores: where Python may write no bytecode, each of a run's processes would do it.
-# A third of what they bring nobody imports: their own tests, and the models of transformers but for a few. Some modules
-# are written for newer versions of Python, and cannot be compiled.
+# Reading the tests compiles them and what they import, a third of what is installed: once, where each process of a run
+# would do it for itself.
+.venv/compiled: .venv/tested
+	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true
+	@touch $@
+
 define install
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Penstock needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
-	$(BIN)/python -m compileall -q -q -j 0 -x '/(tests|transformers/models)/' .venv/lib || true
 endef
 
 demo: install
@@ -39,23 +41,23 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-# Checking types keeps one core busy and waits for no other; beside the tests it fills what they leave idle.
 test: setup
-	$(MAKE) --jobs 2 lint pytest
+	$(BIN)/ruff check .
+	$(MAKE) pytest
 
 # In the order of folders the tests of many processes come first and the short ones fill up the end. Four at a time,
 # for two cores: those of many processes spend half of their time waiting for each other.
-pytest: compiled
+pytest: .venv/compiled
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 	@$(BIN)/python tools/promises.py --check
 
 # The same with every case of a product, of which the tests otherwise take as many as show each pair once.
-pytest-whole: compiled
+pytest-whole: .venv/compiled
 	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Those of the site, the browser and clusters, which else run only when what they are about has changed; those that pass
 # are noted in tests/subjects.json, which belongs into the commit.
-subjects: compiled
+subjects: .venv/compiled
 	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m subject
 
 # What needs a GPU, with a report to send (gpu-report.md); ARGS="--out PATH" names another file.
@@ -76,12 +78,8 @@ QUICK := tests/test_imports.py tests/test_structure.py \
 	tests/unit/engine/test_checkpoint.py tests/benchmarks tests/unit/cli tests/unit/serve tests/dist/test_transport.py \
 	tests/e2e/test_cli_schedule.py tests/e2e/test_schedule_files.py
 
-quick: compiled
+quick: .venv/compiled
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile $(QUICK)
-
-# Each process that a test starts would compile the package for itself.
-compiled: setup
-	@$(BIN)/python -m compileall -q -j 0 src tests
 
 # All that need no slow link, no server and no GPU, with their defaults. python -m benchmarks lists all.
 BENCHMARKS := schedules train overhead failures split scale balance generate
@@ -114,7 +112,7 @@ endurance: setup
 	$(BIN)/python tools/endurance.py $(ARGS)
 
 # The tests beside busy loops, with random delays in each thread of ours; ARGS="--loops 4 --seed 1 tests/dist" chooses.
-test-loaded: compiled
+test-loaded: .venv/compiled
 	$(BIN)/python tools/loaded.py $(ARGS)
 
 # The documentation site, into build/site. Its playground needs a server: python -m http.server -d build/site

@@ -50,14 +50,14 @@ def test_a_tensor_that_each_step_leaves_behind_is_found(engine: Engine, monkeypa
         return train_batch(*args, **named)
 
     monkeypatch.setattr(Engine, "train_batch", leaky)
-    samples = endurance.over(endurance.trains(engine), lambda number: number < 40, 4)
+    samples = endurance.over(endurance.trains(engine), lambda number: number < 24, 4)
     assert "tensors grew" in str(endurance.growth(samples))
 
 
 @pytest.mark.parametrize("leak", [lambda: [[]], lambda: open("/dev/null")])  # noqa: SIM115
 def test_other_things_that_are_left_behind_are_found(leak: Any) -> None:
     kept: list[Any] = []
-    assert endurance.growth(endurance.over(lambda _: kept.append(leak()), lambda number: number < 400, 20)) is not None
+    assert endurance.growth(endurance.over(lambda _: kept.append(leak()), lambda number: number < 400, 40)) is not None
     for one in kept:
         if hasattr(one, "close"):
             one.close()

@@ -183,7 +183,7 @@ def peaks_of(rank: int, gathers_first: bool) -> list[tuple[int, int, int]]:
         (Layout(tp=2, ranks=FIRST), Layout(pp=2, ranks=LAST)),
         (Layout(pp=2, ranks=LAST), Layout(tp=2, ranks=ALL[:2])),
     ]
-    for source_layout, target_layout in sides:
+    for source_layout, target_layout in sides[:1] if gathers_first else sides:
         source, target = pair_of(source_layout, target_layout, Model((), (), WIDE))
         source.send_weights(target)
         tensors = {name: t for engine in (source, target) if engine.is_here for name, t in engine.parameters().items()}

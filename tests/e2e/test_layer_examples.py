@@ -15,13 +15,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_an_example_learns_in_stages_what_it_learns_in_one_process(
     name: str, num_ranks: int, bound: float, tmp_path: Path
 ) -> None:
-    path = EXAMPLES / f"{name}.py"
+    path, few, shown = EXAMPLES / f"{name}.py", 20, dict[str, str]()
     text = path.read_text()
     assert len(text.splitlines()) <= 100
-    shown = run_ranks_of(path, num_ranks)
-    found = re.fullmatch(r"step 80: (\d\.\d{4}) nats a \w+, gradient norm \d+\.\d{4}\n", shown)
+    of_one = text.replace(f"Layout(pp={num_ranks})", "Layout()")
+    assert of_one != text and "range(80)" in text
+    for kind, script, ranks in (
+        ("stages", text.replace("range(80)", f"range({few})"), num_ranks),
+        ("one process", of_one.replace("range(80)", f"range({few})"), 1),
+        ("to the end", of_one, 1),
+    ):
+        (file := tmp_path / path.name).write_text(script)
+        shown[kind] = run_ranks_of(file, ranks)
+    assert shown["stages"] == shown["one process"] != ""
+    found = re.fullmatch(r"step 80: (\d\.\d{4}) nats a \w+, gradient norm \d+\.\d{4}\n", shown["to the end"])
     assert found and float(found[1]) < bound, shown
-    assert f"Layout(pp={num_ranks})" in text
-    alone = tmp_path / path.name
-    alone.write_text(text.replace(f"Layout(pp={num_ranks})", "Layout()"))
-    assert run_ranks_of(alone, 1) == shown
