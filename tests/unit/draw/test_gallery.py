@@ -11,6 +11,13 @@ from penstock.schedule.actions import parts
 from penstock.settings import read_config
 
 DOCS = Path(__file__).parents[3] / "docs"
+pytestmark = pytest.mark.subject(
+    "docs/*.*",
+    "docs/gallery/*",
+    "tools/gallery.py",
+    "examples/tiny.toml",
+    *(f"src/penstock/{room}/**/*.*" for room in ("io", "settings", "schedule", "planner", "draw")),
+)
 
 
 @pytest.fixture(scope="module")
