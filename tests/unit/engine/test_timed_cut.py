@@ -130,8 +130,8 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
     monkeypatch.setattr(cut_search, "_TRIALS", ((6, 0.1), (2, 0.2)))
     # Both sides search as briefly: here it counts that they search for the same.
-    monkeypatch.setattr(order_search, "_NUM_ACTIONS", 600_000)
-    monkeypatch.setattr(order_search, "_NUM_ACTIONS_OF_STEP", 900_000)
+    monkeypatch.setattr(order_search, "_NUM_ACTIONS", 800_000)
+    monkeypatch.setattr(order_search, "_NUM_ACTIONS_OF_STEP", 1_200_000)
     of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
     config = check_run(from_dict(settings(tmp_path, **of_schedule)))
     data = RunData.load(config)
