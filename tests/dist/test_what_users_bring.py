@@ -1,0 +1,262 @@
+"""What users bring trains as in a plain loop of torch, bit for bit in one, two and three stages, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Engine, EngineOptions, Layout, MicroBatchSpec, OptimizerConfig, PackedBatch, Precision
+from penstock.data import split
+from penstock.model import Randomness
+from tests.dist.launch import run_outcomes, run_ranks
+from tests.dist.what_users_bring import CASES, WIDTH, Case
+
+WORLDS = (1, 2, 3)
+SPLIT = MicroBatchSpec(num=4)
+# Cases that are not yet as they should be, each with what is wrong.
+_PROBED = "layers run on fake tensors"
+_IN_PLACE = "a stage's input is a leaf"
+_DEFERRED = "a later stage drops the gradient of a weight that a linear layer computes or hooks"
+_DTYPE = "parameters are cast to the run's precision"
+FAULTS = {
+    "ActNorm with a Python flag": _PROBED,
+    "a counter of calls": _PROBED,
+    "rotary tables made on first use": _PROBED,
+    "a tensor in a plain attribute": _PROBED,
+    "a recurrent state in a plain attribute": _PROBED,
+    "a queue of tensors in a list": _PROBED,
+    "experts whose balancing loss travels beside the tokens": "layers that fake tensors cannot run give one tensor",
+    "weight norm, old": _DEFERRED,
+    "spectral norm, old": _DEFERRED,
+    "pruned weights": _DEFERRED,
+    "a linear layer called with another weight": _DEFERRED,
+    "hooks on parameters' gradients": _DEFERRED,
+    "hooks after gradients are accumulated": _DEFERRED,
+    "hooks on gradients with a split backward": _DEFERRED,
+    "complex parameters": _DTYPE,
+    "a layer in fp64": _DTYPE,
+    "a layer in bf16": _DTYPE,
+    "activations in place": _IN_PLACE,
+    "a residual added in place": _IN_PLACE,
+    "an input scaled in place": _IN_PLACE,
+    "tokens changed in place": "microbatches share a version counter",
+    "the embedding's weight by way of a list": "another stage's weight is read as it was at the start",
+    "transposed and expanded views between layers": "the last bit depends on the cut",
+    "the gradient of an energy as a layer": "the last bit depends on the cut",
+    "a layer that detaches its input": "a middle stage has no gradient to send",
+    "a backbone under no_grad": "a middle stage has no gradient to send",
+    "LayerDrop by Python's numbers": "Python's random numbers are each rank's own",
+    "None between layers": "the sentence does not name None",
+}
+
+
+# ---- the plain loop
+
+
+def plain(case: Case) -> dict[str, Any]:
+    """Each step's loss and the final state in a loop of torch alone."""
+    torch.manual_seed(0)
+    layers, loss_fn, edit = case.layers(), case.loss(), case.between()
+    ties = untied(layers)
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    if isinstance(loss_fn, nn.Module):
+        model["loss"] = loss_fn
+    masters = Masters(model, {id(other) for _, others in ties for other in others})
+    optimizer = case.optimizer(case.groups(masters.named))
+    scheduler = case.scheduler(optimizer) if case.scheduler else None
+    losses: list[float] = []
+    for step in range(case.num_steps):
+        microbatches = split(case.batch(step), SPLIT).microbatches
+        weight = sum(case.weight(m) for m in microbatches)
+        total = torch.zeros(())
+        for number, microbatch in enumerate(microbatches):
+            random = Randomness(0, step, 0, number, torch.device("cpu"))
+            with torch.autocast("cpu", torch.bfloat16, case.precision == "bf16-autocast"):
+                loss = loss_fn(output(layers, microbatch, random), microbatch)
+            loss = (loss[0] if isinstance(loss, tuple) else loss) / weight
+            loss.backward()
+            masters.collect()
+            total = total + loss.detach()
+        for owner, others in ties:
+            owner.grad = sum_of([*(other.grad for other in others), owner.grad])
+        masters.step(optimizer)
+        for owner, others in ties:
+            for other in others:
+                other.grad = None
+                other.data.copy_(owner.data)
+        if scheduler:
+            scheduler.step()
+        edit(dict(model.named_parameters()), step)
+        losses.append(float(total))
+    return {"losses": losses, "state": dict(model.state_dict())}
+
+
+def output(layers: Sequence[nn.Module], microbatch: PackedBatch, random: Randomness) -> Any:
+    """What the last layer gives; each layer draws from a seed of its own."""
+    x: Any = microbatch["tokens"]
+    for i, layer in enumerate(layers):
+        random.begin(f"layers.{i}")
+        asked = set(signature(layer.forward).parameters) & set(microbatch.keys)
+        beside = {name: microbatch[name] for name in asked - {"tokens"}}
+        if isinstance(x, Mapping):
+            x = layer(**x, **beside)
+        else:
+            x = layer(*(x if isinstance(x, tuple) else (x,)), **beside)
+    return x
+
+
+def untied(layers: list[nn.Module]) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
+    """Weights that several layers hold, with the copies that take their places in all layers but the first.
+
+    Each layer's gradients are summed over the microbatches, and then the sums are added.
+    """
+    found: dict[int, tuple[nn.Parameter, list[nn.Parameter]]] = {}
+    for i, layer in enumerate(layers):
+        own = list(layer.parameters())
+        if any(id(p) in found for p in own):
+            layers[i] = copy.deepcopy(layer)
+            for p, other in zip(own, layers[i].parameters()):
+                if id(p) in found:
+                    found[id(p)][1].append(other)
+        found = {id(p): (p, []) for p in own} | found
+    return [(owner, others) for owner, others in found.values() if others]
+
+
+def sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
+    """The sum in the order given."""
+    total = torch.zeros(())
+    for gradient in gradients:
+        assert gradient is not None
+        total = total + gradient
+    return total
+
+
+class Masters:
+    """Parameters of 16 bits are stepped through fp32 copies, with gradients added up in fp32; others as they are."""
+
+    def __init__(self, model: nn.Module, copies: set[int]) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in copies}
+        self.pairs = [
+            (p, nn.Parameter(p.detach().float())) for p in trained.values() if p.dtype in (torch.bfloat16, torch.half)
+        ]
+        by_parameter = {id(p): master for p, master in self.pairs}
+        self.named = {name: by_parameter.get(id(p), p) for name, p in trained.items()}
+
+    def collect(self) -> None:
+        for parameter, master in self.pairs:
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, master in self.pairs:
+                parameter.copy_(master)
+
+
+# ---- the engine
+
+
+def engine(case: Case, world: int) -> dict[str, Any]:
+    """The same by the engine, in as many stages as ranks."""
+    torch.manual_seed(0)
+    layers, loss_fn, edit = case.layers(), case.loss(), case.between()
+    config = (
+        case.config()
+        if case.config
+        else OptimizerConfig(factory=case.optimizer, scheduler=case.scheduler, clip_norm=0.0)
+    )
+    options = EngineOptions(
+        optimizer=config,
+        precision=Precision(case.precision),
+        device="cpu",
+        timeout_s=20.0,
+        **case.options,
+    )
+    made = Engine.from_layers(layers, WIDTH, Layout(pp=world), options)
+    try:
+        losses = []
+        for step in range(case.num_steps):
+            losses.append(made.train_batch(case.batch(step), loss_fn, case.weight, micro_batches=SPLIT).loss)
+            edit(made.parameters(), step)
+        return {"losses": losses, "state": copied({**made.parameters(), **made.buffers()})}
+    finally:
+        made.close()
+        made.grid.close()
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def run(rank: int, world: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What became of each of the cases on this rank."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        try:
+            found[name] = engine(CASES[name], world)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_world() -> dict[int, list[dict[str, dict[str, Any]]]]:
+    """What became of all cases in as many stages, by rank."""
+    return {world: run_ranks(world, run, world, [name for name in CASES if name not in FAULTS]) for world in WORLDS}
+
+
+@pytest.fixture(scope="module")
+def faults_by_world() -> dict[int, list[dict[str, dict[str, Any]]]]:
+    """The same for cases with faults, which may end their ranks."""
+    found = {}
+    for world in WORLDS:
+        outcomes = run_outcomes(world, run, world, list(FAULTS), stop_at_failure=True)
+        found[world] = [one.value or {name: {"error": one.error} for name in FAULTS} for one in outcomes]
+    return found
+
+
+def differences(found: list[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
+    """What differs from the plain loop, in words."""
+    losses = [one["losses"] for one in found]
+    text = [f"loss {one} for {expected['losses']}" for one in losses if one != expected["losses"]][:1]
+    state = {name: value for one in found for name, value in one["state"].items()}
+    text += [f"no {name}" for name in expected["state"].keys() - state.keys()]
+    for name, value in state.items():
+        if name not in expected["state"]:
+            text.append(f"unknown {name}")
+        elif value.dtype != (other := expected["state"][name]).dtype:
+            text.append(f"{name} is {value.dtype} for {other.dtype}")
+        elif not torch.equal(value, other):
+            text.append(f"{name} is off by {(value - other).abs().max():.1e}")
+    return text
+
+
+def marked(name: str) -> Any:
+    marks = [pytest.mark.xfail(strict=True, reason=FAULTS[name])] if name in FAULTS else []
+    return pytest.param(name, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_what_users_bring_trains_bit_for_bit_as_in_a_plain_loop_or_is_refused(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    case = CASES[name]
+    for world, ranks in request.getfixturevalue("faults_by_world" if name in FAULTS else "by_world").items():
+        found = [rank[name] for rank in ranks]
+        errors = [one["error"] for one in found if "error" in one]
+        if case.refused and world >= case.refused_from:
+            assert len(errors) == world and any(case.refused in error for error in errors), (world, errors)
+        else:
+            assert not errors, (world, errors, *(one.get("traceback") for one in found))
+            assert not (different := differences(found, plain(case))), (world, different)

@@ -1,0 +1,1088 @@
+"""Layers, losses and optimizers as users bring them, each a case of `test_what_users_bring.py`.
+
+A case holds calls alone: each run makes all of it anew, so that nothing made by one is there in another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import (
+    OptimizerConfig,
+    PackedBatch,
+    num_loss_tokens,
+    token_cross_entropy,
+)
+
+WIDTH, VOCAB, LENGTH = 8, 16, 9
+Factory = Callable[[Any], torch.optim.Optimizer]
+Edit = Callable[[Mapping[str, Tensor], int], None]
+
+
+def documents(step: int) -> PackedBatch:
+    """Eight documents of nine tokens: 64 targets, by which a division is exact."""
+    generator = torch.Generator().manual_seed(step)
+    return PackedBatch.from_documents([torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(8)])
+
+
+def unequal(step: int) -> PackedBatch:
+    """Eight documents of unequal lengths, with 64 targets."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = (5, 3, 12, 9, 14, 6, 10, 13)
+    return PackedBatch.from_documents([torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a user brings."""
+
+    layers: Callable[[], list[nn.Module]]
+    loss: Callable[[], Callable[..., Any]] = lambda: token_cross_entropy
+    weight: Callable[[PackedBatch], float] = num_loss_tokens
+    optimizer: Factory = partial(torch.optim.SGD, lr=0.1)
+    #: the settings that hold the factory, where a plain one does not do
+    config: Callable[[], OptimizerConfig] | None = None
+    #: what torch's optimizer is given, from the parameters by name
+    groups: Callable[[dict[str, nn.Parameter]], list[Any]] = lambda named: list(named.values())
+    scheduler: Callable[[Any], Any] | None = None
+    batch: Callable[[int], PackedBatch] = documents
+    precision: str = "fp32"
+    num_steps: int = 3
+    #: what the user does with the parameters between steps
+    between: Callable[[], Edit] = lambda: lambda parameters, step: None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: words of the sentence that refuses it, "" where it trains, in at least so many stages
+    refused: str = ""
+    refused_from: int = 1
+    #: the metrics that the loss reports are compared too
+    reports: bool = False
+
+
+CASES: dict[str, Case] = {}
+
+Make = Callable[[], nn.Module]
+
+
+def model(*middle: Make) -> Callable[[], list[nn.Module]]:
+    """Calls that make an embedding, the layers in the middle, and a head."""
+    return lambda: [embedding(), *(make() for make in middle), head()]
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(VOCAB, WIDTH)
+
+
+def head() -> nn.Module:
+    return nn.Linear(WIDTH, VOCAB)
+
+
+def square() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """[T, W] -> [sequences, LENGTH, W]."""
+    return x.view(-1, LENGTH, x.shape[-1])
+
+
+class Block(nn.Module):
+    """A residual block of two linear layers, for others to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+# ---- layers: state of their own
+
+
+class ActNorm(nn.Module):
+    """Scales and shifts that the first microbatch sets, as a flag of Python's remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.initialized: Any = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialized:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+            self.mark()
+        return (x + self.shift) * self.scale
+
+    def mark(self) -> None:
+        self.initialized = True
+
+
+class ActNormBuffer(ActNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.initialized
+        self.register_buffer("initialized", torch.tensor(False))
+
+    def mark(self) -> None:
+        self.initialized.fill_(True)
+
+
+CASES["ActNorm with a Python flag"] = Case(model(ActNorm, square, ActNorm))
+CASES["ActNorm with a flag in a buffer"] = Case(model(ActNormBuffer, square, ActNormBuffer))
+
+
+class RunningMean(nn.Module):
+    """Takes away a running mean, which it keeps in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+class AssignedMean(RunningMean):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Warming(nn.Module):
+    """A scale by a number of calls that a buffer counts and no checkpoint keeps."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (self.calls / 12).clamp(max=1)
+
+
+CASES["a running mean in a buffer"] = Case(model(RunningMean, square, RunningMean))
+CASES["a running mean that is assigned anew"] = Case(model(AssignedMean, square, AssignedMean))
+CASES["a counting buffer that is not persistent"] = Case(model(Warming, Warming, Warming))
+CASES["BatchNorm1d and GroupNorm"] = Case(
+    model(lambda: nn.BatchNorm1d(WIDTH), square, lambda: nn.GroupNorm(2, WIDTH)), batch=unequal
+)
+
+
+class Counted(nn.Module):
+    """A scale that grows with the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = square(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + 0.01 * self.calls)
+
+
+class Rotary(nn.Module):
+    """Attention whose tables are made when they are first needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), square()
+        self.table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table[0]) < len(x):
+            angles = torch.outer(torch.arange(len(x)), 0.1 ** torch.arange(WIDTH // 2))
+            self.table = angles.cos(), angles.sin()
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k = (self.turned(one, *(table[: len(x)] for table in self.table)) for one in (q, k))
+        return x + self.out(F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0])
+
+    @staticmethod
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+
+class PlainTensor(nn.Module):
+    """A tensor in a plain attribute, which each call moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.ema = square(), torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ema = 0.9 * self.ema + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.ema)
+
+
+class Cached(nn.Module):
+    """Positions from a table that lru_cache keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+        @lru_cache
+        def table(length: int) -> Tensor:
+            return torch.sin(torch.arange(length)[:, None] / 2.0 ** torch.arange(WIDTH))
+
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table(len(x))
+
+
+class Recurrent(nn.Module):
+    """A GRU that begins where the microbatch before it ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.gru(x[:, None], self.state)
+        self.state = state.detach()
+        return out[:, 0]
+
+
+class MaskDictionary(nn.Module):
+    """Attention with masks by length in a dictionary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.masks = nn.MultiheadAttention(WIDTH, 2, batch_first=True), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        if n not in self.masks:
+            self.masks[n] = torch.full((n, n), float("-inf")).triu(1)
+        rows = x[None]
+        return x + self.attention(rows, rows, rows, attn_mask=self.masks[n], need_weights=False)[0][0]
+
+
+CASES["a counter of calls"] = Case(model(Counted, Counted, Counted))
+CASES["rotary tables made on first use"] = Case(model(Rotary, Rotary, Rotary))
+CASES["a tensor in a plain attribute"] = Case(model(PlainTensor, PlainTensor, PlainTensor))
+CASES["a table in an lru_cache"] = Case(model(Cached, Cached, Cached))
+CASES["a recurrent state in a plain attribute"] = Case(model(Recurrent, Recurrent, Recurrent))
+CASES["masks in a dictionary"] = Case(model(MaskDictionary, MaskDictionary, MaskDictionary))
+
+
+class Remembers(nn.Module):
+    """Mixes the mean of the last microbatches, in a list, into this one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.queue = square(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.queue:
+            y = y + 0.1 * torch.stack(self.queue).mean(0)
+        self.queue = [*self.queue[-2:], x.detach().mean(0)]
+        return y
+
+
+CASES["a queue of tensors in a list"] = Case(model(Remembers, Remembers, Remembers))
+
+
+class Codebook(nn.Module):
+    """A vector quantizer: the nearest of some vectors, which move by running sums; gradients pass straight through."""
+
+    book: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+        self.register_buffer("book", torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.book).argmin(-1)
+        chosen = self.book[nearest]
+        if self.training:
+            with torch.no_grad():
+                self.book[nearest[0]] = 0.9 * self.book[nearest[0]] + 0.1 * y[0]
+        return y + (chosen - y).detach()
+
+
+CASES["a codebook with running sums"] = Case(model(Codebook, square, Codebook))
+
+# ---- layers: weights in forms of their own
+
+OLD_WEIGHT_NORM = lambda: nn.utils.weight_norm(square())  # noqa: E731
+NEW_WEIGHT_NORM = lambda: nn.utils.parametrizations.weight_norm(square())  # noqa: E731
+OLD_SPECTRAL_NORM = lambda: nn.utils.spectral_norm(square())  # noqa: E731
+NEW_SPECTRAL_NORM = lambda: nn.utils.parametrizations.spectral_norm(square())  # noqa: E731
+ORTHOGONAL = lambda: nn.utils.parametrizations.orthogonal(square())  # noqa: E731
+CASES["weight norm, old"] = Case(model(*[OLD_WEIGHT_NORM] * 3))
+CASES["weight norm, parametrized"] = Case(model(*[NEW_WEIGHT_NORM] * 3))
+CASES["spectral norm, old"] = Case(model(*[OLD_SPECTRAL_NORM] * 3))
+CASES["spectral norm, parametrized"] = Case(model(*[NEW_SPECTRAL_NORM] * 3))
+CASES["orthogonal weights"] = Case(model(*[ORTHOGONAL] * 3))
+
+
+def pruned() -> nn.Module:
+    import torch.nn.utils.prune as prune
+
+    return prune.l1_unstructured(square(), "weight", amount=0.5)
+
+
+CASES["pruned weights"] = Case(model(pruned, pruned, pruned))
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds to quarters; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Quantized(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, Rounded.apply(self.weight), self.bias)  # type: ignore[arg-type]
+
+
+class Standardized(nn.Linear):
+    """Weight standardization, as in a subclass of torch's layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean(1, keepdim=True)) / (self.weight.std(1, keepdim=True) + 1e-5)
+        return F.linear(input, weight, self.bias)
+
+
+CASES["weights rounded by an autograd function"] = Case(model(*[partial(Quantized, WIDTH, WIDTH)] * 3))
+
+
+class Twice(nn.Module):
+    """Uses one linear layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).tanh())
+
+
+class Hyper(nn.Module):
+    """A linear layer that functional_call gives the product of its weight and a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.linear, {"weight": self.linear.weight * self.gain}, (x,))
+
+
+CASES["a linear layer used twice"] = Case(model(Twice, Twice, Twice))
+CASES["a linear layer called with another weight"] = Case(model(Hyper, Hyper, Hyper))
+CASES["standardized weights"] = Case(model(*[partial(Standardized, WIDTH, WIDTH)] * 3))
+
+
+class Filter(nn.Module):
+    """A filter of complex parameters over the frequencies of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(in_rows(x), dim=1) * self.weight
+        return x + torch.fft.irfft(waves, n=LENGTH, dim=1).reshape(x.shape)
+
+
+class Double(nn.Module):
+    """A layer of fp64 in a model of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.double()).tanh().to(x.dtype)
+
+
+class Half(nn.Module):
+    """A layer of bf16 in a model of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square().bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.bfloat16()).to(x.dtype)
+
+
+class Narrow(nn.Module):
+    """Hands bf16 to the next layer, which makes fp32 of it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float()).bfloat16()
+
+
+class Widen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+CASES["complex parameters"] = Case(model(Filter, square, Filter))
+CASES["a layer in fp64"] = Case(model(Double, square, Double))
+CASES["a layer in bf16"] = Case(model(Half, square, Half))
+CASES["bf16 between layers of fp32"] = Case(model(Narrow, Narrow, Widen))
+
+
+def tied() -> list[nn.Module]:
+    layers = model(square, square, square)()
+    layers[-1].weight = layers[0].weight  # type: ignore[assignment]
+    return layers
+
+
+def one_layer_thrice() -> list[nn.Module]:
+    block = Block()
+    return [embedding(), block, block, block, head()]
+
+
+class ReadsAnothers(nn.Module):
+    """A head with the weight of the embedding, which it holds in a list so that it is no parameter of its own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other, self.bias = [other], nn.Parameter(torch.zeros(VOCAB))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.other[0].weight, self.bias)  # type: ignore[arg-type]
+
+
+def hidden_tie() -> list[nn.Module]:
+    layers = model(square, square)()
+    return [*layers[:-1], ReadsAnothers(layers[0])]
+
+
+CASES["tied weights"] = Case(tied)
+CASES["one layer at three places"] = Case(one_layer_thrice, refused="is shared by layers on the ranks", refused_from=2)
+CASES["the embedding's weight by way of a list"] = Case(hidden_tie)
+
+
+class Shared(nn.Module):
+    """A skip over several layers, by way of a dictionary that they share."""
+
+    def __init__(self, shared: dict[str, Tensor], writes: bool) -> None:
+        super().__init__()
+        self.linear, self.shared, self.writes = square(), shared, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.shared["x"] = x
+            return self.linear(x)
+        return self.linear(x) + self.shared["x"]
+
+
+def skipping() -> list[nn.Module]:
+    shared: dict[str, Tensor] = {}
+    return [embedding(), Shared(shared, True), square(), Shared(shared, False), head()]
+
+
+CASES["a skip by way of a shared dictionary"] = Case(skipping, refused="layers.3", refused_from=2)
+
+# ---- layers: in place
+
+
+class AddsInPlace(nn.Module):
+    """A residual that changes the layer's very input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = square(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.bias
+        return self.linear(x)
+
+
+class ScalesInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(0.5).clamp_(-1, 1))
+
+
+class CleansTokens(nn.Embedding):
+    """Changes the token ids themselves."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.masked_fill_(input == 3, 0))
+
+
+CASES["activations in place"] = Case(
+    model(square, partial(nn.ReLU, inplace=True), square, partial(nn.SiLU, inplace=True))
+)
+CASES["a residual added in place"] = Case(model(AddsInPlace, AddsInPlace, AddsInPlace))
+CASES["an input scaled in place"] = Case(model(ScalesInPlace, ScalesInPlace, ScalesInPlace))
+CASES["tokens changed in place"] = Case(lambda: [CleansTokens(VOCAB, WIDTH), square(), square(), head()])
+
+
+class WritesRows(nn.Module):
+    """Writes into rows of its input's copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[::2] = y[::2].detach() * 0.5 + y[1::2][: len(y[::2])].mean(0)
+        return y
+
+
+CASES["rows written by index"] = Case(model(WritesRows, WritesRows, WritesRows))
+
+
+class Turned(nn.Module):
+    """Gives a transposed view, and takes an expanded gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.T).T
+
+
+class Averaged(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(0, keepdim=True).expand_as(x)
+
+
+CASES["transposed and expanded views between layers"] = Case(model(Turned, Averaged, Turned))
+
+# ---- layers: autograd, hooks, checkpoints, compilers
+
+
+class Reversed(torch.autograd.Function):
+    """The gradient is turned round and halved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -0.5 * gradients[0] * ctx.saved_tensors[0].sign()
+
+
+class Reverses(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Reversed.apply(x))  # type: ignore[arg-type]
+
+
+CASES["an autograd function"] = Case(model(Reverses, Reverses, Reverses))
+
+
+class Checkpointed(Block):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedOldWay(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(square(), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+CASES["checkpointed blocks"] = Case(model(Checkpointed, Checkpointed, Checkpointed))
+CASES["checkpointed blocks, reentrant"] = Case(model(*[CheckpointedOldWay] * 3))
+CASES["checkpointed dropout"] = Case(model(*[CheckpointedDropout] * 3))
+
+
+def hooked(of: Callable[[nn.Module], object]) -> Make:
+    """A block on which something has been hooked."""
+
+    def make() -> nn.Module:
+        block = Block()
+        of(block)
+        return block
+
+    return make
+
+
+def output_hook(block: Any) -> None:
+    block.register_forward_hook(lambda module, args, out: out.mul(0.5))
+    block.register_forward_pre_hook(lambda module, args: (args[0].add(0.1),))
+
+
+def backward_hook(block: Any) -> None:
+    block.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+    block.up.register_full_backward_hook(lambda module, given, got: (given[0] * 2,))
+
+
+def backward_pre_hook(block: Any) -> None:
+    block.register_full_backward_pre_hook(lambda module, got: (got[0] * 0.5,))
+
+
+def gradient_hook(block: nn.Module) -> None:
+    for parameter in block.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def accumulated_hook(block: nn.Module) -> None:
+    for parameter in block.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+
+
+class HooksInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 0.5)
+        return y
+
+
+CASES["hooks that change inputs and outputs"] = Case(model(*[hooked(output_hook)] * 3))
+CASES["full backward hooks"] = Case(model(*[hooked(backward_hook)] * 3))
+CASES["full backward hooks before"] = Case(model(*[hooked(backward_pre_hook)] * 3))
+CASES["hooks on parameters' gradients"] = Case(model(*[hooked(gradient_hook)] * 3))
+CASES["hooks after gradients are accumulated"] = Case(model(*[hooked(accumulated_hook)] * 3))
+CASES["a hook on an output, made in forward"] = Case(model(HooksInside, HooksInside, HooksInside))
+CASES["hooks on gradients with a split backward"] = Case(
+    model(*[hooked(gradient_hook)] * 3), options={"schedule": "zb-h1"}
+)
+CASES["weight norm with a split backward"] = Case(model(*[NEW_WEIGHT_NORM] * 3), options={"schedule": "zb-h1"})
+CASES["a counter with recomputation"] = Case(model(RunningMean, Block, RunningMean), options={"recompute": "full"})
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(Block(), backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+CASES["a compiled layer"] = Case(model(Compiled, square))
+
+
+class Ensemble(nn.Module):
+    """The mean of three networks, whose stacked weights vmap runs at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stacked, _ = torch.func.stack_module_state([square() for _ in range(3)])
+        self.names = list(stacked)
+        self.stacked = nn.ParameterList([nn.Parameter(p.detach()) for p in stacked.values()])
+        self.base = [square().to("meta")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(self.base[0], parameters, (x,))
+
+        return torch.vmap(one)(dict(zip(self.names, self.stacked))).mean(0)
+
+
+class Adapts(nn.Module):
+    """One step of learning within forward (test-time training), by torch.func.grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = torch.func.grad(lambda weight: F.mse_loss(x @ weight, x.flip(0)))(self.weight)
+        return x @ (self.weight - 0.1 * step)
+
+
+class InnerGradient(nn.Module):
+    """A field that is the gradient of an energy, by torch.autograd.grad with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.linear(at).tanh().pow(2).sum()
+            (slope,) = torch.autograd.grad(energy, at, create_graph=True)
+        return x - 0.1 * slope
+
+
+CASES["an ensemble by vmap and functional_call"] = Case(model(Ensemble, Ensemble))
+CASES["a step of learning within forward"] = Case(model(Adapts, Adapts))
+CASES["the gradient of an energy as a layer"] = Case(model(InnerGradient, InnerGradient, InnerGradient))
+
+# ---- layers: frozen, unused, random
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+def half_frozen() -> nn.Module:
+    block = Block()
+    block.up.requires_grad_(False)
+    return block
+
+
+class Detached(Block):
+    """A layer under no_grad, as of a frozen backbone."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+CASES["a frozen embedding and first layers"] = Case(
+    lambda: [frozen(embedding()), frozen(Block()), half_frozen(), Block(), head()]
+)
+CASES["frozen layers at the end"] = Case(lambda: [embedding(), Block(), half_frozen(), frozen(Block()), frozen(head())])
+
+
+class StopsGradient(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+CASES["a layer that detaches its input"] = Case(model(Block, StopsGradient, Block))
+CASES["a backbone under no_grad"] = Case(
+    lambda: [frozen(embedding()), frozen(Detached()), frozen(Detached()), Block(), head()]
+)
+
+
+class LayerDrop(Block):
+    """Leaves itself out at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
+
+
+class PythonLayerDrop(LayerDrop):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.5 else Block.forward(self, x)
+
+
+class OwnGenerator(Block):
+    """Noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+
+
+CASES["dropout"] = Case(model(Block, lambda: nn.Dropout(0.3), Block, lambda: nn.Dropout(0.3)))
+CASES["LayerDrop by torch's numbers"] = Case(model(LayerDrop, LayerDrop, LayerDrop))
+CASES["LayerDrop by Python's numbers"] = Case(model(PythonLayerDrop, PythonLayerDrop, PythonLayerDrop))
+CASES["noise from a generator of the layer's own"] = Case(model(OwnGenerator, OwnGenerator, OwnGenerator))
+
+
+class Experts(nn.Module):
+    """Each token goes to the best of four experts, by a routing of the layer's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList([square() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                out.index_add_(0, rows, expert(x[rows]) * weights[rows, None])
+        return x + out
+
+
+class BalancedExperts(Experts):
+    """Its balancing loss travels beside the tokens."""
+
+    def forward(self, x: Tensor, balance: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        share = self.router(x).softmax(-1).pow(2).sum(-1)
+        return super().forward(x), share if balance is None else balance + share
+
+
+class HeadBeside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+
+    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(x), balance
+
+
+def balanced(output: tuple[Tensor, Tensor], microbatch: PackedBatch) -> Any:
+    logits, balance = output
+    return token_cross_entropy(logits, microbatch) + 0.01 * balance.sum()
+
+
+CASES["experts with a routing of their own"] = Case(model(Experts, Experts, Experts), batch=unequal)
+CASES["experts whose balancing loss travels beside the tokens"] = Case(
+    lambda: [embedding(), BalancedExperts(), BalancedExperts(), HeadBeside()], loss=lambda: balanced
+)
+
+# ---- layers: streams and structures
+
+
+class Scalar(nn.Module):
+    """Passes a number without a dimension on, beside the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.pow(2).mean() + (0 if size is None else size)
+
+
+CASES["a number without a dimension beside the tokens"] = Case(
+    lambda: [embedding(), Scalar(), Scalar(), HeadBeside()], loss=lambda: balanced, refused="layers.1 gives []"
+)
+
+
+class IntoDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": self.linear(x), "first": x}
+
+
+class InDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor, first: Tensor) -> dict[str, Tensor]:
+        return {"x": self.linear(x) + 0.5 * first, "first": first}
+
+
+class OutOfDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        return self.head(x + first)
+
+
+CASES["a dictionary between layers"] = Case(
+    lambda: [embedding(), IntoDictionary(), InDictionary(), InDictionary(), OutOfDictionary()]
+)
+
+
+class FirstWithIds(nn.Embedding):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(input), input
+
+
+class LaterWithIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.linear = embedding(), square()
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) + self.again(ids), ids
+
+
+class LastWithIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.head(x)
+
+
+CASES["token ids beside the stream"] = Case(
+    lambda: [FirstWithIds(VOCAB, WIDTH), LaterWithIds(), LaterWithIds(), LastWithIds()]
+)
+
+
+class WithNone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor, cache: None = None) -> tuple[Tensor, None]:
+        return self.linear(x), cache
+
+
+CASES["None between layers"] = Case(lambda: [embedding(), WithNone(), WithNone(), LastWithIds()], refused="None")
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor, skips: tuple[Tensor, ...] = ()) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y = self.linear(x)
+        return y, (*skips, y)
+
+
+class JoinsNested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+
+    def forward(self, x: Tensor, skips: tuple[Tensor, ...]) -> Tensor:
+        return self.head(x + sum(skips))
+
+
+CASES["a tuple within a tuple between layers"] = Case(
+    lambda: [embedding(), Nested(), Nested(), JoinsNested()], refused="tuple"
+)
+
+
+class Trees(nn.Module):
+    """Lists, dictionaries and parameters within each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([square(), nn.PReLU()]) for _ in range(2)])
+        self.named = nn.ModuleDict({"a": nn.LayerNorm(WIDTH), "b": nn.RMSNorm(WIDTH)})
+        self.gains = nn.ParameterList([torch.ones(WIDTH), torch.ones(1)])
+        self.more = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(WIDTH))})
+
+    def forward(self, x: Tensor, *, factor: float = 0.5) -> Tensor:
+        for linear, activation in self.layers:  # type: ignore[misc]
+            x = x + factor * activation(linear(self.named["a"](x)))
+        return self.named["b"](x) * self.gains[0] * self.gains[1] + self.more["bias"]
+
+
+CASES["lists and dictionaries of modules and parameters"] = Case(model(Trees, Trees))
+
+
+class ByKey(Block):
+    """Asks for a key of the batch."""
+
+    def forward(self, x: Tensor, ages: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * ages[:, None]
+
+
+def with_ages(step: int) -> PackedBatch:
+    batch = documents(step)
+    return batch.with_key("ages", torch.linspace(0.5, 1.5, batch.num_tokens))
+
+
+CASES["a key of the batch in each layer"] = Case(model(ByKey, ByKey, ByKey), batch=with_ages)
+
+# ---- layers: torch's own
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        return self.layer(in_rows(x), src_mask=mask, is_causal=True).reshape(x.shape)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.2)
+        self.memory = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = in_rows(x)
+        return self.layer(rows, self.memory.expand(len(rows), -1, -1)).reshape(x.shape)
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(in_rows(x))[0].reshape(x.shape)
+
+
+class CausalConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
+        self.pointwise = nn.Conv1d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.pad(in_rows(x).transpose(1, 2), (2, 0))
+        return x + self.pointwise(self.depthwise(rows)).transpose(1, 2).reshape(x.shape)
+
+
+class Patches(nn.Module):
+    """Images [T, 3, 4, 4] to rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, WIDTH, 2, stride=2), nn.BatchNorm2d(WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(self.conv(images)).relu().mean((2, 3))
+
+
+def images(step: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(step)
+    pictures = [torch.randn(4, 3, 4, 4, generator=generator) for _ in range(8)]
+    labels = [torch.randint(0, VOCAB, (4,), generator=generator) for _ in range(8)]
+    return PackedBatch.from_sequences({"tokens": pictures, "labels": labels})
+
+
+CASES["nn.TransformerEncoderLayer"] = Case(model(EncoderLayer, EncoderLayer, EncoderLayer))
+CASES["nn.TransformerDecoderLayer with dropout"] = Case(model(DecoderLayer, DecoderLayer))
+CASES["nn.LSTM"] = Case(model(Lstm, Lstm))
+CASES["convolutions over each sequence"] = Case(model(CausalConv, CausalConv, CausalConv))
+CASES["images"] = Case(lambda: [Patches(), Block(), Block(), head()], batch=images)
+CASES["lazy layers"] = Case(model(lambda: nn.LazyLinear(WIDTH), square), refused="azy")
