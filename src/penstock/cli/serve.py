@@ -119,7 +119,7 @@ class Serve(ModelCommand):
 
     def work(self) -> None:
         from penstock.engine.generation.answers import GenerateOptions
-        from penstock.serve.server import listening_socket
+        from penstock.serve.server import allow_connections, listening_socket
 
         is_first, config = self.group.rank == 0, self.config
         model = self.together("model", self.look)
@@ -129,7 +129,10 @@ class Serve(ModelCommand):
         self.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
         def prepare() -> "tuple[ServerParts, socket] | None":
-            return (self._parts(model, shape), listening_socket(config.address, config.port)) if is_first else None
+            if not is_first:
+                return None
+            allow_connections(config.max_connections)
+            return self._parts(model, shape), listening_socket(config.address, config.port)
 
         prepared = self.together("address", prepare)
         os.environ.setdefault(*_KEPT_PRODUCTS)
