@@ -31,7 +31,7 @@ from penstock.model.quantized import quantizer
 from penstock.model.reproducible import make_reproducible
 from penstock.parallel import Grid, Reduction
 from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, as_real, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Layout, ModelConfig, ParameterGroup, Precision, Quantize
@@ -371,7 +371,8 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
         total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
         if not tensor.is_meta:
             # PyTorch widens all that it adds up at once to 64 bits.
-            bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+            values = as_real(tensor.detach()).contiguous().view(-1)
+            bits = values.view(_BITS[values.element_size()])
             for part in bits.split(_ADDED_AT_ONCE):
                 total += part.sum(dtype=torch.int64)
         found.append(total.cpu())
@@ -506,7 +507,12 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
 
 def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        module = unit.build().to(dtype=parameter_dtype(options.precision))
+        module = unit.build()
+        if unit.is_own:
+            # Of other dtypes than torch's default are those that the user chose.
+            module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
+        else:
+            module.to(dtype=parameter_dtype(options.precision))
     unit.initialise(module, options.seed)
     return module.to(device)
 
@@ -528,6 +534,11 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     """The dtype that parameters have on device."""
     dtypes = {Precision.FP64: torch.float64, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
     return dtypes.get(precision, torch.float32)
+
+
+def dtype_under(precision: Precision, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a parameter or buffer of a user's own layer is kept: its own, or of fp32 the precision's."""
+    return parameter_dtype(precision) if dtype is torch.float32 else dtype
 
 
 def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:

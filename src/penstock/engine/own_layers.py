@@ -294,7 +294,7 @@ class _FakeRun:
         args, kwargs = parameters.arguments(self.value, self.sequences, self.keys)
         every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         own = {
-            name: torch.empty(tensor.shape, dtype=self.dtype if tensor.is_floating_point() else tensor.dtype)
+            name: torch.empty(tensor.shape, dtype=self.dtype if tensor.dtype is torch.float32 else tensor.dtype)
             for name, tensor in every
         }
         self.value = functional_call(module, own, tuple(args), kwargs, tie_weights=False)

@@ -377,8 +377,12 @@ class Linear(nn.Linear):
             return self.fixed.output(x)[..., self.among]
         if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
-        if (dtype := autocast_dtype(x)) is not None and x.dtype != torch.float64:
+        dtype = autocast_dtype(x)
+        if dtype is not None and torch.float64 not in (x.dtype, self.weight.dtype) and not x.is_complex():
             x = x.to(dtype)
+        elif x.is_complex() or torch.promote_types(x.dtype, self.weight.dtype) != x.dtype:
+            # Raises: nothing but autocast makes weights narrower.
+            return F.linear(x, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return self.product(x)
         return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
@@ -467,9 +471,10 @@ def joint_weights(module: nn.Module) -> set[str]:
 def switch_linears(module: nn.Module) -> int:
     """Turn every plain `nn.Linear` of a module into a `Linear` with the same parameters and bits; returns their number.
 
-    Subclasses of `nn.Linear` stay as they are, because they may compute something else.
+    Subclasses of `nn.Linear` stay as they are, because they may compute something else. So do complex ones, whose
+    gradients are products with conjugates.
     """
-    plain = [part for part in module.modules() if type(part) is nn.Linear]
+    plain = [part for part in module.modules() if type(part) is nn.Linear and not part.weight.is_complex()]
     for part in plain:
         part.__class__ = Linear
     return len(plain)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.parallel.renewable import RenewableGroup
+from penstock.parallel.tensor_slice import as_real
 from penstock.schedule.recording import CollectiveKind
 
 T_co = TypeVar("T_co", covariant=True)
@@ -142,12 +143,12 @@ class Collectives:
 
     def sum_gradients(self, flat: Tensor) -> Handle[Tensor]:
         """Sum over the group, in place on all ranks."""
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        work = dist.all_reduce(as_real(flat), group=self.group, async_op=True)
         return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
 
     def sum_owned_gradients(self, flat: Tensor) -> Handle[Tensor]:
         """Sum over the group into the part that this rank owns; the rest of `flat` becomes undefined."""
-        return self._reduce_scatter(CollectiveKind.GRADIENTS, flat, self.owned_part(flat))
+        return self._reduce_scatter(CollectiveKind.GRADIENTS, as_real(flat), as_real(self.owned_part(flat)))
 
     def gather_owned(self, flat: Tensor) -> Handle[Tensor]:
         """Give every rank the parts that the others own, in place."""
@@ -158,7 +159,7 @@ class Collectives:
 
     def sum_gradients_at(self, flat: Tensor, owner: int) -> Handle[Tensor]:
         """Sum over the group on its rank `owner`; elsewhere `flat` becomes undefined."""
-        work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
+        work = dist.reduce(as_real(flat), group=self.group, group_dst=owner, async_op=True)
         return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
 
     def spread_from(self, flat: Tensor, owner: int) -> Handle[Tensor]:
@@ -226,7 +227,8 @@ def share_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup | None) ->
         by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
     for of_one_dtype in by_dtype.values():
         flat = torch.cat([buffer.flatten() for buffer in of_one_dtype])
-        dist.broadcast(flat, group=group, group_src=0)
+        # As bytes, since gloo does not support every type.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
         for buffer, values in zip(of_one_dtype, flat.split([b.numel() for b in of_one_dtype]), strict=True):
             buffer.copy_(values.view_as(buffer))
 

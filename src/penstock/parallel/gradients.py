@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.parallel.collectives import Collectives, Handle, Observer
+from penstock.parallel.tensor_slice import as_real
 
 # ---- Parameters and gradients in flat buckets
 
 
 CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
+_TRAINED = (*(torch.float32, torch.float64, torch.bfloat16, torch.float16), *(torch.complex64, torch.complex128))
 
 GroupOf = Callable[[str, nn.Parameter], int]
 """A function from a parameter, with its full name, to the number of its parameter group."""
@@ -155,7 +157,7 @@ def fill_buckets(
 ) -> tuple[Bucket, ...]:
     """Move those parameters that require a gradient into buckets, in order, with one open bucket of each kind.
 
-    Raises: ValueError for a name or a parameter given twice.
+    Raises: ValueError for a name or a parameter given twice, and for a dtype in which no gradient can be summed.
     """
     names: set[str] = set()
     seen: dict[int, str] = {}
@@ -170,6 +172,12 @@ def fill_buckets(
         seen[id(parameter)] = name
         if not parameter.requires_grad:
             continue
+        if parameter.dtype not in _TRAINED:
+            possible = ", ".join(str(dtype).removeprefix("torch.") for dtype in _TRAINED)
+            raise ValueError(
+                f"{name} is of {parameter.dtype}, in which nothing can be trained; possible are {possible}, or to "
+                "freeze it (requires_grad_(False))"
+            )
         kind = kind_of(name, parameter)
         need_bytes = _padded_length(parameter) * _gradient_dtype(parameter).itemsize
         members, used_bytes = open_bucket.get(kind, ([], cap_bytes))
@@ -394,7 +402,7 @@ def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: di
             gradients[owner].copy_(copies[0])
         elif copies or owner in gradients:
             assert group is not None, f"{owner} is tied, and no group joins the ranks that hold it and its copies"
-            dist.all_reduce(copies[0] if copies else gradients[owner], group=group)
+            dist.all_reduce(as_real(copies[0] if copies else gradients[owner]), group=group)
         for other in copies[1:]:
             other.copy_(copies[0])
 

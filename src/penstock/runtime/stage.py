@@ -38,7 +38,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
-from penstock.runtime.message import Form, Message, Shapes
+from penstock.runtime.message import Form, Message, Shapes, can_have_gradient
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -223,7 +223,7 @@ class Tape:
         """
         roots = []
         for output in outputs:
-            if output.is_floating_point():
+            if can_have_gradient(output.dtype):
                 roots.append(get_gradient_edge(output) if output.requires_grad else None)
         if not is_stream or leaves[0] is not None or any(roots):
             self.segments.append(GraphSegment(leaves, roots, is_stream))
@@ -418,7 +418,7 @@ class Stage:
         is_stream, is_last = isinstance(x, Tensor), not calls or calls is self._runs[-1]
         leaves, values = [], []
         for tensor in (x,) if is_stream else x:
-            leaves.append(leaf_of(tensor) if tape is not None and tensor.is_floating_point() else None)
+            leaves.append(leaf_of(tensor) if tape is not None and can_have_gradient(tensor.dtype) else None)
             values.append(tensor if leaves[-1] is None else leaves[-1])
         h = values[0] if is_stream or self.takes is None else self.takes.formed(tuple(values))
         with self.autocast():

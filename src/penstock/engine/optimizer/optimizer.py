@@ -30,6 +30,7 @@ from penstock.engine.optimizer.steppers import (
 )
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.host import gather_json
+from penstock.parallel.tensor_slice import as_real
 from penstock.settings import LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
@@ -379,7 +380,7 @@ class Optimizer:
         All ranks of the group call it.
         """
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
+        norms = [torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64) for gradient in self._counted]
         own = torch.zeros(self._num_norms, dtype=torch.float64)
         if norms:
             own[: len(norms)] = torch.stack(norms).cpu()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from penstock.parallel import Place
+from penstock.parallel.tensor_slice import as_real
 from penstock.settings import ConfigError
 from penstock.settings.training import Course
 
@@ -120,10 +121,10 @@ class AdamW(FlatStepper):
     def step_group(self, blocks: Sequence[Block], values: Values) -> None:
         # The class torch.optim.AdamW loads the compiler at its first use, which takes a second, and calls this.
         adamw(
-            [block.master for block in blocks],
-            [block.gradient for block in blocks],
-            [block.state["exp_avg"] for block in blocks],
-            [block.state["exp_avg_sq"] for block in blocks],
+            [as_real(block.master) for block in blocks],
+            [as_real(block.gradient) for block in blocks],
+            [as_real(block.state["exp_avg"]) for block in blocks],
+            [as_real(block.state["exp_avg_sq"]) for block in blocks],
             [],
             [block.num_updates for block in blocks],
             fused=True,
