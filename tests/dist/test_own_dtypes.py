@@ -53,7 +53,7 @@ class Spectral(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         real = self.scale.real.dtype
         pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-        mixed = self.mix(pairs * self.turn) * self.scale
+        mixed = self.mix(pairs * self.get_buffer("turn")) * self.scale
         return x + torch.view_as_real(mixed).flatten(-2).to(x.dtype)
 
 
@@ -130,9 +130,9 @@ def plain(precision: Precision, num_replicas: int) -> dict[str, Any]:
             loss.backward()
             losses.append(loss.detach())
             for name, parameter in parameters.items():
-                if parameter is not masters[name] and parameter.grad is not None:
+                if (master := masters[name]) is not parameter and parameter.grad is not None:
                     wide = parameter.grad.float()
-                    masters[name].grad = wide if masters[name].grad is None else masters[name].grad + wide
+                    master.grad = wide if master.grad is None else master.grad + wide
                     parameter.grad = None
         gradients = [master.grad for master in masters.values() if master.grad is not None]
         squares = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]

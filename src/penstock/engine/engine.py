@@ -128,6 +128,7 @@ class Engine(ModelState, WeightEndpoint):
         The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. One gives
         [T, hidden_size] to the next, and the last what the loss takes. Each is given what else its `forward` asks for
         by name: `sequences`, or any key of the batch. A parameter that several layers hold stays one: it is tied.
+        The option `precision` casts parameters and buffers in fp32, in place; those of other dtypes keep theirs.
 
         Args:
             layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it.

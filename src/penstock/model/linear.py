@@ -381,7 +381,7 @@ class Linear(nn.Linear):
         if dtype is not None and torch.float64 not in (x.dtype, self.weight.dtype) and not x.is_complex():
             x = x.to(dtype)
         elif x.is_complex() or torch.promote_types(x.dtype, self.weight.dtype) != x.dtype:
-            # Raises: nothing but autocast makes weights narrower.
+            # Complex gradients are products with conjugates; and to make weights narrower is for autocast alone.
             return F.linear(x, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return self.product(x)
@@ -471,10 +471,9 @@ def joint_weights(module: nn.Module) -> set[str]:
 def switch_linears(module: nn.Module) -> int:
     """Turn every plain `nn.Linear` of a module into a `Linear` with the same parameters and bits; returns their number.
 
-    Subclasses of `nn.Linear` stay as they are, because they may compute something else. So do complex ones, whose
-    gradients are products with conjugates.
+    Subclasses of `nn.Linear` stay as they are, because they may compute something else.
     """
-    plain = [part for part in module.modules() if type(part) is nn.Linear and not part.weight.is_complex()]
+    plain = [part for part in module.modules() if type(part) is nn.Linear]
     for part in plain:
         part.__class__ = Linear
     return len(plain)

@@ -158,7 +158,7 @@ class TrainConfig(Settings, section="train"):
     precision: Precision | None = setting(
         None,
         "Parameters in fp32, fp64 or 16 bit (with fp32 masters), or fp32 with autocast; left out, that of the model's "
-        "files, or fp32.",
+        "files, or fp32. Parameters of your own layers that are not in fp32 keep their dtype.",
     )
     recompute: Recompute = setting(
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0

@@ -35,6 +35,39 @@ class Narrow(nn.Module):
         return x @ self.weight
 
 
+class Kept(nn.Module):
+    """Has a weight of its own dtype."""
+
+    def __init__(self, dtype: torch.dtype, learns: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH).to(dtype), requires_grad=learns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.detach().real.to(x.dtype)
+
+
+@pytest.mark.shows(164)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32], ids=str)
+def test_a_dtype_in_which_nothing_can_be_trained_is_refused_by_name_and_frozen_it_is_kept(dtype: torch.dtype) -> None:
+    possible = "float32, float64, bfloat16, float16, complex64, complex128, or to freeze it"
+    words = rf"layers\.1\.weight is of {dtype}, in which nothing can be trained; possible are {possible}"
+    with pytest.raises(ValueError, match=words):
+        engine(Kept(dtype, learns=True), precision="bf16")
+    own = engine(Kept(dtype, learns=False), precision="bf16")
+    assert own.train_batch(batch((2, 3, 4))).success
+    assert own.parameters()["layers.1.weight"].dtype is dtype
+    assert own.parameters()["layers.2.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.shows(164)
+def test_a_linear_layer_of_another_dtype_than_its_input_is_refused_as_by_torch() -> None:
+    for precision in ("fp32", "bf16-autocast"):
+        own = engine(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), precision=precision)
+        with pytest.raises(RuntimeError, match=r"layers\.1 \(Linear\): .* (same dtype|Double)"):
+            own.train_batch(batch((2, 3, 4)))
+
+
 class Custom(ArithmeticError):
     """Has more than a message."""
 
