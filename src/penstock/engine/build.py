@@ -30,8 +30,9 @@ from penstock.model.linear import Deferring, fix_weights
 from penstock.model.quantized import quantizer
 from penstock.model.reproducible import make_reproducible
 from penstock.parallel import Grid, Reduction
+from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, as_real, local_run
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Layout, ModelConfig, ParameterGroup, Precision, Quantize

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.parallel.renewable import RenewableGroup
-from penstock.parallel.tensor_slice import as_real
 from penstock.schedule.recording import CollectiveKind
 
 T_co = TypeVar("T_co", covariant=True)
@@ -143,12 +142,12 @@ class Collectives:
 
     def sum_gradients(self, flat: Tensor) -> Handle[Tensor]:
         """Sum over the group, in place on all ranks."""
-        work = dist.all_reduce(as_real(flat), group=self.group, async_op=True)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
         return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
 
     def sum_owned_gradients(self, flat: Tensor) -> Handle[Tensor]:
         """Sum over the group into the part that this rank owns; the rest of `flat` becomes undefined."""
-        return self._reduce_scatter(CollectiveKind.GRADIENTS, as_real(flat), as_real(self.owned_part(flat)))
+        return self._reduce_scatter(CollectiveKind.GRADIENTS, flat, self.owned_part(flat))
 
     def gather_owned(self, flat: Tensor) -> Handle[Tensor]:
         """Give every rank the parts that the others own, in place."""
@@ -159,7 +158,7 @@ class Collectives:
 
     def sum_gradients_at(self, flat: Tensor, owner: int) -> Handle[Tensor]:
         """Sum over the group on its rank `owner`; elsewhere `flat` becomes undefined."""
-        work = dist.reduce(as_real(flat), group=self.group, group_dst=owner, async_op=True)
+        work = dist.reduce(flat, group=self.group, group_dst=owner, async_op=True)
         return self._launched(CollectiveKind.GRADIENTS, work, flat, lambda: flat)
 
     def spread_from(self, flat: Tensor, owner: int) -> Handle[Tensor]:

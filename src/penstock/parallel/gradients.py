@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.parallel.collectives import Collectives, Handle, Observer
-from penstock.parallel.tensor_slice import as_real
 
 # ---- Parameters and gradients in flat buckets
 
@@ -220,6 +219,11 @@ def is_16_bit(parameter: nn.Parameter) -> bool:
     return parameter.element_size() == 2
 
 
+def as_real(values: Tensor) -> Tensor:
+    """The values; complex ones [...] as a view of pairs of real ones [..., 2], as which they are added up."""
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
 def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
     return torch.float32 if is_16_bit(parameter) else parameter.dtype
 
@@ -316,17 +320,18 @@ class GradientBuckets:
                 # One row for each part, zero on ranks with other parts: one sum over all needs no groups of a few.
                 rows = bucket.gradients.new_zeros(reduction.num_parts, bucket.gradients.numel())
                 rows[reduction.part] = bucket.gradients
-            collectives.sum_gradients(rows).wait()
+            collectives.sum_gradients(as_real(rows)).wait()
             if reduction.num_parts > 1:
                 bucket.gradients.copy_(rows[reduction.part])
         for bucket in self.buckets:
             if bucket.reduction.group is not None:
                 collectives = Collectives(bucket.reduction.group, self._observer)
+                flat = as_real(bucket.gradients).view(-1)
                 if bucket.reduction.owner is not None:
-                    self._pending.append(collectives.sum_gradients_at(bucket.gradients, bucket.reduction.owner))
+                    self._pending.append(collectives.sum_gradients_at(flat, bucket.reduction.owner))
                     continue
                 launch = collectives.sum_owned_gradients if bucket.reduction.sharded else collectives.sum_gradients
-                self._pending.append(launch(bucket.gradients))
+                self._pending.append(launch(flat))
 
     def wait(self) -> None:
         """Wait for the reductions that `launch` started (on a GPU: order the current stream after them)."""

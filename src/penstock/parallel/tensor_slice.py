@@ -80,19 +80,15 @@ LocalTensor = Tensor | Mapping[TensorSlice, Tensor]
 """A rank's elements of a tensor: all of them, or slices that do not overlap, each with its values as a view."""
 
 
-def as_real(values: Tensor) -> Tensor:
-    """The values; complex ones [...] as a view of pairs of real ones [..., 2], as which they are summed and stored."""
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
 def local_slices(local: LocalTensor) -> Mapping[TensorSlice, Tensor]:
-    """A rank's elements as slices, also where it has the whole tensor, and real."""
+    """A rank's elements as slices, also where it has the whole tensor; complex ones as pairs of reals, [..., 2]."""
     slices = {TensorSlice.whole(local.shape): local.detach()} if isinstance(local, Tensor) else local
     found = {}
     for part, own in slices.items():
         if own.is_complex():
-            part = TensorSlice((*part.start, 0), (*part.shape, 2), (*part.full_shape, 2))
-        found[part] = as_real(own)
+            # No file format holds all of them.
+            part, own = TensorSlice((*part.start, 0), (*part.shape, 2), (*part.full_shape, 2)), torch.view_as_real(own)
+        found[part] = own
     return found
 
 

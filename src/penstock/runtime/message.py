@@ -25,10 +25,6 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of each of several tensors."""
 
 
-def can_have_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 class Form(enum.Enum):
     """The form in which a layer gives its tensors."""
 
@@ -81,7 +77,7 @@ class Message:
         return tuple(
             (part.shape(num_rows), part.dtype)
             for part in self.parts
-            if direction is Direction.FORWARD or can_have_gradient(part.dtype)
+            if direction is Direction.FORWARD or part.dtype.is_floating_point or part.dtype.is_complex
         )
 
     def check(self, tensors: tuple[Tensor, ...], num_rows: Mapping[str, int]) -> None:

@@ -38,7 +38,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
-from penstock.runtime.message import Form, Message, Shapes, can_have_gradient
+from penstock.runtime.message import Form, Message, Shapes
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -203,6 +203,10 @@ class GraphSegment:
         yield
 
 
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class Entry(Protocol):
     """A piece of a forward, as it lies on the tape for its backward."""
 
@@ -223,7 +227,7 @@ class Tape:
         """
         roots = []
         for output in outputs:
-            if can_have_gradient(output.dtype):
+            if _can_have_gradient(output):
                 roots.append(get_gradient_edge(output) if output.requires_grad else None)
         if not is_stream or leaves[0] is not None or any(roots):
             self.segments.append(GraphSegment(leaves, roots, is_stream))
@@ -418,7 +422,7 @@ class Stage:
         is_stream, is_last = isinstance(x, Tensor), not calls or calls is self._runs[-1]
         leaves, values = [], []
         for tensor in (x,) if is_stream else x:
-            leaves.append(leaf_of(tensor) if tape is not None and can_have_gradient(tensor.dtype) else None)
+            leaves.append(leaf_of(tensor) if tape is not None and _can_have_gradient(tensor) else None)
             values.append(tensor if leaves[-1] is None else leaves[-1])
         h = values[0] if is_stream or self.takes is None else self.takes.formed(tuple(values))
         with self.autocast():

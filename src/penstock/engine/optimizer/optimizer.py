@@ -29,8 +29,8 @@ from penstock.engine.optimizer.steppers import (
     steppers_for,
 )
 from penstock.parallel import Bucket, GradientBuckets, Reduction
+from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
-from penstock.parallel.tensor_slice import as_real
 from penstock.settings import LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from penstock.parallel import Place
-from penstock.parallel.tensor_slice import as_real
+from penstock.parallel.gradients import as_real
 from penstock.settings import ConfigError
 from penstock.settings.training import Course
 
