@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import (
+    NO_LABEL,
+    Metric,
     OptimizerConfig,
     PackedBatch,
+    ParameterGroup,
     num_loss_tokens,
     token_cross_entropy,
 )
@@ -57,14 +60,16 @@ class Case:
     batch: Callable[[int], PackedBatch] = documents
     precision: str = "fp32"
     num_steps: int = 3
+    #: it is saved after two steps, and another engine goes on
+    resumes: bool = False
     #: what the user does with the parameters between steps
     between: Callable[[], Edit] = lambda: lambda parameters, step: None
     options: Mapping[str, Any] = field(default_factory=dict)
     #: words of the sentence that refuses it, "" where it trains, in at least so many stages
     refused: str = ""
     refused_from: int = 1
-    #: the metrics that the loss reports are compared too
-    reports: bool = False
+    #: by how much it may differ from the plain loop, where the documentation promises no equal bits
+    tolerance: float = 0.0
 
 
 CASES: dict[str, Case] = {}
@@ -278,6 +283,16 @@ class MaskDictionary(nn.Module):
             self.masks[n] = torch.full((n, n), float("-inf")).triu(1)
         rows = x[None]
         return x + self.attention(rows, rows, rows, attn_mask=self.masks[n], need_weights=False)[0][0]
+
+
+class Keeps(Counted):
+    """A counter that torch's state_dict keeps."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
 
 
 CASES["a counter of calls"] = Case(model(Counted, Counted, Counted))
@@ -1086,3 +1101,768 @@ CASES["nn.LSTM"] = Case(model(Lstm, Lstm))
 CASES["convolutions over each sequence"] = Case(model(CausalConv, CausalConv, CausalConv))
 CASES["images"] = Case(lambda: [Patches(), Block(), Block(), head()], batch=images)
 CASES["lazy layers"] = Case(model(lambda: nn.LazyLinear(WIDTH), square), refused="azy")
+
+
+# ---- layers: weights and state in unusual hands
+
+
+class Adapted(nn.Linear):
+    """A subclass of torch's layer with a low-rank term beside it (LoRA by hand)."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + input @ self.a.T @ self.b.T
+
+
+class WeightBeside(nn.Module):
+    """Uses a linear layer, and its weight once more by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.linear.weight
+
+
+class TiedWithin(nn.Module):
+    """Two linear layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x).tanh())
+
+
+class Renormed(nn.Module):
+    """Keeps its weight's rows short, within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.copy_(self.linear.weight.renorm(2, 0, 0.5))
+        return self.linear(x)
+
+
+class Followed(nn.Module):
+    """A teacher that follows its student at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(x) + 0.1 * self.teacher(x)
+
+
+class SharesBuffer(nn.Module):
+    """A running mean that all of these layers share."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.linear = square()
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+def sharing() -> list[nn.Module]:
+    mean = torch.zeros(WIDTH)
+    return [embedding(), SharesBuffer(mean), SharesBuffer(mean), SharesBuffer(mean), head()]
+
+
+class Table(nn.Module):
+    """Positions that are computed when they are first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, WIDTH), persistent=False)
+
+    def forward(self, n: int) -> Tensor:
+        if len(self.table) < n:
+            self.table = torch.sin(torch.arange(n)[:, None] / 2.0 ** torch.arange(WIDTH))
+        return self.table[:n]
+
+
+class SharesTable(nn.Module):
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.table = square(), table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.table(len(x)))
+
+
+def sharing_a_table() -> list[nn.Module]:
+    table = Table()
+    return [embedding(), SharesTable(table), SharesTable(table), SharesTable(table), head()]
+
+
+class LossWithin(nn.Module):
+    """A head that computes the tokens' losses itself, from labels that it asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), labels, reduction="none", ignore_index=NO_LABEL)
+
+
+def summed(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    return output.sum()
+
+
+CASES["a low-rank term in a subclass of nn.Linear"] = Case(model(Adapted, Adapted, Adapted))
+CASES["a linear layer's weight beside it"] = Case(model(WeightBeside, WeightBeside, WeightBeside))
+CASES["one weight in two linear layers of a layer"] = Case(model(TiedWithin, TiedWithin, TiedWithin))
+CASES["weights kept short within forward"] = Case(
+    model(Renormed, Renormed, Renormed), refused="inplace operation", refused_from=2
+)
+CASES["a teacher that follows its student"] = Case(
+    model(Followed, Followed, Followed), refused="inplace operation", refused_from=2
+)
+CASES["an embedding with max_norm and padding"] = Case(
+    lambda: [nn.Embedding(VOCAB, WIDTH, padding_idx=0, max_norm=1.0), Block(), Block(), head()]
+)
+CASES["sparse gradients"] = Case(lambda: [nn.Embedding(VOCAB, WIDTH, sparse=True), Block(), Block(), head()])
+CASES["a running buffer that layers share"] = Case(sharing, refused="mean", refused_from=2)
+CASES["a module that layers share, with a table made on first use"] = Case(sharing_a_table)
+CASES["a loss within the head"] = Case(lambda: [embedding(), Block(), Block(), LossWithin()], loss=lambda: summed)
+CASES["layers without parameters"] = Case(lambda: [embedding(), nn.Tanh(), nn.Identity(), nn.Tanh(), head()])
+
+
+# ---- losses
+
+
+class Temperature(nn.Module):
+    """A loss whose temperature is learned with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        return token_cross_entropy(logits / self.temperature, microbatch)
+
+
+class Centered(nn.Module):
+    """A loss with a running center of the logits in a buffer."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(VOCAB))
+
+    def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        loss = token_cross_entropy(logits - self.center, microbatch)
+        self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        return loss
+
+
+class Smoothed(nn.Module):
+    """torch's own module with label smoothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1, ignore_index=NO_LABEL)
+
+    def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        return self.loss(logits, microbatch["labels"])
+
+
+CASES["a loss with a parameter"] = Case(model(Block, Block), loss=Temperature)
+CASES["a loss with a running buffer"] = Case(model(Block, Block), loss=Centered)
+CASES["a loss as a module with label smoothing"] = Case(model(Block, Block), loss=Smoothed)
+
+
+def with_z_loss(logits: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+    labels = microbatch["labels"]
+    seen = logits[labels != NO_LABEL]
+    z = seen.logsumexp(-1)
+    hits = (seen.argmax(-1) == labels[labels != NO_LABEL]).float()
+    metrics = {"z": Metric(z.max(), "max"), "accuracy": Metric(hits.mean(), "mean", len(hits))}
+    return token_cross_entropy(logits, microbatch) + 1e-2 * z.pow(2).sum(), metrics
+
+
+def focal(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    one = F.cross_entropy(logits, microbatch["labels"], reduction="none", ignore_index=NO_LABEL)
+    return ((1 - (-one).exp()) ** 2 * one).sum()
+
+
+def masked(step: int) -> PackedBatch:
+    """Half of the positions count."""
+    batch = documents(step)
+    return batch.with_key("mask", (torch.arange(batch.num_tokens) % LENGTH < 4).float())
+
+
+def over_mask(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    one = F.cross_entropy(logits, microbatch["labels"], reduction="none", ignore_index=NO_LABEL)
+    return (one * microbatch["mask"]).sum()
+
+
+def mask_weight(microbatch: PackedBatch) -> float:
+    return float(microbatch["mask"].sum())
+
+
+CASES["a z-loss that reports numbers"] = Case(model(Block, Block), loss=lambda: with_z_loss)
+CASES["a focal loss"] = Case(model(Block, Block), loss=lambda: focal, batch=unequal)
+CASES["a loss over the positions of a mask"] = Case(
+    model(Block, Block), loss=lambda: over_mask, weight=mask_weight, batch=masked
+)
+
+
+def contrastive(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    """Both halves of each sequence belong together, among all of the microbatch."""
+    rows = F.normalize(in_rows(output), dim=-1)
+    one, other = rows[:, :4].mean(1), rows[:, 4:].mean(1)
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)), reduction="sum")
+
+
+def num_sequences(microbatch: PackedBatch) -> float:
+    return float(len(microbatch.sequence_lengths()))
+
+
+def preferences(output: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+    """Pairs in turn, chosen and rejected, against the reference's log-probabilities in the batch."""
+    labels = microbatch["labels"].clamp(min=0)
+    taken = output.log_softmax(-1).gather(-1, labels[:, None])[:, 0] * (microbatch["labels"] != NO_LABEL)
+    gain = (taken - microbatch["reference"]).view(-1, 2, LENGTH).sum(-1)
+    margin = 0.5 * (gain[:, 0] - gain[:, 1])
+    return -F.logsigmoid(margin).sum(), {"margin": Metric(margin.detach().sum())}
+
+
+def pairs(step: int) -> PackedBatch:
+    """Four items of two sequences each."""
+    generator = torch.Generator().manual_seed(step)
+    sequences = [[torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(2)] for _ in range(4)]
+    batch = PackedBatch.from_documents(sequences)
+    return batch.with_key("reference", torch.randn(batch.num_tokens, generator=generator) - 3)
+
+
+def num_pairs(microbatch: PackedBatch) -> float:
+    return float(microbatch.num_items)
+
+
+CASES["a contrastive loss"] = Case(model(Block, Block), loss=lambda: contrastive, weight=num_sequences)
+CASES["preferences between pairs"] = Case(model(Rotary, Block), loss=lambda: preferences, weight=num_pairs, batch=pairs)
+
+
+def regression(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    return F.huber_loss(output[:, 0], microbatch["target"], reduction="sum")
+
+
+def targets(step: int) -> PackedBatch:
+    batch = documents(step)
+    return batch.with_key("target", torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(step)))
+
+
+def in_double(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return token_cross_entropy(logits.double(), microbatch)
+
+
+def of_one_element(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return token_cross_entropy(logits, microbatch)[None]
+
+
+def without_sum(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return F.cross_entropy(logits, microbatch["labels"], reduction="none", ignore_index=NO_LABEL)
+
+
+def distilled(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    teacher = microbatch["teacher"].softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), teacher, reduction="sum")
+
+
+def with_teacher(step: int) -> PackedBatch:
+    batch = documents(step)
+    return batch.with_key(
+        "teacher", torch.randn(batch.num_tokens, VOCAB, generator=torch.Generator().manual_seed(step))
+    )
+
+
+CASES["a regression"] = Case(model(Block, Block), loss=lambda: regression, batch=targets)
+CASES["a distillation from the batch"] = Case(model(Block, Block), loss=lambda: distilled, batch=with_teacher)
+CASES["a loss in fp64"] = Case(model(Block, Block), loss=lambda: in_double)
+CASES["a loss of one element"] = Case(model(Block, Block), loss=lambda: of_one_element)
+CASES["a loss for each token"] = Case(model(Block, Block), loss=lambda: without_sum, refused="shape")
+
+
+class Curriculum:
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        self.calls += 1
+        return token_cross_entropy(logits, microbatch) * (1 + 0.01 * self.calls)
+
+
+CASES["a loss that counts its calls"] = Case(model(Block, Block), loss=Curriculum)
+
+# ---- optimizers of torch
+
+THREE = model(Block, Block)
+MATRICES = lambda: [  # noqa: E731
+    embedding(),
+    *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)),
+    nn.Linear(WIDTH, VOCAB, bias=False),
+]
+TORCH: dict[str, Factory] = {
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "Adam with amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
+    "ASGD": partial(torch.optim.ASGD, lr=0.05, t0=2),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "SGD that maximizes": partial(torch.optim.SGD, lr=0.01, maximize=True),
+}
+CASES |= {f"torch's {name}": Case(THREE, optimizer=factory) for name, factory in TORCH.items()}
+CASES["torch's Muon"] = Case(MATRICES, optimizer=partial(torch.optim.Muon, lr=0.02))
+CASES["torch's AdamW with a tensor as rate"] = Case(
+    THREE, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.01), foreach=False)
+)
+CASES["torch's AdamW in bf16"] = Case(THREE, optimizer=TORCH["AdamW"], precision="bf16")
+CASES["torch's AdamW in fp64"] = Case(
+    lambda: [layer.double() for layer in THREE()], optimizer=TORCH["AdamW"], precision="fp64"
+)
+CASES["torch's SGD in bf16"] = Case(THREE, optimizer=TORCH["SGD with momentum"], precision="bf16")
+CASES["torch's LBFGS"] = Case(THREE, optimizer=torch.optim.LBFGS, refused="closure")
+CASES["torch's SparseAdam on sparse gradients"] = Case(
+    lambda: [nn.Embedding(VOCAB, WIDTH, sparse=True), square().requires_grad_(False), head().requires_grad_(False)],
+    optimizer=partial(torch.optim.SparseAdam, lr=0.01),
+    refused="sparse",
+)
+
+# ---- optimizers of others, as they are pasted into a script
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average, (one, two) = state["exp_avg"], group["betas"]
+                p.add_((average * one + p.grad * (1 - one)).sign_(), alpha=-group["lr"])
+                average.mul_(two).add_(p.grad, alpha=1 - two)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW: steps and sums of weights run in param_groups."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, warmup: int = 2):
+        defaults = {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "warmup": warmup,
+            "k": 0,
+            "weight_sum": 0.0,
+            "lr_max": -1.0,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            k, beta1, beta2 = group["k"], group["beta1"], group["beta2"]
+            lr = group["lr"] * min(1.0, (k + 1) / group["warmup"])
+            group["lr_max"] = lr_max = max(lr, group["lr_max"])
+            group["weight_sum"] = weight_sum = group["weight_sum"] + lr_max**2
+            share = lr_max**2 / weight_sum
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["z"], state["v"] = p.clone(), torch.zeros_like(p)
+                state["v"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                gradient = p.grad / (state["v"] / (1 - beta2 ** (k + 1))).sqrt().add_(1e-8)
+                p.lerp_(state["z"], share).add_(gradient, alpha=lr * (beta1 * (1 - share) - 1))
+                state["z"].sub_(gradient, alpha=lr)
+            group["k"] = k + 1
+
+
+class Prodigy(torch.optim.Optimizer):
+    """Its rate d, in param_groups, is estimated from all parameters together."""
+
+    def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-3):
+        super().__init__(params, {"lr": lr, "d": d0, "d_numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        numerator, denominator = self.param_groups[0]["d_numerator"], 0.0
+        d = self.param_groups[0]["d"]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["s"], state["p0"] = torch.zeros_like(p), p.clone()
+                numerator += d * d * float((p.grad * (state["p0"] - p)).sum())
+                state["s"].add_(p.grad, alpha=d * d)
+                denominator += float(state["s"].abs().sum())
+                p.add_(p.grad.sign(), alpha=-group["lr"] * d)
+        for group in self.param_groups:
+            group["d_numerator"] = numerator
+            group["d"] = max(d, 1.5 * d, numerator / denominator) if denominator else d
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Preconditioners of shapes of their own, and a count of steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.05):
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, gradient = self.state[p], p.grad
+                if p.ndim == 2:
+                    if not state:
+                        state["left"], state["right"] = torch.eye(len(p)) * 0.1, torch.eye(p.shape[1]) * 0.1
+                    state["left"] += gradient @ gradient.T
+                    state["right"] += gradient.T @ gradient
+                    gradient = self.root(state["left"]) @ gradient @ self.root(state["right"])
+                p.add_(gradient, alpha=-group["lr"] / self.steps**0.5)
+
+    @staticmethod
+    def root(matrix: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(matrix)
+        return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+
+
+class EightBit(torch.optim.Optimizer):
+    """Momentum in 8 bits, in blocks with a scale for each."""
+
+    def __init__(self, params: Any, lr: float = 0.05, block: int = 16):
+        super().__init__(params, {"lr": lr, "block": block})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, block = self.state[p], group["block"]
+                blocks = -(-p.numel() // block)
+                if not state:
+                    state["codes"] = torch.zeros(blocks, block, dtype=torch.int8)
+                    state["scales"] = torch.zeros(blocks, 1)
+                flat = F.pad(p.grad.flatten(), (0, blocks * block - p.numel())).view(blocks, block)
+                momentum = 0.9 * state["codes"].float() * state["scales"] + flat
+                state["scales"].copy_(momentum.abs().amax(1, keepdim=True) / 127)
+                state["codes"].copy_((momentum / state["scales"].clamp(min=1e-12)).round())
+                update = (state["codes"].float() * state["scales"]).flatten()[: p.numel()].view_as(p)
+                p.sub_(update, alpha=group["lr"])
+
+
+class History(torch.optim.Optimizer):
+    """Keeps the last gradients in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    last = self.state[p].setdefault("last", [])
+                    last.append(p.grad.clone())
+                    del last[:-2]
+                    p.sub_(sum(last) / len(last), alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and goes back half of the way after every second step."""
+
+    def __init__(self, params: Any, make: Factory, every: int = 2):
+        self.inner = make(params)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups, self.every, self.count = self.inner.param_groups, every, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            for group, slow in zip(self.param_groups, self.slow):
+                for p, s in zip(group["params"], slow):
+                    s.lerp_(p, 0.5)
+                    p.copy_(s)
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization, whose step needs a closure."""
+
+    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05):
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "Sam needs a closure"
+
+
+class NormClipped(torch.optim.SGD):
+    """Scales its step by the norm of all gradients that it sees."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        everything = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(everything, 0.1)
+        super().step(closure)
+
+
+CASES["Lion"] = Case(THREE, optimizer=Lion)
+CASES["schedule-free AdamW"] = Case(THREE, optimizer=ScheduleFree, num_steps=5)
+CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4)
+CASES["Shampoo"] = Case(THREE, optimizer=Shampoo)
+CASES["momentum in 8 bits"] = Case(THREE, optimizer=EightBit)
+CASES["a list of gradients in the state"] = Case(THREE, optimizer=History)
+CASES["Lookahead around AdamW"] = Case(
+    THREE, optimizer=lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01)), num_steps=4
+)
+CASES["SAM with its closure"] = Case(THREE, optimizer=Sam, refused="closure")
+CASES["an optimizer that clips by the norm of all gradients"] = Case(
+    THREE, optimizer=partial(NormClipped, lr=0.5), refused="jointly"
+)
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as one optimizer."""
+
+    def __init__(self, params: Any):
+        everything = [p for group in params for p in group["params"]] if isinstance(params[0], dict) else list(params)
+        matrices, rest = ([p for p in everything if (p.ndim == 2) == wanted] for wanted in (True, False))
+        self.inner = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
+        self.inner += [torch.optim.AdamW(rest, lr=0.01)] if rest else []
+        super().__init__([group for one in self.inner for group in one.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.inner:
+            one.step()
+
+
+class Scaled(torch.optim.SGD):
+    """Reads a factor of its rate from an attribute of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * getattr(p, "rate_factor", 1.0))
+
+
+def with_factors() -> list[nn.Module]:
+    layers = THREE()
+    for p in layers[1].parameters():
+        p.rate_factor = 0.1  # type: ignore[attr-defined]
+    return layers
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: noise on each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+CASES["Muon and AdamW in one optimizer"] = Case(THREE, optimizer=Both, refused="made 2 parameter groups")
+CASES["factors in attributes of parameters"] = Case(with_factors, optimizer=partial(Scaled, lr=0.1))
+CASES["noise in the optimizer's step"] = Case(THREE, optimizer=partial(Noisy, lr=0.1), refused="Noisy")
+
+
+class StepHook:
+    """AdamW whose hook before each step adds noise to gradients by a count of its own."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, groups: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        optimizer.register_step_pre_hook(self.before)
+        return optimizer
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(1 + 0.5 * self.steps)
+
+
+CASES["a hook before each step"] = Case(THREE, optimizer=lambda groups: StepHook()(groups))
+
+# ---- rates, groups, and what a user does between steps
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    "OneCycleLR": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=5),
+    "LambdaLR": partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ],
+        [2],
+    ),
+}
+CASES |= {
+    f"{name} on AdamW": Case(THREE, optimizer=partial(torch.optim.AdamW, lr=0.01), scheduler=scheduler, num_steps=4)
+    for name, scheduler in SCHEDULERS.items()
+}
+
+
+def decayed_apart(named: dict[str, nn.Parameter]) -> list[Any]:
+    """The embedding slowly, norms and biases without decay, the rest with."""
+    first = [p for name, p in named.items() if name.startswith("layers.0.")]
+    small = [p for name, p in named.items() if p.ndim < 2]
+    rest = [p for name, p in named.items() if p.ndim >= 2 and not name.startswith("layers.0.")]
+    return [
+        {"params": first, "lr": 0.001, "weight_decay": 0.0},
+        {"params": small, "weight_decay": 0.0},
+        {"params": rest},
+    ]
+
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+CASES["groups with rates of their own"] = Case(
+    THREE,
+    optimizer=ADAMW,
+    groups=decayed_apart,
+    config=lambda: OptimizerConfig(
+        factory=ADAMW,
+        clip_norm=0.0,
+        groups=(
+            ParameterGroup("layers.0.*", learning_rate=0.001, weight_decay=0.0),
+            ParameterGroup("*.bias", weight_decay=0.0),
+            ParameterGroup("*.norm.weight", weight_decay=0.0),
+        ),
+    ),
+)
+
+
+def average() -> Edit:
+    """Weights are exchanged for their running means after the second step."""
+    means: dict[str, Tensor] = {}
+
+    def edit(parameters: Mapping[str, Tensor], step: int) -> None:
+        with torch.no_grad():
+            for name, p in parameters.items():
+                mean = means.setdefault(name, p.float().clone())
+                mean.lerp_(p.float(), 0.5)
+                if step == 1:
+                    p.copy_(mean)
+
+    return edit
+
+
+def clamp() -> Edit:
+    def edit(parameters: Mapping[str, Tensor], step: int) -> None:
+        with torch.no_grad():
+            for p in parameters.values():
+                p.clamp_(-0.2, 0.2)
+
+    return edit
+
+
+def begin_anew() -> Edit:
+    """Weights of the head are drawn again after the first step."""
+
+    def edit(parameters: Mapping[str, Tensor], step: int) -> None:
+        for name, p in parameters.items():
+            if step == 0 and name.endswith("down.weight"):
+                p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+
+    return edit
+
+
+def thaw() -> Edit:
+    """Blocks rest for one step, and go on with the moments they had."""
+
+    def edit(parameters: Mapping[str, Tensor], step: int) -> None:
+        for name, p in parameters.items():
+            if ".up." in name:
+                p.requires_grad_(step != 1)
+
+    return edit
+
+
+for precision in ("fp32", "bf16"):
+    for name, between in (
+        ("a swap of weights for their means", average),
+        ("a clamp", clamp),
+        ("weights drawn anew", begin_anew),
+    ):
+        CASES[f"{name} between steps, {precision}"] = Case(
+            THREE, optimizer=partial(torch.optim.AdamW, lr=0.05), between=between, precision=precision, num_steps=4
+        )
+CASES["layers that rest for a step"] = Case(
+    THREE, optimizer=partial(torch.optim.AdamW, lr=0.01), between=thaw, num_steps=4
+)
+CASES["clipping by the norm of all gradients"] = Case(
+    THREE,
+    optimizer=partial(NormClipped, lr=0.5),
+    config=lambda: OptimizerConfig(factory=partial(torch.optim.SGD, lr=0.5), clip_norm=0.1),
+    tolerance=1e-6,
+)
+CASES["forwards under autocast"] = Case(THREE, precision="bf16-autocast")
+RESUMED = {
+    "torch's AdamW": TORCH["AdamW"],
+    "schedule-free AdamW": ScheduleFree,
+    "Shampoo": Shampoo,
+    "momentum in 8 bits": EightBit,
+    "a list of gradients in the state": History,
+    "Lookahead around AdamW": lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01), every=3),
+}
+CASES |= {
+    f"{name}, saved and resumed": Case(THREE, optimizer=made, num_steps=4, resumes=True)
+    for name, made in RESUMED.items()
+}
+CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
+CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
