@@ -36,7 +36,6 @@ _PROBED = "layers run on fake tensors"
 _IN_PLACE = "a stage's input is a leaf"
 _DEFERRED = "a later stage drops the gradient of a weight that a linear layer computes, or its hooks"
 _SUMS = "the last bit depends on the cut: a weight's gradients of one microbatch are added one after the other"
-_DTYPE = "parameters are cast to the run's precision"
 _MASTERS = "the next step undoes what the user changes in bf16"
 _NO_GRADIENT = "a middle stage has no gradient to send"
 _GROUPS = "running values in param_groups are overwritten"
@@ -68,9 +67,6 @@ FAULTS = {
     "transposed and expanded views between layers": "the last bit depends on the cut: views are made contiguous",
     "a layer that detaches its input": _NO_GRADIENT,
     "a backbone under no_grad": _NO_GRADIENT,
-    "complex parameters": _DTYPE,
-    "a layer in fp64": _DTYPE,
-    "a layer in bf16": _DTYPE,
     "the embedding's weight by way of a list": "another stage's weight is read as it was at the start",
     "a running buffer that layers share": "each stage goes on with a copy of its own",
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own",
