@@ -123,7 +123,6 @@ def differences(engine: Engine, optimizer: Factory) -> list[str]:
     state = engine.state()
     for name, parameter in theirs.items():
         own = {kind: value for kind, value in reference.state[parameter].items() if isinstance(value, Tensor)}
-        assert own, name
         for kind, value in own.items():
             found += [] if same(state[f"optimizer.{kind}.{name}"], value) else [f"{kind} of {name}"]
     return found

@@ -1,4 +1,4 @@
-"""A frozen parameter has no gradient, no optimizer state and no traffic, also when it changes between steps."""
+"""A frozen parameter has no gradient, no traffic and no new optimizer state, also when it changes between steps."""
 
 from __future__ import annotations
 
@@ -62,9 +62,6 @@ def _phases(case: Case, optimizer: Any, follow: bool) -> list[dict[str, Any]]:
             one_step(engine)
             for name, parameter in theirs.items() if follow else ():
                 parameter.grad = engine.gradient(name).clone() if name.startswith(trained) else None
-                if parameter.grad is None:
-                    # What is thawed begins without state.
-                    reference.state.pop(parameter, None)
             reference.step()
         after = {name: p.detach().clone() for name, p in engine.parameters().items()}
         frozen = [name for name in after if not name.startswith(trained)]
@@ -77,9 +74,9 @@ def _phases(case: Case, optimizer: Any, follow: bool) -> list[dict[str, Any]]:
                 "unlike torch": [name for name in after if follow and not torch.equal(after[name], theirs[name])],
                 "held": [name for name in held if name in frozen],
                 "with gradients": [n for n in frozen if engine.parameters()[n].grad is not None],
-                "state": [key for key in engine.state() if key.startswith("optimizer.") and key.endswith(tuple(frozen))]
-                if frozen
-                else [],
+                "lost": [
+                    n for n in after if not any(k.startswith("optimizer.") and k.endswith(n) for k in engine.state())
+                ],
                 "bytes": engine.state_bytes(),
                 "reduced": reduced_bytes(engine),
                 "numel": sum(after[name].numel() for name in after if name not in frozen),
@@ -89,9 +86,9 @@ def _phases(case: Case, optimizer: Any, follow: bool) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.shows(107)
+@pytest.mark.shows(107, 162)
 @pytest.mark.parametrize("world", CASES)
-def test_frozen_parameters_cost_nothing_and_thawed_ones_begin_anew(world: int) -> None:
+def test_frozen_parameters_cost_nothing_and_thawed_ones_go_on_as_in_torch(world: int) -> None:
     plain = CASES[world]
     by_rank = run_ranks(world, phases, plain, ADAMW, True, timeout_s=120.0)
     for number in range(len(plain)):
@@ -106,7 +103,7 @@ def test_frozen_parameters_cost_nothing_and_thawed_ones_begin_anew(world: int) -
 def check(case: Case, found: list[dict[str, Any]], states: int) -> None:
     assert len(found) == len(PHASES)
     for phase in found:
-        for kind in ("moved", "still", "unlike torch", "held", "with gradients", "state"):
+        for kind in ("moved", "still", "unlike torch", "held", "with gradients", "lost"):
             assert phase[kind] == [], (case, kind)
         # Each parameter is padded to whole cache lines; counts of steps are one number each.
         least = 4 * phase["numel"]
@@ -139,16 +136,24 @@ def test_freezing_gives_the_same_bits_in_every_layout_and_with_zero(optimizer: A
         assert totals[1] < 0.65 * totals[0]
 
 
-def resumed_after_thawing(rank: int, cases: list[Case], folder: Any) -> list[list[str]]:
+def resumed_after_thawing(rank: int, cases: list[Case], optimizers: list[Any], folder: Any) -> list[list[str]]:
+    """Saved while some are frozen, and once more when all are thawed: what then differs from the run that went on."""
     found = []
-    for number, case in enumerate(cases):
-        engine = opened(case, BUILT_IN)
-        for trained in PHASES[1:]:
+    for number, (case, optimizer) in enumerate((case, own) for case in cases for own in optimizers):
+        engine, again = opened(case, optimizer), None
+        for trained in PHASES:
             freeze(engine, trained)
+            if again is not None:
+                freeze(again, trained)
+                one_step(again)
             one_step(engine)
-        engine.save(folder / str(number))
-        again = opened(case, BUILT_IN)
-        again.load(folder / str(number))
+            if trained in PHASES[2:]:
+                engine.save(folder / f"{number} {len(trained)}")
+                if again is not None:
+                    again.close()
+                again = opened(case, optimizer)
+                again.load(folder / f"{number} {len(trained)}")
+        assert again is not None
         for one in (engine, again):
             one_step(one)
         ours, theirs = engine.parameters(), again.parameters()
@@ -161,7 +166,8 @@ def resumed_after_thawing(rank: int, cases: list[Case], folder: Any) -> list[lis
 @pytest.mark.shows(106, 107)
 def test_a_run_that_thawed_parameters_is_resumed_bit_for_bit(tmp_path: Any) -> None:
     cases = [Case(Layout(pp=2)), Case(Layout(dp=2), zero=True)]
-    assert run_ranks(2, resumed_after_thawing, cases, tmp_path, timeout_s=90.0) == [[[], []]] * 2
+    found = run_ranks(2, resumed_after_thawing, cases, [BUILT_IN, MUON], tmp_path, timeout_s=90.0)
+    assert found == [[[]] * 4] * 2
 
 
 @pytest.mark.shows(107)
@@ -175,6 +181,7 @@ def test_settings_freeze_by_name_patterns() -> None:
     before = {name: p.detach().clone() for name, p in engine.parameters().items()}
     one_step(engine)
     assert {name for name, p in engine.parameters().items() if torch.equal(p, before[name])} == frozen
+    assert not [key for key in engine.state() if key.startswith("optimizer.") and key.endswith(tuple(frozen))]
 
 
 def unequally_frozen(rank: int) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.checkpoint import Checkpointer, checkpointer
-from penstock.engine.optimizer.optimizer import state_aliases
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
@@ -84,7 +83,7 @@ def one_step(engine: Engine) -> tuple[float, float]:
 
 
 def checkpoints(engine: Engine, folder: Path) -> Checkpointer:
-    return Checkpointer(folder, engine.grid, {"seed": 0}, aliases=state_aliases(engine.ties))
+    return Checkpointer(folder, engine.grid, {"seed": 0}, aliases=engine.ties)
 
 
 def resume(engine: Engine, saved: Checkpointer) -> None:

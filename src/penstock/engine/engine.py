@@ -326,9 +326,9 @@ class Engine(ModelState, WeightEndpoint):
         grid = self.pipeline.grid
         self.check_call("save", path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
-            saved = Checkpointer(path, grid, {}, keep, self.aliases, standalone=True)
+            saved, state = Checkpointer(path, grid, {}, keep, self.ties, standalone=True), self.state_to_save()
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
-            saved.save(self.step, self.state(), values, wait=True)
+            saved.save(self.step, state, values, wait=True)
         self.watchers.saw("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
@@ -344,8 +344,9 @@ class Engine(ModelState, WeightEndpoint):
         self.check_call("load", path=(path, str | Path))
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
-            saved, own = CheckpointReader(path, pipeline.grid, None, self.aliases), self.state()
+            saved = CheckpointReader(path, pipeline.grid, None, self.ties)
             found = saved.existing()
+            own = self.state_to_load(found)
             saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
             saved.load(found, own)
 

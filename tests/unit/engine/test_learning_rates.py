@@ -121,27 +121,12 @@ def test_groups_have_rates_of_their_own() -> None:
         assert torch.equal(parameter, before[name].add(engine.gradient(name), alpha=-rate)), name
 
 
-class Joint(torch.optim.Optimizer):
-    """Steps all parameters by the same amount: the mean of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        every = [p for group in self.param_groups for p in group["params"]]
-        mean = torch.cat([p.grad.flatten() for p in every]).mean()
-        for parameter in every:
-            parameter.sub_(0.1 * mean)
-
-
-@pytest.mark.shows(106)
+@pytest.mark.shows(162)
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot step a model in parts.*closure"),
-        (torch.optim.SparseAdam, "SparseAdam cannot step a model in parts"),
-        (Joint, "Joint steps all parameters jointly"),
+        (torch.optim.LBFGS, "LBFGS steps with a closure that computes the loss anew"),
+        (torch.optim.SparseAdam, "SparseAdam takes sparse gradients"),
         (lambda groups: None, "gave a NoneType; it gives a torch.optim.Optimizer"),
         ("adaw", r'optimizer.name = .adaw.: expected "adamw"'),
         (3, "optimizer = 3 is not possible"),
@@ -155,7 +140,7 @@ class Joint(torch.optim.Optimizer):
         ),
     ],
 )
-def test_what_cannot_be_stepped_in_parts_is_refused_by_name(optimizer: Any, words: str) -> None:
+def test_what_no_engine_can_step_with_is_refused_by_name(optimizer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         opened(optimizer)
 

@@ -38,7 +38,7 @@ def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp
     )
     RunLock(config).close()
     engine = Engine(*engine_arguments(config, size))
-    saved = Checkpointer(tmp_path / "run" / "checkpoints", engine.grid, config.identity(), aliases=engine.aliases)
+    saved = Checkpointer(tmp_path / "run" / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
     saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
     engine.close()
     before = open_model(tmp_path / "run")

@@ -159,7 +159,7 @@ def another(groups: Any) -> Any:
         (nothing, "the optimizer factory nothing gave a NoneType; it gives a torch.optim.Optimizer of the parameter"),
         (
             raising,
-            "the optimizer raising cannot step a model in parts: with two small matrices it raises KeyError",
+            "the optimizer raising is not made of parameter groups with a small matrix each: it raises KeyError",
         ),
         (another, "the optimizer factory another gave an optimizer of other parameters than those"),
         (another(()), "^optimizer is an instance of SGD, .* give the class SGD, or functools.partial of it"),

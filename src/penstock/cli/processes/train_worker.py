@@ -107,7 +107,7 @@ class TrainLoop:
             engine.grid,
             config.identity(),
             keep=config.checkpoint.keep,
-            aliases=engine.aliases,
+            aliases=engine.ties,
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step, self._unfinished, self._trackers, self._progress = -1, False, None, None
@@ -134,7 +134,7 @@ class TrainLoop:
                     f"output = {self.config.output!r} holds no checkpoint to continue; leave out --resume"
                 )
             return
-        self.checkpoints.load(found, self.engine.state())
+        self.checkpoints.load(found, self.engine.state_to_load(found))
         self.checkpoints.restore(found, lambda values: self._go_on(values, found))
         step = self.engine.step
         self._saved_step = step
@@ -276,7 +276,7 @@ class TrainLoop:
         }
         self._finish_saving()
         with self.engine.recorder.collective("save a checkpoint"):
-            self.checkpoints.save(step, self.engine.state(), extra)
+            self.checkpoints.save(step, self.engine.state_to_save(), extra)
         self._saved_step, self._unfinished = step, True
         if wait:
             self._finish_saving()

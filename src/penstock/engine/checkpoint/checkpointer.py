@@ -41,6 +41,7 @@ from penstock.engine.checkpoint.manifest import (
     warn_of,
     write_manifest,
 )
+from penstock.engine.optimizer.form import STATE, state_name
 from penstock.io.files import naming, read_json_object, remove, sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
@@ -78,8 +79,8 @@ class CheckpointReader:
     _gather: Callable[[Any], list[Any]]
     #: the settings that make this run what it is, as JSON gives them back; None to read any run
     _identity: Any
-    #: names of tensors that are equal to another by construction (tied copies and their optimizer state) -> that
-    #: other's name, under which alone they are stored
+    #: names of tensors that are equal to another by construction (tied copies) -> that other's name, under which alone
+    #: they and their optimizer state are stored
     _aliases: dict[str, str]
 
     def __init__(
@@ -140,7 +141,7 @@ class CheckpointReader:
 
         Raises: ValueError naming some of them, on all ranks alike.
         """
-        asked = self._gather(sorted({self._aliases.get(name, name) for name in tensors}))
+        asked = self._gather(sorted({self._source(name) for name in tensors}))
         unused = sorted(info.stored.keys() - {name for names in asked for name in names})
         unused = [name for name in unused if not (ignored and name.startswith(ignored))]
         if unused:
@@ -178,8 +179,15 @@ class CheckpointReader:
 
         return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
 
+    def _source(self, name: str) -> str:
+        """The name under which a tensor is stored."""
+        if name.startswith(STATE):
+            kind, parameter = state_name(name)
+            return f"{STATE}{kind}.{self._aliases.get(parameter, parameter)}"
+        return self._aliases.get(name, name)
+
     def _load(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor]) -> None:
-        sources = {name: self._aliases.get(name, name) for name in tensors}
+        sources = {name: self._source(name) for name in tensors}
         stored = info.stored
         missing = sorted(name for name, source in sources.items() if source not in stored)
         if missing:
@@ -308,7 +316,7 @@ class Checkpointer(CheckpointReader):
         self._begin(step, prepare)
         own: dict[str, tuple[Tensor, TensorRecord]] = {}
         for name, local in tensors.items():
-            for part, values in local_slices(local).items() if name not in self._aliases else ():
+            for part, values in local_slices(local).items() if self._source(name) == name else ():
                 record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
                 own[record.stored_name] = values, record
         stored, writer_of, file_of = _plan_save(step, own, self._gather)

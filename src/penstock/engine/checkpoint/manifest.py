@@ -439,6 +439,8 @@ _FIELDS: dict[str, Any] = {
     "engine.optimizer.scaler.num_good_steps": int,
     "engine.optimizer.since": dict,
     "engine.optimizer.since.*": int,
+    "engine.optimizer.paused": dict,
+    "engine.optimizer.paused.*": int,
     "random": dict,
     "loader": dict,
     "loader.epoch": int,
@@ -449,7 +451,7 @@ _FIELDS: dict[str, Any] = {
     "early_stop.best": float | None,
     "early_stop.num_worse": int,
 }
-_MAY_LACK = ("engine.optimizer.since", "loader", "early_stop")
+_MAY_LACK = ("engine.optimizer.since", "engine.optimizer.paused", "loader", "early_stop")
 _SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
 
 

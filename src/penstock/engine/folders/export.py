@@ -433,8 +433,7 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     before = destination.exists()
     folder = RunLock(config)
     try:
-        aliases = state.aliases
-        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=aliases)
+        saved = Checkpointer(destination / CHECKPOINT_FOLDER, pipeline.grid, config.identity(), aliases=state.ties)
         saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:
         folder.close()

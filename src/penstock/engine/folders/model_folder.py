@@ -648,7 +648,7 @@ class RunFolder(ModelFolder):
         if self.kept_as is not Quantize.NONE:
             # The engine's units read them when it was made.
             return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
-        saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.aliases)
+        saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.ties)
         found = saved.existing()
         saved.load(found, state.state(optimizer=False))
         return f"step {found.step} of {self.run.digest()}"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from penstock.engine.optimizer.steppers import STEPPERS, Division, GroupRule, OptimizerKind, Values
+from penstock.engine.optimizer.steppers import STEPPERS, Division, GroupRule, OptimizerKind, Values, sample
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.declare import type_in_words
@@ -203,28 +203,32 @@ def _check_arguments(kind: OptimizerKind, options: Mapping[str, Any]) -> None:
 # ---- The hyperparameters of every parameter group at any step: functions of the step's number alone
 
 
-_NO_VALUES = ("params", "param_names", "initial_lr")
-
-
 class Rates:
     """Gives each group's hyperparameters at a step, the same on every rank.
 
-    A scheduler of torch acts on a probe, an optimizer over one small parameter of each group, and is stepped until it
+    Of an optimizer of torch's kind they are those that a course or a scheduler sets, and no other: what it writes into
+    its groups stays. A scheduler of torch acts on a sample of the optimizer, which never steps, and is stepped until it
     has reached the step that is asked for; for an earlier one it starts again. So a rate depends on the step's number
     alone, whatever was skipped or resumed.
     """
 
+    #: what the last group's optimizer was made with
+    usual: Values
     #: the groups by number
     _rules: Sequence[GroupRule]
     #: makes the scheduler of an optimizer; None without one
     _make_scheduler: Any
-    #: the probe of each optimizer of torch's kind, and with a scheduler of the others too, and its scheduler
-    _probes: Mapping[OptimizerKind, tuple[torch.optim.Optimizer, Any]]
+    #: with a scheduler: the sample of each optimizer, and its scheduler
+    _samples: Mapping[OptimizerKind, tuple[torch.optim.Optimizer, Any]]
+    #: the keys that the schedulers have set
+    _set: set[str]
     #: the step that the schedulers have reached
     _step: int
 
     def __init__(self, groups: ParameterGroups) -> None:
-        self._rules, self._make_scheduler = groups.rules, groups.config.scheduler
+        self._rules, self._make_scheduler, self._set = groups.rules, groups.config.scheduler, {"lr"}
+        last = self._rules[-1]
+        self.usual = _made_with(last) if last.kind.stepper else sample(last.kind, [last]).param_groups[0]
         self._restart()
 
     def at(self, step: int) -> list[Values]:
@@ -236,34 +240,28 @@ class Rates:
                 # It expects its optimizer to step, which the real ones do.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 for _ in range(self._step, step):
-                    for _, scheduler in self._probes.values():
+                    for _, scheduler in self._samples.values():
                         scheduler.step()
             self._step = step
-        groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._probes.items()}
+        groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._samples.items()}
         found: list[Values] = []
         for rule in self._rules:
-            own = rule.kind.stepper
-            values = {**own.hyperparameters, **rule.options} if own else {}
+            values = dict(_made_with(rule)) if rule.kind.stepper else {}
             if rule.kind in groups:
-                values = {key: value for key, value in next(groups[rule.kind]).items() if key not in _NO_VALUES}
+                group = next(groups[rule.kind])
+                values |= {key: group[key] for key in self._set if key in group}
             courses = {"lr": rule.rate, "weight_decay": rule.decay}
             found.append(values | {key: course(step) for key, course in courses.items() if course is not None})
         return found
 
     def _restart(self) -> None:
-        """Make the probes, whose schedulers are then at step 1."""
-        self._step, self._probes = 1, {}
-        for kind in dict.fromkeys(rule.kind for rule in self._rules):
-            if kind.stepper is None or self._make_scheduler is not None:
-                self._probes[kind] = self._probe(kind)
+        """Make the samples, whose schedulers are then at step 1."""
+        kinds = dict.fromkeys(rule.kind for rule in self._rules) if self._make_scheduler is not None else {}
+        self._step, self._samples = 1, {kind: self._scheduled(kind) for kind in kinds}
 
-    def _probe(self, kind: OptimizerKind) -> tuple[torch.optim.Optimizer, Any]:
-        groups = [
-            {"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in self._rules if rule.kind is kind
-        ]
-        optimizer = kind.make(groups)
-        if self._make_scheduler is None:
-            return optimizer, None
+    def _scheduled(self, kind: OptimizerKind) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = sample(kind, [rule for rule in self._rules if rule.kind is kind])
+        optimizer.param_groups[:] = [_Watched(group, self._set) for group in optimizer.param_groups]
         scheduler = self._make_scheduler(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
@@ -271,3 +269,25 @@ class Rates:
                 f"{type_in_words(scheduler)}"
             )
         return optimizer, scheduler
+
+
+def _made_with(rule: GroupRule) -> Values:
+    """The hyperparameters of a group of the package's own rules."""
+    assert rule.kind.stepper is not None
+    return {"lr": 0.0, **rule.kind.stepper.hyperparameters, **rule.options}
+
+
+class _Watched(dict[str, Any]):
+    """A parameter group of torch that notes the keys that are set."""
+
+    #: the keys
+    _set: set[str]
+
+    def __init__(self, group: Mapping[str, Any], keys: set[str]) -> None:
+        super().__init__(group)
+        self._set = keys
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "initial_lr":
+            self._set.add(key)

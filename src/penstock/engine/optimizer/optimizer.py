@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.engine.optimizer.form import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
-from penstock.engine.optimizer.steppers import (
-    STEPPERS,
-    Block,
-    FlatStepper,
-    OwnedState,
-    TorchStepper,
-    Values,
-    all_state_kinds,
-    steppers_for,
-)
+from penstock.engine.optimizer.steppers import Block, FlatStepper, OwnedState, SetAside, StateName, Stored, Values
+from penstock.engine.optimizer.torch_stepper import TorchStepper, joins_parameters, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
@@ -35,11 +28,10 @@ from penstock.settings import LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
-_MASTER = "master"
+# What fits into a processor's cache beside its rounding.
+_AT_ONCE = 1 << 18
 WholeState = Mapping[str, tuple[bool, Tensor]]
 """``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor."""
-
-_KINDS = (*(kind for stepper in STEPPERS.values() for kind in stepper.state_kinds), _MASTER)
 
 
 @dataclass(frozen=True)
@@ -136,6 +128,7 @@ class Optimizer:
         scaler: scales the loss of fp16 training.
         norm_names: the names under which this rank counts parameters that are shared with other ranks; None for those
             that another rank counts.
+        frozen: this rank's parameters without a gradient, by full name.
 
     The groups that number the buckets are those of `config`, if they are not given instead of it.
 
@@ -154,6 +147,8 @@ class Optimizer:
     learning_rate: float
     #: parameters, of any rank, that were thawed later -> the number of updates before
     since: Mapping[str, int]
+    #: parameters, of any rank, that were trained and are frozen -> the number of updates that they have seen
+    paused: Mapping[str, int]
     #: steps that succeeded
     _num_updates: int
     #: ranks that hold the model between them
@@ -171,7 +166,9 @@ class Optimizer:
     #: the number of the group of matrices that no pattern matches
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
-    _steppers: list[FlatStepper | TorchStepper]
+    _steppers: list[FlatStepper | TorchStepper | SetAside]
+    #: the state of frozen parameters
+    aside: SetAside
     #: gradients that this rank counts in the norm, by the order of their names
     _counted: list[Tensor]
     #: the largest number of gradients that any rank counts
@@ -185,6 +182,7 @@ class Optimizer:
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
         norm_names: Mapping[str, str | None] | None = None,
+        frozen: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
         names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
@@ -195,7 +193,7 @@ class Optimizer:
         self.scaler = scaler
         self.num_steps = 0
         self._num_updates = 0
-        self.since = {}
+        self.since, self.paused = {}, {}
         rate = self.config.learning_rate
         self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
         self._group = group
@@ -208,13 +206,13 @@ class Optimizer:
         self.rates = Rates(self.groups)
         self.is_own = any(rule.kind.stepper is None for rule in self.groups.rules)
         self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
-        self._steppers = steppers_for(
-            self.groups.rules,
-            [
-                Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
-                for bucket, master in zip(self._stepped, self._masters, strict=True)
-            ],
-        )
+        self.aside = SetAside(frozen or {})
+        blocks = [
+            Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
+            for bucket, master in zip(self._stepped, self._masters, strict=True)
+        ]
+        is_split = group is not None and group.size() > 1
+        self._steppers = [self.aside, *steppers_for(self.groups.rules, blocks, is_split)]
 
     @property
     def loss_scale(self) -> float:
@@ -229,14 +227,16 @@ class Optimizer:
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
         number = self.num_steps + 1 if number is None else number
+        self.take_edits()
         return self.update(self.gradient_norm(), number, self.rates.at(number))
 
     @torch.no_grad()
     def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
         """The rest of a step, in which ranks send each other nothing, given the gradients' norm and the rates."""
         self.num_steps, success = number, math.isfinite(norm)
+        usual = {**self.rates.usual, **values[self._usual]}
         if success:
-            self.learning_rate = float(values[self._usual]["lr"])
+            self.learning_rate = float(usual.get("lr", 0.0))
             # The loss scale off and clipped, in one pass or, with nothing to do, in none.
             factor = 1.0 / self.loss_scale
             if self.config.clip_norm:
@@ -249,8 +249,23 @@ class Optimizer:
             self._publish_masters()
         if self.scaler is not None:
             self.scaler.update(success)
-        weight_decay = float(values[self._usual].get("weight_decay", 0.0))
+        weight_decay = float(usual.get("weight_decay", 0.0))
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
+
+    def compared(self) -> dict[str, str]:
+        """What ranks that step the same optimizer must agree on after a step, as text; see `check_alike`."""
+        steppers = [own for own in self._steppers if isinstance(own, TorchStepper)]
+        return {key: text for own in steppers for key, text in own.compared().items()}
+
+    def check_alike(self, by_rank: Sequence[Mapping[str, str]]) -> None:
+        """Refuse an optimizer whose step joins parameters of several ranks. Raises: ConfigError."""
+        first: dict[str, tuple[int, str]] = {}
+        for rank, theirs in enumerate(by_rank):
+            for key, text in theirs.items():
+                other, known = first.setdefault(key, (rank, text))
+                if known != text:
+                    label, what = key.split(": ", 1)
+                    raise joins_parameters(label, f"after it {what} is {known} on rank {other} and {text} on {rank}")
 
     def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes on this rank; returns a function that puts it back."""
@@ -279,15 +294,21 @@ class Optimizer:
             if state.place is None or state.place.is_whole
         }
 
-    def owned_state(self) -> dict[str, OwnedState]:
-        """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view."""
-        states = {key: state for stepper in self._steppers for key, state in stepper.state().items()}
+    def owned_state(self, stored: Mapping[StateName, Stored] | None = None) -> dict[str, OwnedState]:
+        """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view.
+
+        stored: what a checkpoint has, for which room is made; `load_progress` then takes what was copied there.
+
+        Raises: ConfigError naming what an optimizer keeps and a checkpoint cannot hold.
+        """
+        self.take_edits()
+        states: dict[StateName, OwnedState] = {}
+        for stepper in self._steppers:
+            states |= stepper.state() if stored is None else stepper.expect(stored)
         for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
-                states |= {
-                    (_MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places
-                }
-        return {f"optimizer.{kind}.{name}": state for (kind, name), state in states.items()}
+                states |= {(MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places}
+        return {f"{STATE}{kind}.{name}": state for (kind, name), state in states.items()}
 
     @property
     def reductions(self) -> dict[str, Reduction]:
@@ -295,32 +316,35 @@ class Optimizer:
         return {place.name: bucket.reduction for bucket in self._stepped for place in bucket.places}
 
     @property
-    def state_kinds(self) -> set[str]:
-        """All kinds of state that a rank may hold."""
-        return all_state_kinds(self.groups.rules) | {_MASTER}
-
-    @property
     def state_bytes(self) -> int:
-        """Memory of the update rules' state and of masters on this rank."""
+        """Memory of the update rules' state and of masters on this rank, without what frozen parameters have aside."""
         masters = [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
         return sum(stepper.state_bytes for stepper in self._steppers) + sum(master.nbytes for master in masters)
 
     def whole_state(self, device: torch.device, group: dist.ProcessGroup | None) -> WholeState:
         """Collect the state of this rank's parameters, whole although ranks step them in parts.
 
-        All ranks of `group`, which hold the model between them, call it at one point.
+        What an optimizer keeps of no parameter is every rank's. All ranks of `group`, which hold the model between
+        them, call it at one point.
         """
-        owned = self.owned_state()
-        if not self.config.zero or group is None:
+        owned, reductions = self.owned_state(), self.reductions
+        if group is None:
             return {name: (state.place is not None, state.values.clone()) for name, state in owned.items()}
-        by_rank = gather_json({name: _described(state) for name, state in owned.items()}, group)
-        found = {}
+        by_rank = gather_json({name: _described(state, state_name(name)[1]) for name, state in owned.items()}, group)
+        found: dict[str, tuple[bool, Tensor]] = {}
         for name in sorted({name for theirs in by_rank for name in theirs}):
-            reduction = self.reductions.get(name.split(".", 2)[2])
-            holders = (
-                [] if reduction is None else [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
-            )
-            if reduction is None or not holders:
+            reduction = reductions.get(parameter := state_name(name)[1])
+            first = next(theirs[name] for theirs in by_rank if name in theirs)
+            if "bytes" in first:
+                values = torch.tensor(first["bytes"], dtype=torch.uint8).view(getattr(torch, first["dtype"]))
+                found[name] = False, values.view(first["shape"])
+                continue
+            if not self.config.zero or reduction is None or parameter in self.aside.parameters:
+                if name in owned:
+                    found[name] = owned[name].place is not None, owned[name].values.clone()
+                continue
+            holders = [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
+            if not holders:
                 continue
             known = by_rank[holders[0]][name]
             whole = torch.zeros(known["shape"], dtype=getattr(torch, known["dtype"]), device=device)
@@ -337,13 +361,19 @@ class Optimizer:
         return found
 
     def take_whole_state(self, whole: WholeState) -> None:
-        """Copy what is stepped here from the state of another optimizer; what it does not know stays as it is."""
-        for name, state in self.owned_state().items():
+        """Copy what is stepped here, or set aside, from the state of another optimizer; before `load_progress`."""
+        stored = {
+            state_name(name): (values.dtype, None if elements else tuple(values.shape))
+            for name, (elements, values) in whole.items()
+        }
+        for name, state in self.owned_state(stored).items():
             if name in whole:
                 elements, values = whole[name]
                 assert elements == (state.place is not None), f"{name} has changed its form"
                 own = values.view(-1)[state.place.first : state.place.last] if state.place is not None else values
                 state.values.copy_(own)
+        # A parameter may have been changed while it was frozen.
+        self.take_edits()
 
     def progress(self) -> dict[str, Any]:
         """The numbers that a resumed run needs beside `state`, as JSON values."""
@@ -353,6 +383,7 @@ class Optimizer:
             "learning_rate": self.learning_rate,
             "scaler": None if self.scaler is None else self.scaler.state(),
             **({"since": dict(self.since)} if self.since else {}),
+            **({"paused": dict(self.paused)} if self.paused else {}),
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
@@ -360,12 +391,31 @@ class Optimizer:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
-        self.since = dict(progress.get("since", {}))
+        self.since, self.paused = dict(progress.get("since", {})), dict(progress.get("paused", {}))
         for stepper in self._steppers:
             stepper.continue_from(self._num_updates, self.since)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
         self._publish_masters()
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Take over what was written into 16-bit parameters since the last step, by whatever way.
+
+        Where an element is no longer its master rounded, the master becomes the element; all others keep theirs.
+        """
+        mixed = [
+            pair
+            for bucket, master in zip(self._stepped, self._masters, strict=True)
+            if master.dtype != bucket.parameters.dtype
+            for pair in zip(bucket.parameters[bucket.owned].split(_AT_ONCE), master.split(_AT_ONCE), strict=True)
+        ]
+        if not mixed:
+            return
+        # One answer of the device for all.
+        is_same = torch.stack([(own == master.to(own.dtype)).all() for own, master in mixed]).tolist()
+        for own, master in (pair for pair, same in zip(mixed, is_same, strict=True) if not same):
+            master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
 
     @torch.no_grad()
     def renew_masters(self) -> None:
@@ -401,19 +451,13 @@ class Optimizer:
                 bucket.parameters[bucket.owned].copy_(master)
 
 
-def state_aliases(ties: Mapping[str, str], kinds: Iterable[str] = _KINDS) -> dict[str, str]:
-    """Names of tied copies and of their optimizer state -> the owner's, which hold the same values.
-
-    ties: full names of parameters, copy -> owner. kinds: the kinds of state, see `Optimizer.state_kinds`.
-    """
-    prefixes = ["", *(f"optimizer.{kind}." for kind in sorted(kinds))]
-    return {prefix + copy: prefix + owner for prefix in prefixes for copy, owner in ties.items()}
-
-
-def _described(state: OwnedState) -> dict[str, Any]:
+def _described(state: OwnedState, parameter: str) -> dict[str, Any]:
     place = state.place
     shape = list(state.values.shape) if place is None else [place.parameter.numel()]
-    return {"elements": place is not None, "shape": shape, "dtype": str(state.values.dtype).removeprefix("torch.")}
+    found = {"elements": place is not None, "shape": shape, "dtype": str(state.values.dtype).removeprefix("torch.")}
+    if is_of_all(parameter):
+        found["bytes"] = state.values.reshape(-1).view(torch.uint8).tolist()
+    return found
 
 
 def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Update rules: of the package's own, which step flat tensors, and any optimizer of torch's kind.
+"""Update rules of the package's own, which step flat tensors, and what is known of optimizers of torch's kind.
 
 Another rule of its own is another `FlatStepper` here, entered in `STEPPERS`. Norms, clipping, masters, ZeRO,
 checkpoints and memory estimates follow from the state it names.
@@ -6,8 +6,8 @@ checkpoints and memory estimates follow from the state it names.
 
 from __future__ import annotations
 
-import copy
 import enum
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +59,12 @@ class OwnedState:
     values: Tensor
 
 
+StateName = tuple[str, str]
+"""The kind of a state, and the full name of its parameter."""
+Stored = tuple[torch.dtype, tuple[int, ...] | None]
+"""A stored state's type, and its shape: None if it has one value for each of the parameter's elements."""
+
+
 class FlatStepper(ABC):
     """A rule that steps each element by itself, so over flat buckets, whole or in parts."""
 
@@ -83,7 +89,7 @@ class FlatStepper(ABC):
         for group in dict.fromkeys(block.group for block in self._blocks):
             self.step_group([block for block in self._blocks if block.group == group], values[group])
 
-    def state(self) -> dict[tuple[str, str], OwnedState]:
+    def state(self) -> dict[StateName, OwnedState]:
         """(kind of state, full name) -> the state, to be saved, or loaded in place and then `continue_from`."""
         return {
             (kind, place.name): OwnedState(place, place.view(flat))
@@ -91,6 +97,10 @@ class FlatStepper(ABC):
             for kind, flat in block.state.items()
             for place in block.places
         }
+
+    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
+        """The state of those of its parameters that a checkpoint has some of, to be loaded in place."""
+        return self.state()
 
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
         """Go on as if the run had taken this number of updates; `state` is set.
@@ -104,7 +114,7 @@ class FlatStepper(ABC):
 
     def snapshot(self) -> Callable[[], None]:
         """Copy masters and state as they are before a step; returns a function that puts them back."""
-        return _copied([t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)])
+        return copied([t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)])
 
     @property
     def state_bytes(self) -> int:
@@ -145,10 +155,6 @@ STEPPERS: dict[str, type[FlatStepper]] = {"adamw": AdamW}
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from torch's parameter groups."""
 
-_PROBE_RATE = 0.01
-# In float64, where any other way to divide an update differs by far more.
-_PROBE_TOLERANCE = 1e-6
-
 
 class Division(enum.Enum):
     """The finest parts of which an optimizer steps each by itself, as it would step them together."""
@@ -183,248 +189,63 @@ class GroupRule:
 
     @cached_property
     def division(self) -> Division:
-        """The parts that the optimizer steps independently, found by stepping small tensors.
+        """The parts that the optimizer steps independently: of torch's, as declared here; of others, parameters.
 
         Raises:
-            ConfigError: it cannot step parameters independently, or without a closure; named with the reason.
+            ConfigError: it cannot be made, or steps by more than the gradients; named with the reason.
         """
         if self.kind.stepper is not None:
             return Division.ELEMENTS
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(6, 8), (4, 4)]
-        values, *gradients = [
-            [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4)
-        ]
-        try:
-            together = self._stepped(values, gradients)
-            apart = [self._stepped([v], [[g[i]] for g in gradients])[0] for i, v in enumerate(values)]
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the optimizer says
+        optimizer = sample(self.kind, [self])
+        if (reason := _why_not(optimizer)) is not None:
             raise ConfigError(
-                f"the optimizer {self.kind.label} cannot step a model in parts: with two small matrices it raises "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not all(map(_agree, together, apart, values)):
-            raise ConfigError(
-                f"the optimizer {self.kind.label} steps all parameters jointly, so no rank can step its own alone"
+                f"the optimizer {self.kind.label} {reason}; give one whose step takes nothing but parameters with "
+                "their gradients"
             )
-        flat, cuts = values[0].flatten(), [20]
-        try:
-            pieces = self._stepped(flat.tensor_split(cuts), [g[0].flatten().tensor_split(cuts) for g in gradients])
-        except Exception:  # it takes whole matrices only
-            return Division.PARAMETERS
-        return Division.ELEMENTS if _agree(torch.cat(list(pieces)), apart[0].flatten(), flat) else Division.PARAMETERS
-
-    def _stepped(self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The values after one step for each of the gradients."""
-        parameters = [nn.Parameter(value.clone()) for value in values]
-        optimizer = self.kind.make([{"params": parameters, **self.options}])
-        for of_step in gradients:
-            for group in optimizer.param_groups:
-                group["lr"] = _PROBE_RATE
-            for parameter, gradient in zip(parameters, of_step, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-        return [parameter.detach() for parameter in parameters]
+        return Division.ELEMENTS if type(optimizer) in BY_ELEMENTS else Division.PARAMETERS
 
 
-def _agree(one: Tensor, other: Tensor, before: Tensor) -> bool:
-    """True if two updates of the same values are equal up to rounding."""
-    update = (one - before).norm()
-    return bool((one - other).norm() <= _PROBE_TOLERANCE * update)
+BY_ELEMENTS = frozenset(
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""Torch's optimizers that step each element by itself. A subclass may do otherwise."""
+BY_PARAMETERS = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+"""Torch's optimizers that step each parameter by itself."""
 
 
-class TorchStepper:
-    """Any optimizer of torch's kind, over the parameters in their shapes, or over flat parts of them.
-
-    What the optimizer makes at its first step, its state, is also made by a step of a scratch copy where it is asked
-    for before: its tensors are then loaded in place, and handed to the optimizer by `continue_from`.
-    """
-
-    #: makes the optimizer
-    _kind: OptimizerKind
-    #: the optimizer's groups by number
-    _rules: Mapping[int, GroupRule]
-    #: what is stepped
-    _stepped: Sequence[_Stepped]
-    #: None where this rank steps nothing
-    _optimizer: torch.optim.Optimizer | None
-    #: full name -> state that the optimizer does not have yet
-    _prepared: dict[str, dict[str, Any]]
-    #: (kind, full name) -> a state that is a number, as a tensor
-    _numbers: dict[tuple[str, str], Tensor]
-
-    def __init__(self, kind: OptimizerKind, rules: Mapping[int, GroupRule], blocks: Sequence[Block]) -> None:
-        self._kind, self._rules = kind, rules
-        self._stepped = [_Stepped.of(block, place) for block in blocks for place in block.places]
-        self._optimizer = self._made([one.parameter for one in self._stepped])
-        self._prepared, self._numbers = {}, {}
-
-    def step(self, values: Sequence[Values]) -> None:
-        if self._optimizer is None:
-            return
-        for number, group in zip(self._group_numbers(), self._optimizer.param_groups, strict=True):
-            group.update(values[number])
-        self._optimizer.step()
-        self._prepared.clear()
-
-    def state(self) -> dict[tuple[str, str], OwnedState]:
-        found = {}
-        for one, own in self._states():
-            for kind, value in own.items():
-                if isinstance(value, Tensor) and value.shape == one.parameter.shape:
-                    found[kind, one.place.name] = OwnedState(one.place, value.view(-1))
-                elif isinstance(value, Tensor):
-                    found[kind, one.place.name] = OwnedState(None, value)
-                elif isinstance(value, int | float):
-                    number = self._numbers.setdefault((kind, one.place.name), torch.zeros((), dtype=torch.float64))
-                    found[kind, one.place.name] = OwnedState(None, number.fill_(value))
-        return found
-
-    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        optimizer = self._optimizer
-        for one, own in self._states() if num_updates else []:
-            assert optimizer is not None
-            name = one.place.name
-            if since.get(name, 0) < num_updates:
-                numbers = {kind: self._numbers.get((kind, name)) for kind in own}
-                kept = {kind: type(own[kind])(n.item()) for kind, n in numbers.items() if n is not None}
-                optimizer.state[one.parameter] = {**own, **kept}
-        self._prepared.clear()
-
-    def snapshot(self) -> Callable[[], None]:
-        put_back, optimizer = _copied([one.parameter for one in self._stepped]), self._optimizer
-        if optimizer is None:
-            return put_back
-        states = {parameter: _copy_of(own) for parameter, own in optimizer.state.items()}
-        # Some keep running values in their groups.
-        groups = [_copy_of({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-
-        def restore() -> None:
-            put_back()
-            optimizer.state.clear()
-            optimizer.state.update(states)
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                group.update(own)
-
-        return restore
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(state.values.nbytes for state in self.state().values())
-
-    def _states(self) -> list[tuple[_Stepped, dict[str, Any]]]:
-        """The state of each parameter, prepared where the optimizer has none yet."""
-        if self._optimizer is None:
-            return []
-        missing = [p for p in self._stepped if not self._optimizer.state.get(p.parameter)]
-        if unprepared := [one for one in missing if one.place.name not in self._prepared]:
-            scratch = [nn.Parameter(torch.zeros_like(one.parameter)) for one in unprepared]
-            optimizer = self._made(scratch, unprepared)
-            assert optimizer is not None
-            for parameter in scratch:
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            for one, parameter in zip(unprepared, scratch, strict=True):
-                self._prepared[one.place.name] = dict(optimizer.state[parameter])
-        return [
-            (one, self._optimizer.state.get(one.parameter) or self._prepared[one.place.name]) for one in self._stepped
-        ]
-
-    def _group_numbers(self, stepped: Sequence[_Stepped] | None = None) -> list[int]:
-        """The numbers of the groups of these parameters, by default those that this rank steps."""
-        return sorted({one.group for one in (self._stepped if stepped is None else stepped)})
-
-    def _made(
-        self, parameters: Sequence[nn.Parameter], stepped: Sequence[_Stepped] | None = None
-    ) -> torch.optim.Optimizer | None:
-        """An optimizer of these parameters, one for each; None without any."""
-        stepped = self._stepped if stepped is None else stepped
-        if not stepped:
-            return None
-        groups = [
-            {
-                "params": [p for p, one in zip(parameters, stepped, strict=True) if one.group == number],
-                **self._rules[number].options,
-            }
-            for number in self._group_numbers(stepped)
-        ]
-        try:
-            return self._kind.make(groups)
-        except ValueError as error:
-            shapes = {one.place.name: tuple(one.place.parameter.shape) for one in stepped}
-            vector = next((f"{name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2), "")
-            raise ConfigError(
-                f"the optimizer {self._kind.label} refuses the parameters it is given"
-                f"{f', such as {vector}' if vector else ''}: {error}; optimizer.groups can give some another optimizer"
-            ) from None
+def sample(kind: OptimizerKind, rules: Sequence[GroupRule]) -> torch.optim.Optimizer:
+    """An optimizer over one small parameter of each group, which never steps. Raises: ConfigError if none is made."""
+    groups = [{"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in rules]
+    try:
+        return with_rates_of_its_own(kind.make(groups))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the optimizer says
+        raise ConfigError(
+            f"the optimizer {kind.label} is not made of parameter groups with a small matrix each: it raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def _copy_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in values.items()}
+def with_rates_of_its_own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same, where no other optimizer and no other group has a tensor of its groups, such as a learning rate."""
+    for group in optimizer.param_groups:
+        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+    return optimizer
 
 
-@dataclass(frozen=True, eq=False)
-class _Stepped:
-    """A parameter that an optimizer of torch steps: a view of a master, in the model's shape where it is whole."""
-
-    group: int
-    place: Place
-    parameter: nn.Parameter
-
-    @classmethod
-    def of(cls, block: Block, place: Place) -> _Stepped:
-        shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
-        parameter = nn.Parameter(place.view(block.master).view(shape))
-        parameter.grad = place.view(block.gradient).view(shape)
-        return cls(block.group, place, parameter)
+def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why no pipeline can step with this optimizer, in words; None if there is none."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "takes sparse gradients, and those here are dense"
+    needed = [own for own in inspect.signature(optimizer.step).parameters.values() if own.default is own.empty]
+    if any(own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY) for own in needed):
+        return f"steps with a {needed[0].name} that computes the loss anew, which no step of a pipeline can"
+    return None
 
 
-def steppers_for(rules: Sequence[GroupRule], blocks: Sequence[Block]) -> list[FlatStepper | TorchStepper]:
-    """The update rules of these blocks, one for each optimizer among the groups."""
-    found: list[FlatStepper | TorchStepper] = []
-    for kind in dict.fromkeys(rule.kind for rule in rules):
-        own = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
-        theirs = [block for block in blocks if block.group in own]
-        found.append(TorchStepper(kind, own, theirs) if kind.stepper is None else kind.stepper(theirs))
-    return found
-
-
-def state_kinds(rules: Sequence[GroupRule]) -> dict[int, tuple[str, ...]]:
-    """The kinds of state that each group's optimizer keeps of a matrix with one value for each element, by number."""
-    return {number: tuple(_kinds_of(rule, same_shape=True)) for number, rule in enumerate(rules)}
-
-
-def all_state_kinds(rules: Sequence[GroupRule]) -> set[str]:
-    """All kinds of state that the optimizers keep."""
-    return {kind for rule in rules for kind in _kinds_of(rule, same_shape=False)}
-
-
-def _kinds_of(rule: GroupRule, same_shape: bool) -> set[str]:
-    if rule.kind.stepper is not None:
-        return set(rule.kind.stepper.state_kinds)
-    found: set[str] = set()
-    for shape in ((4, 3), (4,)):
-        parameter = nn.Parameter(torch.zeros(shape))
-        parameter.grad = torch.zeros(shape)
-        try:
-            optimizer = rule.kind.make([{"params": [parameter], **rule.options}])
-            optimizer.step()
-        except ValueError:
-            # Some take only matrices.
-            continue
-        found |= {
-            kind
-            for kind, value in optimizer.state[parameter].items()
-            if value is not None and (not same_shape or (isinstance(value, Tensor) and value.shape == parameter.shape))
-        }
-        if same_shape:
-            break
-    return found
-
-
-def _copied(tensors: Sequence[Tensor]) -> Callable[[], None]:
+def copied(tensors: Sequence[Tensor]) -> Callable[[], None]:
     """Copy the values of tensors; returns a function that puts them back."""
     copies = [tensor.detach().clone() for tensor in tensors]
 
@@ -434,3 +255,49 @@ def _copied(tensors: Sequence[Tensor]) -> Callable[[], None]:
             tensor.copy_(values)
 
     return put_back
+
+
+# ---- The state of parameters that are frozen
+
+
+@dataclass(eq=False)
+class SetAside:
+    """Keeps the state of parameters that were trained and are frozen now, in host memory, for when they are thawed."""
+
+    #: this rank's frozen parameters, by full name
+    parameters: Mapping[str, nn.Parameter]
+    #: (kind of state, full name) -> the state
+    _kept: dict[StateName, OwnedState] = field(default_factory=dict)
+    #: the same, with room for another state that is copied there before `continue_from`
+    _expected: dict[StateName, OwnedState] | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters of which it keeps something."""
+        return {name for _, name in self._kept}
+
+    def step(self, values: Sequence[Values]) -> None:
+        """Leave them."""
+
+    def state(self) -> dict[StateName, OwnedState]:
+        return dict(self._kept)
+
+    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
+        self._expected = {}
+        for key, (dtype, shape) in stored.items():
+            if (parameter := self.parameters.get(key[1])) is not None:
+                place = Place.whole(key[1], parameter, 0) if shape is None else None
+                size = (parameter.numel(),) if shape is None else shape
+                self._expected[key] = OwnedState(place, torch.zeros(size, dtype=dtype))
+        return self._expected
+
+    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
+        self._kept, self._expected = self._kept if self._expected is None else self._expected, None
+
+    def snapshot(self) -> Callable[[], None]:
+        return lambda: None
+
+    @property
+    def state_bytes(self) -> int:
+        """None of the device's."""
+        return 0

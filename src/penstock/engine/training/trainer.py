@@ -6,18 +6,23 @@ is an action of the program.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_state
-from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update, state_aliases
-from penstock.engine.optimizer.steppers import Values
+from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
+from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
+from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
+from penstock.engine.optimizer.steppers import StateName, Stored, Values
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.losses import (
     AuxLossReport,
@@ -39,7 +44,7 @@ from penstock.engine.training.microbatches import (
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
 from penstock.parallel.gradients import StateBytes
-from penstock.parallel.host import DifferentCalls, gather_json, shown_to_all_ranks
+from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
 from penstock.runtime import Feed
 from penstock.schedule import Action, Op
@@ -162,27 +167,29 @@ class Trainer:
                 pipeline.ties.owners,
                 LossScaler() if options.precision is Precision.FP16 else None,
                 pipeline.sharding.norm_names,
+                {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad},
             )
 
         self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
 
-    def refit(self, since: Mapping[str, int] | None = None) -> None:
+    def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
 
-        Parameters that are trained already keep their state; others begin without one. All ranks call it, and
-        `train_batch` does where a parameter was frozen or thawed. since: see `Optimizer.since`.
+        Parameters that are trained already keep their state. That of those which are frozen now is set aside, and given
+        back when they are thawed; others begin without one. All ranks call it, and `train_batch` does where a parameter
+        was frozen or thawed. seen: the number of updates that a parameter has seen, if any; left out, as it was.
 
         Raises:
             ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
                 ranks alike.
         """
         pipeline, old = self.pipeline, self.optimizer
-        before, progress = self._names, old.progress()
+        progress = old.progress()
+        num_updates = int(progress["num_updates"])
+        if seen is None:
+            seen = {**old.paused, **{name: num_updates - old.since.get(name, 0) for name in self._names}}
         self._agree_on_names()
-        if since is None:
-            new, num_updates = self._names - before, int(progress["num_updates"])
-            kept = {name: number for name, number in old.since.items() if name in self._names - new}
-            since = {**kept, **{name: num_updates for name in new if num_updates}}
+        counts = _counts(num_updates, seen, self._names)
         state = old.whole_state(pipeline.device, pipeline.grid.control)
         places = [place for of_stage in self.gradients.values() for place in of_stage.places]
         for of_stage in self.gradients.values():
@@ -191,16 +198,24 @@ class Trainer:
             if not place.parameter.requires_grad:
                 # The bucket's memory goes.
                 place.parameter.data = place.parameter.detach().clone()
-        self._build(since)
+        self._build(counts["since"])
         self.optimizer.take_whole_state(state)
-        self.optimizer.load_progress(progress | {"since": since})
+        self.optimizer.load_progress(progress | counts)
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on from an optimizer's `progress`, after its state has been loaded."""
-        since = progress.get("since", {})
-        if since != self.optimizer.since:
-            self.refit(since)
-        self.optimizer.load_progress(progress)
+        optimizer, num_updates = self.optimizer, int(progress["num_updates"])
+        built_with = optimizer.since
+        optimizer.load_progress(progress)
+        aside = gather_json(sorted(optimizer.aside.names), self.pipeline.grid.control)
+        seen = dict.fromkeys((*self._names, *itertools.chain.from_iterable(aside)), num_updates)
+        seen |= {name: num_updates - first for name, first in optimizer.since.items()}
+        seen |= optimizer.paused
+        counts = _counts(num_updates, seen, self._names)
+        if counts["since"] != built_with:
+            self.refit(seen)
+        else:
+            optimizer.since, optimizer.paused = counts["since"], counts["paused"]
 
     def train_batch(
         self,
@@ -340,6 +355,7 @@ class Trainer:
             if pipeline.grid.dp_cp_group is not None:
                 share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
             norm = optimizer.gradient_norm()
+            optimizer.take_edits()
         if not optimizer.is_own:
             with recovery.announcing(stepping=True):
                 return optimizer.update(norm, number, rates)
@@ -349,7 +365,8 @@ class Trainer:
             update = optimizer.update(norm, number, rates)
             # Nobody drops the copy before all have stepped.
             with pipeline.recorder.collective("finish the optimizer's step"):
-                gather_json(None, pipeline.grid.control)
+                views = gather_json(optimizer.compared(), pipeline.grid.control)
+            optimizer.check_alike(views)
         self._put_back = None
         return update
 
@@ -365,6 +382,14 @@ def _check_arguments(loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: 
 
 def _is_step(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST
+
+
+def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:
+    """What an optimizer's progress has of parameters that were not trained all along; see `Optimizer`."""
+    return {
+        "since": {name: num_updates - seen.get(name, 0) for name in trained if seen.get(name, 0) != num_updates},
+        "paused": {name: number for name, number in seen.items() if name not in trained and number},
+    }
 
 
 def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
@@ -425,11 +450,6 @@ class ModelState:
         """Parameters of which this rank holds a part: full name -> which part."""
         return self.pipeline.sharding.shards
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names of tied copies and of their optimizer state -> the owner's, under which alone they are stored."""
-        return state_aliases(self.ties, self.trainer.optimizer.state_kinds)
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
         return self.pipeline.parameters()
@@ -459,6 +479,39 @@ class ModelState:
         if optimizer:
             found |= local_state(self.trainer.optimizer.owned_state(), self.shards)
         return found
+
+    def state_to_save(self) -> dict[str, LocalTensor]:
+        """The same, for a checkpoint; all ranks call it.
+
+        Raises: ValueError on all ranks if one has an optimizer that keeps what no checkpoint can hold.
+        """
+        gather = partial(gather_json, group=self.pipeline.grid.control)
+        return on_all_ranks(self.state, gather, ValueError, message="{error}")
+
+    def state_to_load(self, found: CheckpointInfo) -> dict[str, LocalTensor]:
+        """The same, with room for all that the checkpoint has of an optimizer's state of this rank's parameters.
+
+        Raises: DamagedCheckpoint if there cannot be as much of it.
+        """
+        if not self.pipeline.options.learns:
+            return self.state()
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
+        shapes |= {name: shard.full_shape for name, shard in self.shards.items()}
+        names: dict[str, list[str]] = {}
+        for name in shapes:
+            names.setdefault(self.ties.get(name, name), []).append(name)
+        most = sum(int(file["size_bytes"]) for file in found.files.values())
+        stored: dict[StateName, Stored] = {}
+        for record in found.tensors.values():
+            if not record.of.startswith(STATE):
+                continue
+            (kind, owner), shape = state_name(record.of), record.part.full_shape
+            if math.prod(record.part.shape) > most:
+                raise DamagedCheckpoint(f"checkpoint {found.path} holds {most} bytes, but {record.of} is {record}")
+            for name in [owner] if is_of_all(owner) else names.get(owner, ()):
+                is_like = kind != FORM and shape == shapes.get(name)
+                stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
+        return self.state(optimizer=False) | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""

@@ -1,0 +1,502 @@
+"""Any optimizer of torch's kind, over the parameters that a rank steps, with all the state that it keeps anywhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from penstock.engine.optimizer.form import FORM, GROUP, OPTIMIZER, NoForm, described, put_together, taken_apart
+from penstock.engine.optimizer.steppers import (
+    BY_ELEMENTS,
+    BY_PARAMETERS,
+    Block,
+    FlatStepper,
+    GroupRule,
+    OptimizerKind,
+    OwnedState,
+    StateName,
+    Stored,
+    Values,
+    copied,
+    with_rates_of_its_own,
+)
+from penstock.parallel import Place
+from penstock.settings import ConfigError
+from penstock.settings.declare import type_in_words
+
+# Values that are compared among ranks after each step; what is larger is no running value.
+_MOST_COMPARED = 64
+_WIDE = (torch.float32, torch.float64)
+
+
+class TorchStepper:
+    """An optimizer of torch's kind, over the parameters in their shapes, or over flat parts of them.
+
+    It is never stepped but for a step of the engine. What it keeps is learned from it after that: for each parameter,
+    in its groups (running values), and in attributes (what has changed since it was made). What a checkpoint holds of
+    it is made anew from there and given to it by `continue_from`.
+    """
+
+    #: makes the optimizer
+    _kind: OptimizerKind
+    #: the optimizer's groups by number
+    _rules: Mapping[int, GroupRule]
+    #: the number of the optimizer, for the names of what it keeps of no parameter
+    _number: int
+    #: True where several ranks step the parameters, each its own
+    _is_split: bool
+    #: what is stepped
+    _stepped: Sequence[_Stepped]
+    #: None where this rank steps nothing
+    _optimizer: torch.optim.Optimizer | None
+    #: the groups, by number, and the attributes, as they were made
+    _made_groups: Mapping[int, _AsMade]
+    _made_attributes: _AsMade
+    #: the keys of the groups that rates set
+    _set: set[str]
+    #: True once a step has shown that parameters are stepped independently, or where it does not matter
+    _is_known: bool
+    #: what `state` or `expect` gave last, which may have been written to
+    _listed: dict[StateName, OwnedState] | None
+
+    def __init__(
+        self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block], is_split: bool
+    ) -> None:
+        self._kind, self._rules, self._number, self._is_split = kind, rules, number, is_split
+        self._stepped = [_Stepped.of(block, place) for block in blocks for place in block.places]
+        self._optimizer, self._set, self._listed = self._made(), set(), None
+        self._names = {id(one.parameter): one.place.name for one in self._stepped}
+        self._made_groups = {number: self._as_made(group) for number, group in self._groups().items()}
+        self._made_attributes = self._as_made(self._attributes())
+        known = type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS
+        self._is_known = known or not is_split or self._optimizer is None
+
+    def step(self, values: Sequence[Values]) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for number, group in self._groups(with_parameters=True).items():
+            self._set |= values[number].keys()
+            for key, value in values[number].items():
+                # As torch's schedulers do.
+                group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
+        self._listed = None
+        if self._is_known:
+            optimizer.step()
+            return
+        with _Origins(self._stepped, optimizer.state) as origins:
+            optimizer.step()
+        if origins.joined is not None:
+            raise joins_parameters(self._kind.label, f"{origins.joined[0]} and {origins.joined[1]} meet in it")
+        self._is_known = True
+
+    # ---- what it keeps
+
+    def state(self) -> dict[StateName, OwnedState]:
+        """All that it keeps. Raises: ConfigError naming what a checkpoint cannot hold."""
+        self._listed = self._kept()
+        return self._listed
+
+    def _kept(self) -> dict[StateName, OwnedState]:
+        optimizer, found = self._optimizer, dict[StateName, OwnedState]()
+        if optimizer is None:
+            return found
+        for one in self._stepped:
+            own = optimizer.state.get(one.parameter, {})
+            for kind, value in self._apart(own, one.parameter.device, f"of {one.place.name}").items():
+                is_like = value.shape == one.parameter.shape and kind != FORM
+                values = OwnedState(one.place, value.reshape(-1)) if is_like else OwnedState(None, value)
+                found[kind, one.place.name] = values
+        for owner, values in self._shared().items():
+            for kind, value in self._apart(values, torch.device("cpu"), "of all parameters").items():
+                if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
+                    raise joins_parameters(self._kind.label, f"it keeps {kind!r} of them all")
+                found[kind, owner] = OwnedState(None, value)
+        return found
+
+    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
+        """Make room for what a checkpoint has of its parameters, to be loaded there and then `continue_from`."""
+        self._listed, places = {}, {one.place.name: one for one in self._stepped}
+        shared = {*(self._group_owner(number) for number in self._groups()), *([self._owner] if places else [])}
+        for (kind, name), (dtype, shape) in stored.items():
+            if name not in places and name not in shared:
+                continue
+            device = places[name].parameter.device if name in places and kind != FORM else torch.device("cpu")
+            if shape is not None:
+                self._listed[kind, name] = OwnedState(None, torch.zeros(shape, dtype=dtype, device=device))
+                continue
+            place, own = places[name].place, places[name].parameter
+            # The precision may be another one than that of the run that was saved.
+            kept = own.dtype if dtype in _WIDE else dtype
+            self._listed[kind, name] = OwnedState(place, torch.zeros(own.numel(), dtype=kept, device=device))
+        return self._listed
+
+    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
+        listed, self._listed, optimizer = self._listed, None, self._optimizer
+        if listed is None or optimizer is None:
+            return
+        by_owner: dict[str, dict[str, Tensor]] = {}
+        shapes = {one.place.name: one.parameter.shape for one in self._stepped}
+        for (kind, name), own in listed.items():
+            values = own.values if own.place is None else own.values.view(shapes[name])
+            by_owner.setdefault(name, {})[kind] = values
+        parameters: dict[str, Tensor] = {one.place.name: one.parameter for one in self._stepped}
+        found = {name: put_together(tensors, parameters) for name, tensors in by_owner.items()}
+        optimizer.state.clear()
+        for one in self._stepped:
+            if one.place.name in found:
+                optimizer.state[one.parameter] = found[one.place.name]
+        for number, group in self._groups(with_parameters=True).items():
+            own = {"params": group["params"], **copy.deepcopy(dict(self._made_groups[number].values))}
+            group.clear()
+            group.update(own | found.get(self._group_owner(number), {}))
+        attributes = found.get(self._owner, {})
+        for key in self._made_attributes.changed(self._attributes(), self._names):
+            if key not in attributes:
+                delattr(optimizer, key)
+        vars(optimizer).update(copy.deepcopy(dict(self._made_attributes.values), self._known()))
+        optimizer.state.update(attributes.pop("state", {}))
+        vars(optimizer).update(attributes)
+
+    def snapshot(self) -> Callable[[], None]:
+        put_back, optimizer = copied([one.parameter for one in self._stepped]), self._optimizer
+        if optimizer is None:
+            return put_back
+        # Parameters are put back where they are; all else is replaced.
+        known = self._known()
+        states, groups = copy.deepcopy((dict(optimizer.state), list(self._groups().values())), known)
+        attributes = {key: copy.deepcopy(value, known) for key, value in self._values_of_attributes().items()}
+
+        def restore() -> None:
+            put_back()
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, own in zip(optimizer.param_groups, groups, strict=True):
+                of_group = {"params": group["params"], **own}
+                group.clear()
+                group.update(of_group)
+            vars(optimizer).update(attributes)
+
+        return restore
+
+    @property
+    def state_bytes(self) -> int:
+        try:
+            return sum(state.values.nbytes for state in self._kept().values())
+        except ConfigError:
+            own = [] if self._optimizer is None else self._optimizer.state.values()
+            return sum(value.nbytes for values in own for value in values.values() if isinstance(value, Tensor))
+
+    def compared(self) -> dict[str, str]:
+        """The values that ranks which step its parameters must agree on, as text: those that it keeps of all."""
+        found = {}
+        for owner, values in self._shared().items() if self._is_split else ():
+            for key, value in values.items():
+                noted = _Noted.of(value, self._names)
+                if noted.tensors is not None:
+                    small = [t.tolist() for t in noted.tensors.values() if t.numel() <= _MOST_COMPARED]
+                    found[f"{self._kind.label}: {key!r} of {owner}"] = f"{noted.form or ''}{small or ''}"
+        return found
+
+    # ---- what it keeps of no parameter: running values of groups, and attributes
+
+    @property
+    def _owner(self) -> str:
+        return f"{OPTIMIZER}{self._number}"
+
+    @staticmethod
+    def _group_owner(number: int) -> str:
+        return f"{GROUP}{number}"
+
+    def _known(self) -> dict[int, Any]:
+        """What `copy.deepcopy` is to take for copied already: the parameters."""
+        return {id(one.parameter): one.parameter for one in self._stepped}
+
+    def _groups(self, with_parameters: bool = False) -> dict[int, dict[str, Any]]:
+        """The optimizer's groups by number."""
+        if self._optimizer is None:
+            return {}
+        groups = dict(zip(self._group_numbers(), self._optimizer.param_groups, strict=True))
+        if with_parameters:
+            return groups
+        return {number: {k: v for k, v in group.items() if k != "params"} for number, group in groups.items()}
+
+    def _attributes(self) -> dict[str, Any]:
+        """What the optimizer has beside what torch's base class gives it."""
+        if self._optimizer is None or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS:
+            return {}
+        plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys()
+        return {key: value for key, value in vars(self._optimizer).items() if key not in plain}
+
+    def _values_of_attributes(self) -> dict[str, Any]:
+        """Those attributes that have a form."""
+        return {k: v for k, v in self._attributes().items() if _Noted.of(v, self._names).tensors is not None}
+
+    def _shared(self) -> dict[str, dict[Any, Any]]:
+        """What it has written since it was made, by owner, without what rates set."""
+        if self._optimizer is None:
+            return {}
+        found: dict[str, dict[Any, Any]] = {}
+        for number, group in self._groups().items():
+            own = {k: v for k, v in group.items() if k not in self._set}
+            found[self._group_owner(number)] = self._made_groups[number].changed(own, self._names)
+        found[self._owner] = self._made_attributes.changed(self._attributes(), self._names)
+        others = {k: v for k, v in self._optimizer.state.items() if id(k) not in self._names}
+        if others:
+            found[self._owner]["state"] = others
+        return {owner: values for owner, values in found.items() if values}
+
+    def _as_made(self, values: Mapping[str, Any]) -> _AsMade:
+        noted = {key: _Noted.of(value, self._names).kept() for key, value in values.items()}
+        own = {key: value for key, value in values.items() if noted[key].tensors is not None}
+        return _AsMade(copy.deepcopy(own, self._known()), noted)
+
+    def _apart(self, values: Mapping[Any, Any], device: torch.device, whose: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        try:
+            return taken_apart(values, self._names, device)
+        except NoForm as error:
+            for key, value in values.items():
+                try:
+                    found = taken_apart({key: value}, self._names, device)
+                except NoForm:
+                    raise ConfigError(
+                        f"the optimizer {self._kind.label} keeps {key!r} {whose} as {type_in_words(error.value)}, "
+                        "which a checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries "
+                        "of them"
+                    ) from None
+        return found
+
+    def _group_numbers(self) -> list[int]:
+        """The numbers of the groups of the parameters that this rank steps."""
+        return sorted({one.group for one in self._stepped})
+
+    def _made(self) -> torch.optim.Optimizer | None:
+        if not self._stepped:
+            return None
+        groups = [
+            {"params": [one.parameter for one in self._stepped if one.group == number], **self._rules[number].options}
+            for number in self._group_numbers()
+        ]
+        try:
+            return with_rates_of_its_own(self._kind.make(groups))
+        except ValueError as error:
+            shapes = {one.place.name: tuple(one.place.parameter.shape) for one in self._stepped}
+            vector = next((f"{name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2), "")
+            raise ConfigError(
+                f"the optimizer {self._kind.label} refuses the parameters it is given"
+                f"{f', such as {vector}' if vector else ''}: {error}; optimizer.groups can give some another optimizer"
+            ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class _Stepped:
+    """A parameter that an optimizer of torch steps: a view of a master, in the model's shape where it is whole."""
+
+    group: int
+    place: Place
+    parameter: nn.Parameter
+
+    @classmethod
+    def of(cls, block: Block, place: Place) -> _Stepped:
+        shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
+        parameter = nn.Parameter(place.view(block.master).view(shape))
+        parameter.grad = place.view(block.gradient).view(shape)
+        return cls(block.group, place, parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class _Noted:
+    """A value as it was, to see later if it has changed."""
+
+    #: its text, or what pickles to it where it has no form
+    form: Any
+    #: its tensors; None where it has no form
+    tensors: Mapping[str, Tensor] | None
+
+    @classmethod
+    def of(cls, value: Any, parameters: Mapping[int, str]) -> _Noted:
+        try:
+            tensors, text = described({"": value}, parameters, torch.device("cpu"))
+            return cls(text, tensors)
+        except NoForm:
+            try:
+                return cls(pickle.dumps(value), None)
+            except Exception:  # whatever a class of the user's own says
+                return cls(object(), None)
+
+    def kept(self) -> _Noted:
+        """The same, whatever becomes of its tensors."""
+        return _Noted(self.form, self.tensors and {path: tensor.clone() for path, tensor in self.tensors.items()})
+
+    def is_same(self, other: _Noted) -> bool:
+        if self.form != other.form or (self.tensors is None) != (other.tensors is None):
+            return False
+        own, theirs = self.tensors or {}, other.tensors or {}
+        return own.keys() == theirs.keys() and all(torch.equal(own[path], theirs[path]) for path in own)
+
+
+@dataclass(frozen=True, eq=False)
+class _AsMade:
+    """Values as they were made: copies of those that have a form, and notes of all."""
+
+    values: Mapping[str, Any]
+    noted: Mapping[str, _Noted]
+    #: functions and modules are no state
+    _no_state: tuple[type, ...] = (type, ModuleType, torch._C.Generator)
+
+    def changed(self, now: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
+        """Those of the values now that are others than then."""
+        found = {}
+        for key, value in now.items():
+            if callable(value) or isinstance(value, self._no_state):
+                continue
+            before = self.noted.get(key)
+            if before is None or not before.is_same(_Noted.of(value, parameters)):
+                found[key] = value
+        return found
+
+
+def joins_parameters(label: str, reason: str) -> ConfigError:
+    """The error of an optimizer whose step cannot be divided among ranks."""
+    return ConfigError(
+        f"the optimizer {label} steps parameters jointly ({reason}), but several ranks step them here, each its own; "
+        "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false"
+    )
+
+
+def steppers_for(
+    rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool
+) -> list[FlatStepper | TorchStepper]:
+    """The update rules of these blocks, one for each optimizer among the groups; `is_split` as in `TorchStepper`."""
+    found: list[FlatStepper | TorchStepper] = []
+    for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
+        own = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
+        theirs = [block for block in blocks if block.group in own]
+        found.append(TorchStepper(kind, own, index, theirs, is_split) if kind.stepper is None else kind.stepper(theirs))
+    return found
+
+
+# ---- Whether parameters are stepped independently, seen in a step
+
+
+_Row = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Tensors that an operation computes with, those of them that it writes, and those that it gives."""
+_OF_NO_VALUE = ("_like", "new_", "lift_fresh", "empty", "zeros", "ones", "full", "scalar_tensor")
+_SETS = ("copy_", "zero_", "fill_")
+_READS = ("_local_scalar_dense", "is_nonzero", "equal")
+
+
+class _Origins(TorchDispatchMode):
+    """Follows, in a step that is taken within its context, from which parameters each tensor is computed.
+
+    Two parameters meet where an operation has values of both, or where a value of one was read by the host and another
+    is written before the one that it was read of.
+    """
+
+    #: the names of two parameters that meet; None if none do
+    joined: tuple[str, str] | None
+    #: the first byte of a parameter or a gradient, and its end -> the parameter's name, and True of the parameter
+    _spans: list[tuple[int, int, str, bool]]
+    #: storage -> the parameters from which its values were computed
+    _of: dict[int, frozenset[str]]
+    #: parameters of which the host has read a value, and that were not written since
+    _read: set[str]
+
+    #: the first bytes of the spans
+    _starts: list[int]
+
+    def __init__(self, stepped: Sequence[_Stepped], state: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.joined, self._of, self._read, self._spans = None, {}, set(), []
+        for one in stepped:
+            for tensor, is_value in ((one.parameter, True), (one.parameter.grad, False)):
+                if tensor is not None and tensor.numel():
+                    start = tensor.data_ptr()
+                    self._spans.append((start, start + tensor.nbytes, one.place.name, is_value))
+            for tensor in _dense(state.get(one.parameter, {})):
+                self._of[tensor.untyped_storage().data_ptr()] = frozenset({one.place.name})
+        self._spans.sort()
+        self._starts = [span[0] for span in self._spans]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.joined is None and hasattr(func, "_schema"):
+            name = func._schema.name.split("::")[-1]
+            for row in _rows(func, name, args, kwargs or {}, result):
+                self._follow(name, *row)
+        return result
+
+    def _follow(self, name: str, used: list[Tensor], written: list[Tensor], given: list[Tensor]) -> None:
+        origins = frozenset[str]() if any(part in name for part in _OF_NO_VALUE) else self._origins(used)
+        if name in _READS:
+            self._read |= origins
+        if name in _SETS:
+            origins = self._origins(used[1:])
+        for tensor in written:
+            if (span := self._span(tensor)) is not None:
+                origins |= {span[2]}
+                if span[3]:
+                    self._read.discard(span[2])
+                    origins |= self._read
+        for tensor in (*written, *given):
+            if self._span(tensor) is None and (pointer := tensor.untyped_storage().data_ptr()):
+                self._of[pointer] = origins
+        if len(origins) > 1:
+            first, second, *_ = sorted(origins)
+            self.joined = first, second
+
+    def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        spans = [(self._span(tensor), tensor) for tensor in tensors]
+        found = [
+            {span[2]} if span else self._of.get(tensor.untyped_storage().data_ptr(), frozenset())
+            for span, tensor in spans
+        ]
+        return frozenset().union(*found)
+
+    def _span(self, tensor: Tensor) -> tuple[int, int, str, bool] | None:
+        """The parameter or gradient in which a tensor lies."""
+        start = tensor.data_ptr()
+        index = bisect_right(self._starts, start) - 1
+        return self._spans[index] if index >= 0 and start < self._spans[index][1] else None
+
+
+def _dense(values: Any) -> Iterator[Tensor]:
+    """The plain tensors in a value, as deep as they lie."""
+    if isinstance(values, Tensor) and is_traceable_wrapper_subclass(values):
+        yield from _dense([getattr(values, name) for name in values.__tensor_flatten__()[0]])  # type: ignore[attr-defined]
+    elif isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _dense(list(values.values()))
+    elif isinstance(values, Iterable) and not isinstance(values, str):
+        for value in values:
+            yield from _dense(value)
+
+
+def _rows(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Row]:
+    """What an operation computes of what: of one over lists of tensors, a row for each place in them."""
+    schema = func._schema.arguments
+    given = [*zip(schema, args), *((own, kwargs[own.name]) for own in schema if own.name in kwargs)]
+    written = [value for own, value in given if own.alias_info is not None and own.alias_info.is_write]
+    values = [value for _, value in given]
+    if not name.startswith(("_foreach_", "_fused_")):
+        yield list(_dense(values)), list(_dense(written)), list(_dense(result))
+        return
+    for place in range(len(values[0])):
+        used = [value[place : place + 1] if _is_row(value, values[0]) else value for value in values]
+        made = [[value[place] for value in lists if _is_row(value, values[0])] for lists in (written, [result])]
+        yield list(_dense(used)), list(_dense(made[0])), list(_dense(made[1]))
+
+
+def _is_row(value: Any, first: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == len(first)
