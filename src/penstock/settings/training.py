@@ -609,6 +609,10 @@ class WeightDecay(Settings, section="optimizer"):
         return self.first + (self.last - self.first) * progress
 
 
+# The rates that are left out, told from equal ones by their identity.
+_USUAL_RATE, _USUAL_DECAY = LearningRate(), WeightDecay()
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Settings, section="optimizer"):
     """The optimizer, its schedules and its groups of parameters.
@@ -626,13 +630,13 @@ class OptimizerConfig(Settings, section="optimizer"):
     (0.00015, 0.01, 1.0)
     """
 
-    #: with a `factory`: the default, or None, for the rates with which that makes its optimizer
-    learning_rate: LearningRate | Course | float | None = LearningRate()
+    #: with a `factory`: left out, or None, for the rates with which that makes its optimizer
+    learning_rate: LearningRate | Course | float | None = _USUAL_RATE
     beta1: float = setting(0.9, "Decay of the mean of gradients (Adam's family).", _FORGETS)
     beta2: float = setting(0.95, "Decay of the mean of squared gradients (Adam's family).", _FORGETS)
     eps: float = setting(1e-8, "Added to the root of the mean of squared gradients (Adam's family).", ABOVE_0)
     #: with a `factory`: as `learning_rate`
-    weight_decay: WeightDecay | Course | float | None = WeightDecay()
+    weight_decay: WeightDecay | Course | float | None = _USUAL_DECAY
     clip_norm: float = setting(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
     zero: bool = setting(
         False,
@@ -679,9 +683,9 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     def _check(self) -> None:
         if self.factory is not None:
-            # A factory makes its optimizer with rates of its own.
-            for rate, usual in (("learning_rate", LearningRate()), ("weight_decay", WeightDecay())):
-                if getattr(self, rate) == usual:
+            # A factory makes its optimizer with rates of its own. Others that equal the usual ones are given.
+            for rate, usual in (("learning_rate", _USUAL_RATE), ("weight_decay", _USUAL_DECAY)):
+                if getattr(self, rate) is usual:
                     object.__setattr__(self, rate, None)
             if named := [group for group in self.groups if group.name is not None]:
                 raise ConfigError(

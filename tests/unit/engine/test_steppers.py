@@ -91,7 +91,7 @@ def test_zero_learns_of_it_from_the_table() -> None:
     assert [rule.division for rule in ParameterGroups(CONFIG).rules] == [Division.ELEMENTS] * 2
 
 
-@pytest.mark.parametrize("kind", sorted(BY_ELEMENTS, key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("kind", sorted(BY_ELEMENTS, key=str))
 def test_torchs_optimizers_that_are_declared_to_step_elements_do(kind: type[torch.optim.Optimizer]) -> None:
     generator = torch.Generator().manual_seed(0)
     value, *of_steps = (torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(4))

@@ -25,8 +25,9 @@ _ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
 
 class NoForm(ValueError):
-    """A value is none that a checkpoint can hold; `value` is the part of it that is not."""
+    """A value is none that a checkpoint can hold."""
 
+    #: the part of it that is not
     value: Any
 
     def __init__(self, value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.optimizer.form import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
@@ -128,7 +128,6 @@ class Optimizer:
         scaler: scales the loss of fp16 training.
         norm_names: the names under which this rank counts parameters that are shared with other ranks; None for those
             that another rank counts.
-        frozen: this rank's parameters without a gradient, by full name.
 
     The groups that number the buckets are those of `config`, if they are not given instead of it.
 
@@ -167,7 +166,7 @@ class Optimizer:
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
     _steppers: list[FlatStepper | TorchStepper | SetAside]
-    #: the state of frozen parameters
+    #: the state of this rank's frozen parameters, which whoever makes the optimizer gives it
     aside: SetAside
     #: gradients that this rank counts in the norm, by the order of their names
     _counted: list[Tensor]
@@ -182,7 +181,6 @@ class Optimizer:
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
         norm_names: Mapping[str, str | None] | None = None,
-        frozen: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
         names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
@@ -206,7 +204,7 @@ class Optimizer:
         self.rates = Rates(self.groups)
         self.is_own = any(rule.kind.stepper is None for rule in self.groups.rules)
         self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
-        self.aside = SetAside(frozen or {})
+        self.aside = SetAside({})
         blocks = [
             Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
             for bucket, master in zip(self._stepped, self._masters, strict=True)
@@ -253,7 +251,7 @@ class Optimizer:
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
 
     def compared(self) -> dict[str, str]:
-        """What ranks that step the same optimizer must agree on after a step, as text; see `check_alike`."""
+        """The values that ranks which step one optimizer must agree on after a step, as text; see `check_alike`."""
         steppers = [own for own in self._steppers if isinstance(own, TorchStepper)]
         return {key: text for own in steppers for key, text in own.compared().items()}
 

@@ -56,6 +56,8 @@ class TorchStepper:
     _is_split: bool
     #: what is stepped
     _stepped: Sequence[_Stepped]
+    #: their names, by identity
+    _names: Mapping[int, str]
     #: None where this rank steps nothing
     _optimizer: torch.optim.Optimizer | None
     #: the groups, by number, and the attributes, as they were made
@@ -218,7 +220,7 @@ class TorchStepper:
         return f"{GROUP}{number}"
 
     def _known(self) -> dict[int, Any]:
-        """What `copy.deepcopy` is to take for copied already: the parameters."""
+        """Parameters, which `copy.deepcopy` is to take for copied already."""
         return {id(one.parameter): one.parameter for one in self._stepped}
 
     def _groups(self, with_parameters: bool = False) -> dict[int, dict[str, Any]]:
@@ -231,18 +233,18 @@ class TorchStepper:
         return {number: {k: v for k, v in group.items() if k != "params"} for number, group in groups.items()}
 
     def _attributes(self) -> dict[str, Any]:
-        """What the optimizer has beside what torch's base class gives it."""
+        """The attributes that it has beside those of torch's base class."""
         if self._optimizer is None or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS:
             return {}
         plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys()
         return {key: value for key, value in vars(self._optimizer).items() if key not in plain}
 
     def _values_of_attributes(self) -> dict[str, Any]:
-        """Those attributes that have a form."""
+        """The attributes that have a form."""
         return {k: v for k, v in self._attributes().items() if _Noted.of(v, self._names).tensors is not None}
 
     def _shared(self) -> dict[str, dict[Any, Any]]:
-        """What it has written since it was made, by owner, without what rates set."""
+        """All that it has written since it was made, by owner, without what rates set."""
         if self._optimizer is None:
             return {}
         found: dict[str, dict[Any, Any]] = {}
@@ -355,7 +357,7 @@ class _AsMade:
     _no_state: tuple[type, ...] = (type, ModuleType, torch._C.Generator)
 
     def changed(self, now: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
-        """Those of the values now that are others than then."""
+        """The values that are others now than then."""
         found = {}
         for key, value in now.items():
             if callable(value) or isinstance(value, self._no_state):
@@ -484,7 +486,7 @@ def _dense(values: Any) -> Iterator[Tensor]:
 
 
 def _rows(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Row]:
-    """What an operation computes of what: of one over lists of tensors, a row for each place in them."""
+    """Tensors of an operation; of one over lists of tensors, a row for each place in them."""
     schema = func._schema.arguments
     given = [*zip(schema, args), *((own, kwargs[own.name]) for own in schema if own.name in kwargs)]
     written = [value for own, value in given if own.alias_info is not None and own.alias_info.is_write]

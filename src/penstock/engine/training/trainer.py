@@ -160,15 +160,16 @@ class Trainer:
         options, grid = pipeline.options, pipeline.grid
 
         def make_optimizer() -> Optimizer:
-            return Optimizer(
+            optimizer = Optimizer(
                 list(self.gradients.values()),
                 pipeline.parameter_groups,
                 grid.control if options.optimizer.zero else grid.model_control,
                 pipeline.ties.owners,
                 LossScaler() if options.precision is Precision.FP16 else None,
                 pipeline.sharding.norm_names,
-                {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad},
             )
+            optimizer.aside.parameters = {name: own for name, own in self._parameters.items() if not own.requires_grad}
+            return optimizer
 
         self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
 
@@ -385,7 +386,7 @@ def _is_step(number: Any) -> bool:
 
 
 def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:
-    """What an optimizer's progress has of parameters that were not trained all along; see `Optimizer`."""
+    """The part of an optimizer's progress on parameters that were not trained all along; see `Optimizer`."""
     return {
         "since": {name: num_updates - seen.get(name, 0) for name in trained if seen.get(name, 0) != num_updates},
         "paused": {name: number for name, number in seen.items() if name not in trained and number},
