@@ -1,13 +1,17 @@
 """State beside the weights: buffers that are saved or not, and what a failed call leaves, in one process."""
 
+from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock import (
+    ConfigError,
     Engine,
     EngineOptions,
     GenerateOptions,
@@ -17,6 +21,7 @@ from penstock import (
     token_cross_entropy,
 )
 from penstock.data import BatchError
+from penstock.engine.optimizer.torch_stepper import TorchStepper
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig
 
@@ -120,6 +125,98 @@ def test_values_in_an_optimizers_groups_are_as_before_a_step_that_failed(monkeyp
     monkeypatch.setattr(Counting, "fails", False)
     assert engine.train_batch(BATCH).step == 2
     engine.close()
+
+
+def counting(groups: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: STEPS.append("hook"))
+    return optimizer
+
+
+STEPS: list[str] = []
+
+
+class Stepping(torch.optim.SGD):
+    """Notes each of its steps."""
+
+    def step(self, closure: Any = None) -> None:
+        STEPS.append("step")
+        super().step()
+
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize(("factory", "name"), [(counting, "hook"), (partial(Stepping, lr=0.1), "step")])
+def test_an_optimizer_steps_as_often_as_the_engine(factory: Any, name: str, tmp_path: Path) -> None:
+    STEPS.clear()
+    engine = engine_of(optimizer=OptimizerConfig(factory=factory, zero=True))
+    engine.save(tmp_path)
+    for _ in range(2):
+        engine.train_batch(BATCH)
+    engine.save(tmp_path)
+    other = engine_of(optimizer=OptimizerConfig(factory=factory, zero=True))
+    other.load(tmp_path)
+    other.train_batch(BATCH)
+    assert [name] * 3 == STEPS
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps something in one of the places where optimizers keep it."""
+
+    def __init__(self, groups: Any, where: str, what: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        self.where, self.what = where, what
+        self.log: Any = None
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        own = self.what() if callable(self.what) else self.what
+        if self.where == "attributes":
+            self.log = own
+        for group in self.param_groups:
+            if self.where == "groups":
+                group["log"] = own
+            for parameter in group["params"]:
+                self.state[parameter]["log"] = own if self.where == "state" else 1
+
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("state", "of layers.0.weight"), ("groups", "of all parameters"), ("attributes", "of all parameters")],
+)
+def test_what_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
+    where: str, words: str, tmp_path: Path
+) -> None:
+    engine = engine_of(optimizer=OptimizerConfig(factory=partial(Keeping, where=where, what=[{1}])))
+    engine.save(tmp_path / "before")
+    engine.train_batch(BATCH)
+    with pytest.raises(ConfigError, match=rf"Keeping.* keeps 'log' {words} as a set, which a checkpoint cannot hold"):
+        engine.save(tmp_path / "after")
+    assert engine.train_batch(BATCH).success, "training goes on"
+    engine.close()
+
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize("where", ["state", "groups", "attributes"])
+def test_lists_and_dictionaries_and_tensors_of_other_classes_come_back(where: str, tmp_path: Path) -> None:
+    what = {"a": [1, (2.5, None), deque([torch.arange(3)], 2)], 7: TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}
+    config = OptimizerConfig(factory=partial(Keeping, where=where, what=what))
+    engine, other = engine_of(optimizer=config), engine_of(optimizer=config)
+    engine.train_batch(BATCH)
+    engine.save(tmp_path)
+    other.load(tmp_path)
+    for one in (engine, other):
+        optimizer = next(own for own in one.trainer.optimizer._steppers if isinstance(own, TorchStepper))._optimizer
+        assert isinstance(optimizer, Keeping)
+        found = {
+            "state": next(iter(optimizer.state.values()))["log"],
+            "groups": optimizer.param_groups[0].get("log"),
+            "attributes": optimizer.log,
+        }[where]
+        assert found["a"][:2] == [1, (2.5, None)] and found["a"][2].maxlen == 2
+        assert torch.equal(found["a"][2][0], torch.arange(3)) and isinstance(found[7], TwoTensor)
+        assert torch.equal(found[7].a, torch.ones(2, 3)) and torch.equal(found[7].b, torch.zeros(2, 3))
+        one.close()
 
 
 @pytest.mark.shows(112)

@@ -15,7 +15,8 @@ from torch.optim import lr_scheduler
 
 from penstock import PackedBatch
 from penstock.engine import Engine
-from penstock.settings import ConfigError, OptimizerConfig, ParameterGroup, from_dict
+from penstock.settings import ConfigError, LearningRate, OptimizerConfig, ParameterGroup, from_dict
+from tests.dist.users_optimizers import ScheduleFree, Shampoo
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -119,6 +120,37 @@ def test_groups_have_rates_of_their_own() -> None:
     for name, parameter in engine.parameters().items():
         rate = 0.2 if name.startswith("layers.0.") else 0.0 if name.endswith("bias") else 0.1
         assert torch.equal(parameter, before[name].add(engine.gradient(name), alpha=-rate)), name
+
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_scheduler_sets_its_own_keys_alone_and_a_rate_that_is_a_tensor_stays_one(tensor: bool) -> None:
+    def factory(groups: Any) -> torch.optim.Optimizer:
+        return Shampoo(groups, rate=torch.tensor(0.1)) if tensor else ScheduleFree(groups, lr=0.1)
+
+    def scheduled(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    engine = opened(OptimizerConfig(factory=factory, scheduler=scheduled, clip_norm=0.0))
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in engine.parameters().items()}
+    reference = factory([{"params": list(theirs.values())}])
+    scheduler = scheduled(reference)
+    for _ in range(5):
+        rates_of(engine, 1)
+        for name, parameter in theirs.items():
+            parameter.grad = engine.gradient(name).clone()
+        reference.step()
+        scheduler.step()
+    assert all(torch.equal(p, theirs[name]) for name, p in engine.parameters().items())
+
+
+@pytest.mark.shows(162)
+def test_a_rate_that_is_given_counts_also_where_it_is_the_usual_one() -> None:
+    usual = LearningRate().peak
+    for given in (usual, LearningRate()):
+        engine = opened(OptimizerConfig(factory=SGD, learning_rate=given))
+        assert rates_of(engine, 1) == [usual]
+    assert rates_of(opened(OptimizerConfig(factory=SGD)), 1) != [usual]
 
 
 @pytest.mark.shows(162)

@@ -44,7 +44,10 @@ class ParameterGroups:
         """
         config = self.config
         if config.factory is not None:
-            label = getattr(config.factory, "__name__", str(config.factory))
+            named: Any = config.factory
+            while isinstance(named, partial):
+                named = named.func
+            label = getattr(named, "__name__", str(named))
             kind = OptimizerKind(label, partial(_made, config.factory, label))
             return tuple(_rule(config, kind, pattern) for pattern in self.patterns)
         names = [OptimizerName(pattern.name or config.name) for pattern in self.patterns]
