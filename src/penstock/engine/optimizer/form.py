@@ -61,7 +61,8 @@ def described(
     forms: list[Any] = []
     for key, value in values.items():
         path = _quoted(key)
-        if _is_dense(value) and id(value) not in parameters and value.device == device and path == key:
+        is_plain = _is_dense(value) and not value.is_complex() and value.device == device and path == key
+        if is_plain and id(value) not in parameters:
             tensors[path] = value.detach()
         else:
             forms.append([_plain(key), _form(value, path, tensors, parameters)])
@@ -114,7 +115,7 @@ def _form(value: Any, path: str, tensors: dict[str, Tensor], parameters: Mapping
         return {"parameter": parameters[id(value)]}
     if _is_dense(value):
         tensors[path] = value.detach()
-        return {"tensor": path, "host": value.device.type == "cpu"}
+        return {"tensor": path, "host": value.device.type == "cpu", "complex": value.is_complex()}
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: _form(getattr(value, name), f"{path}/{name}", tensors, parameters) for name in names}
@@ -143,6 +144,9 @@ def _value(form: Any, left: dict[str, Tensor], parameters: Mapping[str, Tensor])
         return form
     if "tensor" in form:
         tensor = left.pop(form["tensor"])
+        if form["complex"] and not tensor.is_complex():
+            # Files have complex numbers as pairs.
+            tensor = torch.view_as_complex(tensor)
         return tensor.cpu() if form["host"] else tensor
     if "parameter" in form:
         return parameters[form["parameter"]]

@@ -496,8 +496,11 @@ class ModelState:
         """
         if not self.pipeline.options.learns:
             return self.state()
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
-        shapes |= {name: shard.full_shape for name, shard in self.shards.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, own in self.parameters().items():
+            shape = self.shards[name].full_shape if name in self.shards else tuple(own.shape)
+            # Files have complex numbers as pairs.
+            shapes[name] = (*shape, 2) if own.is_complex() else shape
         names: dict[str, list[str]] = {}
         for name in shapes:
             names.setdefault(self.ties.get(name, name), []).append(name)
