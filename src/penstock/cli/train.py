@@ -130,7 +130,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
 _COMMAND = WorkerCommand(
     "penstock.cli.train",
     "continues from the newest checkpoint",
-    ("penstock.cli.processes.train_worker", "torch._dynamo", "torch.distributed.checkpoint"),
+    ("penstock.cli.processes.train_worker", "torch._dynamo"),
 )
 
 

@@ -12,15 +12,17 @@ rename publishes. The hidden folders that a killed run leaves are cleared away b
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from penstock.engine.checkpoint.manifest import (
@@ -46,10 +48,6 @@ from penstock.io.files import naming, read_json_object, remove, sync_folder, wri
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 # The safetensors library writes a file in one call that holds the interpreter: some 10 ms at this size, during which
@@ -285,7 +283,6 @@ class Checkpointer(CheckpointReader):
         super().__init__(folder, grid, identity, aliases)
         self._keep, self._standalone = keep, standalone
         self._host_copies, self._writing = {}, None
-        _import_writer()
         kinds = AnotherRun, ValueError, FileNotFoundError
         claim = self._claim if grid.rank == 0 else lambda: None
         on_all_ranks(claim, self._gather, *kinds, otherwise=CheckpointError)
@@ -543,25 +540,19 @@ def _not_saved(step: int, rank: int, error: str) -> CheckpointError:
     return CheckpointError(f"step {step} could not be saved: rank {rank}: {error}")
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: dict[str, int]) -> list[str]:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: Mapping[str, int]) -> list[str]:
     """Write each tensor into the file of its number; return the names of the files, which are on the disk by then.
 
-    Each process follows a plan of its own, so torch has nothing to send between them (it would pickle).
+    Equal tensors give equal bytes: safetensors orders them by dtype and name, and more than one word about a file would
+    stand in another order each time.
     """
-    storage_writer, save_planner = _import_writer()
-    writer = storage_writer(str(folder), fqn_to_index_mapping=file_of)
-    planner = save_planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    [plan] = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return sorted({result.storage_data.relative_path for result in results})
-
-
-def _import_writer() -> tuple[type[HuggingFaceStorageWriter], type[DefaultSavePlanner]]:
-    """Torch's distributed checkpoint, which takes half a second to import: only a run that saves does."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    return HuggingFaceStorageWriter, DefaultSavePlanner
+    by_file: dict[int, dict[str, Tensor]] = {}
+    for name in tensors:
+        by_file.setdefault(file_of[name], {})[name] = tensors[name]
+    names = {number: f"model-{number:05d}-of-{max(file_of.values()):05d}{TENSOR_SUFFIX}" for number in sorted(by_file)}
+    for number, name in names.items():
+        with naming(folder / name), (folder / name).open("wb") as file:
+            file.write(save(by_file[number], metadata={"format": "pt"}))
+            file.flush()
+            os.fsync(file.fileno())
+    return list(names.values())
