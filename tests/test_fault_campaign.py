@@ -73,8 +73,8 @@ def test_a_run_that_lost_nothing_is_told_as_such_whatever_its_times(runs: tuple[
     [
         (replaced("metrics.jsonl", "2.0", "2.0000002"), "step 2: loss is 2.0000002, not 2.0"),
         (replaced("metrics.jsonl", '"step": 3', '"step": 4'), "1 numbers are missing"),
-        (nudged, "weight differs"),
-        (replaced("checkpoints/step-00000004/manifest.json", "8", "9"), "values of the ranks differs"),
+        (nudged, "model-00001-of-00001.safetensors differs"),
+        (replaced("checkpoints/step-00000004/manifest.json", "8", "9"), "manifest.json differs"),
     ],
 )
 def test_whatever_is_lost_is_found(runs: tuple[faults.Run, Path], lose: Callable[[Path], None], says: str) -> None:

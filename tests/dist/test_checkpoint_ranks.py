@@ -150,7 +150,7 @@ def _fail_alike(rank: int, folder: Path) -> list[str]:
     expect(AnotherRun, lambda: Checkpointer(folder, grid, {"seed": 2}))
     if rank == 1:
         # Rank 1 cannot write what rank 0 has prepared.
-        checkpointer_module.write_tensors = None  # type: ignore[assignment]
+        sys.modules[Checkpointer.__module__].write_tensors = None  # type: ignore[attr-defined]
     checkpointer.save(2, {f"a{rank}": torch.zeros(3)})
     expect(CheckpointError, checkpointer.finish)
     assert checkpointer.latest() == info
@@ -203,7 +203,7 @@ def _sweep(tmp_path: Path, world: int, rank: int, stride: int, others_too: bool 
     """Kill one rank (or all) at its 1st, (1+stride)th, ... access; what is found afterwards never goes back."""
     (tmp_path / "whole").mkdir()
     num_accesses = run_ranks(world, _save_until_killed, tmp_path / "whole", {})[rank]
-    assert num_accesses >= 9 and _assert_intact(tmp_path / "whole", {3}) == 3
+    assert num_accesses >= 6 and _assert_intact(tmp_path / "whole", {3}) == 3
     found = []
     for at in range(1, num_accesses + 1, stride):
         folder = tmp_path / f"killed-at-{at}"

@@ -14,7 +14,7 @@ WITHOUT_TIMES = ("--exclude", "metrics.jsonl")
 
 
 def trained(folder: Path, words: Sequence[str], again_from: int | None = None) -> Path:
-    """The folder of a run under another name, so that the next one has its own; with a step, the run goes on from it."""
+    """The folder of a run under another name, so that the next has its own; with a step, the run goes on from it."""
     file, output = write_run(folder, "run", STEPS), folder / "run"
     given = [str(file), *words, "--checkpoint.every", "2", "--validation.every", "0"]
     if again_from is not None:

@@ -262,7 +262,7 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "any link out": (linked("model/README.md"), convert, REFUSED),
     "a link to a folder outside": (lambda p: p.link("model/more", p.outside), convert, REFUSED),
     "a link to itself": (lambda p: p.link("model/tokenizer.json", p.model / "tokenizer.json"), score, DONE),
-    "code named by the configuration": (both(config(**FOREIGN_CODE), python("model/code.py")), generate(), DONE),
+    "code named by the configuration": (both(config(**FOREIGN_CODE), python("model/code.py")), generate(), REFUSED),
     "the same for transformers": (
         both(config(**FOREIGN_CODE, architectures=["Any"]), python("model/code.py")), FOREIGN, REFUSED
     ),

@@ -105,7 +105,7 @@ def test_what_is_no_text_no_file_or_of_another_kind_is_refused(tmp_path: Path, c
     (tmp_path / "folder.csv").mkdir()
     file = str(write_run(tmp_path, "run", 4))
     for name, told in (
-        ("picture.csv", "this is not text"),
+        ("picture.csv", "is not UTF-8"),
         ("folder.csv", "is a folder; give a file ending in .csv or .txt"),
         ("nowhere.csv", "no such file"),
     ):

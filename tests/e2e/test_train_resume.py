@@ -73,7 +73,7 @@ def test_a_run_ended_in_every_way_continues_bit_for_bit(folder: Path, reference:
         wait_until(lambda: last_step(output) >= saved + 8, started)
         started.signal(signal.SIGTERM)
         ended = started.end()
-    assert ended.exit_code == 0, ended.err
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.err
     assert resumed_from(ended) == saved
     stopped_at = last_step(output)
     assert f"stopped after step {stopped_at} and saved" in ended.out
@@ -107,7 +107,7 @@ def test_a_run_ended_in_every_way_continues_bit_for_bit(folder: Path, reference:
         wait_until(lambda: last_step(output) >= step_of(newest) + 4, started)
         started.signal(signal.SIGTERM, ranks=[1])
         ended = started.end()
-    assert ended.exit_code == 0, ended.err
+    assert ended.exit_code == 128 + signal.SIGTERM, ended.err
     assert resumed_from(ended) == step_of(one_before)
     assert str(newest) in ended.err and "refused" in ended.err
     stopped_at = last_step(output)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.options import Parser
 from penstock.cli.output import print_json, show_log
 from penstock.engine.folders.runs import RUN_FILE
+from penstock.io.files import read_text
 
 if TYPE_CHECKING:
     from penstock.engine.folders.export import ExportOptions
@@ -30,10 +31,7 @@ def perplexity(folder: Path, text: Path) -> float:
     from penstock.engine.folders.model_folder import open_model
     from penstock.settings import ParallelConfig
 
-    try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--held-out {text} cannot be read as UTF-8: {error}") from None
+    content = read_text(text)
     model = open_model(folder)
     if model.tokenizer is None:
         raise ValueError(f"--held-out is a text, but {folder} has no tokenizer")

@@ -31,6 +31,7 @@ from penstock.cli.session import (
     show_lacking,
     tokens_of_word,
 )
+from penstock.io.files import text_in
 from penstock.settings import SamplingParams
 
 if TYPE_CHECKING:
@@ -212,8 +213,9 @@ class Generate(ModelCommand):
         mean, longest = sum(map(len, prompts)) / len(prompts), max(map(len, prompts)) + params.max_new_tokens
         # Answers are on their way from the first token to the last: half of the longest, on average.
         decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2, shape.num_rows * longest)
-        with self.open(self.model, decoded) as (engine, version):
+        with self.open(self.model, decoded) as (engine, version), contextlib.ExitStack() as stack:
             file = self.together("output", lambda: self._results(version) if is_first else None)
+            stack.enter_context(file or contextlib.nullcontext())
             there = [self.number(answer) for answer in file.read()] if file is not None else []
             kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
             own, names = self.pipelines, _names(self.pipelines.index)
@@ -239,10 +241,6 @@ class Generate(ModelCommand):
                     own.hand_over(next(names), {"figures": figures})
                 # The store may belong to a process that has already finished its own work.
                 self.agree("end", {})
-            except BaseException:
-                if file is not None:
-                    file.close()
-                raise
             finally:
                 if collector is not None:
                     collector.close()
@@ -281,7 +279,9 @@ def _standard_input() -> str:
         return Path(path).read_text(encoding="utf-8")
     if sys.stdin.isatty():
         print("penstock: type the prompt, and Ctrl-D to end it", file=sys.stderr)
-    return sys.stdin.read()
+    # A test, or a program that calls `main`, may have put a text in its place.
+    bytes_of = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if bytes_of is None else text_in(bytes_of.read(), "standard input")
 
 
 # ---- Answers as they come: those of this pipeline, and those that others hand over
@@ -405,11 +405,21 @@ class AnswerCollector:
             return
         self._waiting[number] += new + ("\n" if number in self._ended else "")
         while self._current < len(self._waiting):
-            print(self._waiting[self._current], end="", flush=True)
+            self._print(self._waiting[self._current])
             self._waiting[self._current] = ""
             if self._current not in self._ended:
                 return
             self._current += 1
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:
+            from penstock.cli.processes.session import reports_first
+
+            # The others will hear that this process has failed, and need not say so.
+            reports_first(self._call.store)
+            raise
 
     def _heading(self, number: int) -> str:
         """The prompt, which the answer follows; with several answers, below a line that names it."""

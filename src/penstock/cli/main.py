@@ -9,6 +9,8 @@ import sys
 from penstock import __version__
 from penstock.cli import output
 from penstock.cli.options import Command, Main, dispatch, script
+from penstock.io.files import UnfitFileError
+from penstock.settings.declare import words_of
 
 COMMANDS = {
     "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
@@ -29,9 +31,14 @@ _MAX_LENGTH = 2000
 HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and
 drawn before they run. The object that was proved is the one that runs."""
 
+FAILED, REFUSED, STOPPED, CLOSED = 1, 2, os.EX_TEMPFAIL, 128 + signal.SIGPIPE
+"""Exit codes of a command that is not done; of one that a signal ended it is 128 and the signal's number."""
+
 FOOT = """penstock COMMAND --help explains each command. Exit codes: 0 done, 1 failed
 while running, 2 refused before anything was started or written, of which
-PENSTOCK_TRACEBACK=1 shows the full traceback.
+PENSTOCK_TRACEBACK=1 shows the full traceback; 128 + N ended by signal N, as in
+shells, also of a run that has saved; 75 a run stopped because another process
+was, or by a callback, or silent beyond its limit: the same command goes on.
 
 options:
   --version                 print the versions of Penstock, torch and Python
@@ -85,26 +92,43 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     """Run a command's `main`, and turn its errors for users' mistakes into one sentence and an exit code."""
     output.prepare()
     try:
+        _check_folder()
         return _flushed(main, sys.argv[1:] if arguments is None else arguments)
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return CLOSED
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     except (MemoryError, RuntimeError) as error:
         if not lacks_memory(error) or os.environ.get("PENSTOCK_TRACEBACK"):
             raise
-        print(f"penstock: {in_plain_words(str(error))}", file=sys.stderr)
-        return 1
+        say(in_plain_words(words_of(error)))
+        return FAILED
     except (ValueError, OSError) as error:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             raise
         from penstock.cli.processes.meeting import leave_report_to_first
 
         leave_report_to_first(os.environ)
-        print(f"penstock: {sentence(error)}", file=sys.stderr)
-        return 2
+        say(sentence(error))
+        return REFUSED
+
+
+def say(text: str) -> None:
+    """Print a sentence on standard error, under the name of the command unless it begins with that itself.
+
+    In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
+    """
+    sys.stderr.write(f"{text}\n" if text.startswith("penstock ") else f"penstock: {text}\n")
+
+
+def _check_folder() -> None:
+    """Refuse a working folder that is gone: libraries look there too, and some end the process without a word of it."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ValueError("the working folder is gone; change to one that exists") from None
 
 
 def _flushed(main: Main, arguments: list[str]) -> int:
@@ -123,7 +147,9 @@ _ALLOCATION = re.compile(r"(?:RuntimeError: )?(?:\[[^\]]*\][^:]*)?DefaultCPUAllo
 
 def lacks_memory(error: BaseException | None) -> bool:
     """True for the failure of an allocation; PyTorch has no exception class for that of a processor's memory."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_ALLOCATION.search(str(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_ALLOCATION.search(words_of(error)))
+    )
 
 
 def in_plain_words(text: str) -> str:
@@ -137,11 +163,11 @@ def in_plain_words(text: str) -> str:
 
 def sentence(error: ValueError | OSError) -> str:
     """The error's message, with the file if there is one."""
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, UnfitFileError):
         # Some libraries open files by their path's bytes.
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         return f"{name}: {(error.strerror or str(error)).lower()}"
-    text = str(error)
+    text = words_of(error)
     # A message quotes what it refuses, which may be of any length.
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} ... {text[-_MAX_LENGTH // 2 :]}"
 

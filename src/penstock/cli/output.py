@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from penstock.io.files import check_file, naming, parse_json, whole_file
 
@@ -103,7 +103,8 @@ class ResultsFile:
 
     A call with the same `digest` of all that decides the results goes on after those that a stopped call left, of which
     `is_ours` holds. Another digest gives another hidden name, so lines of different calls never mix; with `alone`, such
-    a file of a stopped call is refused, and with `fresh` it is dropped.
+    a file of a stopped call is refused, and with `fresh` it is dropped. As a context it is closed at the end; of a call
+    that was refused nothing is left.
 
     Raises: ValueError if the file cannot be written, another call is writing it, or results of other input are there.
         What fails later, such as a write to a full disk, is an OSError with `path`.
@@ -114,8 +115,9 @@ class ResultsFile:
     hidden: Path
     #: holds of what a line may be
     _is_ours: Callable[[Any], bool]
-    #: the open file, which is locked
+    #: the open file, which is locked, and how many results an earlier call has left there
     _file: Any
+    _num_kept: int
 
     def __init__(
         self,
@@ -158,21 +160,33 @@ class ResultsFile:
 
     def keep(self, number: int | None = None) -> None:
         """Drop what follows the first results, of that number or all."""
-        size = sum(len(line) for _, line in self._lines()[:number])
+        kept = self._lines()[:number]
+        size, self._num_kept = sum(len(line) for _, line in kept), len(kept)
         with naming(self.path):
             self._file.truncate(size)
 
     def write(self, results: Iterable[Mapping[str, Any]], *, to_disk: bool) -> None:
         """Add results, which survive the death of the process and, with `to_disk`, that of the machine."""
-        lines = [json.dumps(result, ensure_ascii=False, allow_nan=False).encode() + b"\n" for result in results]
+        # What has no place in UTF-8, such as half of a pair in an "id", is written as JSON escapes it.
+        texts = (json.dumps(result, ensure_ascii=False, allow_nan=False) for result in results)
+        lines = [text.encode(errors="backslashreplace") + b"\n" for text in texts]
         with naming(self.path):
             self._file.writelines(lines)
             self._file.flush()
             if to_disk:
                 os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Let another call continue the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let another call continue the file; one that has nothing, or nothing but what was refused now, is removed."""
+        if self._file.closed:
+            return
+        self._file.seek(0, os.SEEK_END)
+        is_refused = kind is not None and issubclass(kind, ValueError) and not self._num_kept
+        if self._file.tell() == 0 or is_refused:
+            self.hidden.unlink(missing_ok=True)
         with naming(self.path):
             self._file.close()
 
@@ -238,13 +252,16 @@ def prepare() -> None:
     """Put `StandardOutput` below standard output, and open the standard files that this process was started without.
 
     Without them, files opened later would get their numbers, and be written into. Writing to standard output fails then
-    as on a full disk.
+    as on a full disk. What has no place in their encoding, such as a file's name that is not UTF-8, is written escaped.
     """
     for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, flags)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # A test, or a program that calls `main`, may have put something else in its place.
     if not isinstance(sys.stdout, io.TextIOWrapper):
         return

@@ -8,7 +8,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -180,12 +181,13 @@ class Score(ModelCommand):
             "reproducible": self.opened["reproducible"],
         }
         self.refuse_differing("scoring", {**decisive, "texts": digest, "max_tokens": self.max_tokens})
-        with self.open(self.model) as (engine, version):
+        with self.open(self.model) as (engine, version), ExitStack() as stack:
             of_call = _digest([str(self.model.folder.resolve()), version, digest, self.max_tokens, decisive])
             # Ranks that share the last stage have the same results; one of them delivers.
             delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
             writes = delivers and self.pipelines.index == 0
             file = self.together("file", lambda: ResultsFile(self.output, of_call, _is_scored) if writes else None)
+            stack.enter_context(file or nullcontext())
             summary = Summary()
             if file is not None:
                 # A batch that a killed call left incomplete is scored again.
@@ -248,17 +250,21 @@ class Score(ModelCommand):
                 items = engine.forward(_packed(texts), hook, list, micro_batches=self.spec)
                 if not delivers:
                     continue
-                for text, item in zip(texts, items, strict=True):
-                    # An infinite one can be true: a token may be impossible.
-                    if any(values.isnan().any() for values in item.values()):
-                        raise ValueError(f"the scores of line {text.line} {NOT_A_NUMBER}")
                 name = "ratings" if rates else "log_probs"
-                lines = [self.line(text, item[name].tolist()) for text, item in zip(texts, items, strict=True)]
+                scored = zip(texts, (item[name].tolist() for item in items), strict=True)
+                # An infinite one can be true: a token may be impossible.
+                wrong = next((one.line for one, item in zip(texts, items, strict=True) if _has_nan(item)), None)
+                lines = wrong if wrong is not None else [self.line(text, values) for text, values in scored]
                 if write is None:
                     pipelines.hand_over(str(number), lines)
             elif write is not None:
                 whose = f"scores of batch {number} from pipeline {number % pipelines.count}"
                 lines = pipelines.receive(str(number), whose)
+            else:
+                continue
+            # Of scores that are none, the line of the first: whoever writes refuses them too.
+            if isinstance(lines, int):
+                raise ValueError(f"the scores of line {lines} {NOT_A_NUMBER}")
             if write is not None:
                 write(texts, lines)
 
@@ -323,6 +329,10 @@ def _is_scored(line: Any) -> bool:
     if isinstance(log_probs, list):
         return all(isinstance(value, float | int | None) for value in log_probs)
     return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
+
+
+def _has_nan(item: Mapping[str, Any]) -> bool:
+    return any(values.isnan().any() for values in item.values())
 
 
 def _total(log_probs: Sequence[float | None]) -> float | None:

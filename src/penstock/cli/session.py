@@ -20,6 +20,7 @@ from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
 from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
+from penstock.settings.declare import type_in_words
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -304,13 +305,16 @@ def read_prompts(path: Path, model: "ModelFolder") -> list[Text]:
     found = []
     for where, number, value in _lines(path, "continue", _PROMPT_FORMS):
         given = value if isinstance(value, dict) else {}
+        form = _form(where, given, {"prompt": ("prompt",), "tokens": ("tokens",)})
         text, tokens = given.get("prompt"), given.get("tokens")
-        if isinstance(text, str):
+        if form is None:
+            raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
+        if form == "prompt":
+            if not isinstance(text, str):
+                raise ValueError(f"{where}: 'prompt' is {type_in_words(text)}; a text is expected")
             tokens = _prompt_tokens(where, text, model)
         elif not _are_ids(tokens):
-            raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
-        else:
-            text = None
+            raise ValueError(f"{where}: 'tokens' must be a list of token ids")
         found.append(Text(tokens, text, number, given.get("id")))
     return found
 
@@ -354,15 +358,16 @@ def _text(
     if not isinstance(value, dict):
         raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_TEXT_FORMS}")
     own = {"line": number, "id": value.get("id")}
-    if "prompt" in value and "completion" in value:
+    forms = {name: (name,) for name in ("tokens", text_field, "messages")} | {"prompt": ("prompt", "completion")}
+    form = _form(where, value, forms)
+    if form == "prompt":
         prompt, completion = (_text_tokens(where, name, value[name], model) for name in ("prompt", "completion"))
         if not completion:
             raise ValueError(f"{where}: its completion is empty; nothing would be scored")
         return Text([*prompt, *completion], num_prompt_tokens=len(prompt), **own)
-    for name in ("tokens", text_field):
-        if name in value:
-            return Text(_text_tokens(where, name, value[name], model), **own)
-    if "messages" in value and model.rates is not None:
+    if form in ("tokens", text_field):
+        return Text(_text_tokens(where, form, value[form], model), **own)
+    if form == "messages" and model.rates is not None:
         if model.tokenizer is None or model.tokenizer_folder is None:
             raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
         from penstock.data.examples import Chat, messages_of, template_options
@@ -371,6 +376,18 @@ def _text(
         chat = Chat(reader(), where, template_options(where, value))
         return Text(chat.tokenise(chat.render(messages_of(where, "messages", value))), **own)
     raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
+
+
+def _form(where: str, value: Mapping[str, Any], forms: Mapping[str, Sequence[str]]) -> str | None:
+    """The one of these forms, each with its names, whose names a line has; None for none.
+
+    Raises: ValueError for a line of several forms: what of it was meant?
+    """
+    found = [form for form, names in forms.items() if all(value.get(name) is not None for name in names)]
+    if len(found) > 1:
+        given = " and ".join(repr(name) for form in found for name in forms[form])
+        raise ValueError(f"{where}: has {given}, of which one is expected; leave out the other")
+    return found[0] if found else None
 
 
 def _text_tokens(where: str, name: str, value: Any, model: "ModelFolder") -> Sequence[int]:

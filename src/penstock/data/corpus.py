@@ -24,7 +24,7 @@ from penstock.data.examples import ExampleReader, PairReader
 from penstock.data.packed import NO_LABEL
 from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
 from penstock.data.tokenizer import Tokenizer, ended, load_tokenizer, own_end_token
-from penstock.io.files import read_json_object
+from penstock.io.files import naming, read_json_object
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
@@ -135,7 +135,8 @@ class StoreWriter:
                 columns.append(learned.astype(np.bool_, copy=False))
             for stream, column in zip(self._streams, columns, strict=True):
                 content = column.tobytes()
-                stream.write(content)
+                with naming(self._folder or "memory"):
+                    stream.write(content)
                 self._hash.update(content)
             self._lengths.append(len(tokens))
             self._max_token = max(self._max_token, int(tokens.max()))

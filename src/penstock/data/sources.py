@@ -8,11 +8,12 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from penstock.io.files import lines_of, open_file, parse_json
+from penstock.settings.declare import type_in_words
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
@@ -129,6 +130,8 @@ class Source:
             raise CorpusError(f"{row.where}: is a JSON {type(row.value).__name__}; a line is one JSON object")
         text = row.value.get(self.text_field)
         if not isinstance(text, str):
+            if text is not None:
+                raise CorpusError(f"{row.where}: {self.text_field!r} is {type_in_words(text)}; a text is expected")
             raise CorpusError(
                 f"{row.where}: has no text in the field {self.text_field!r}; "
                 f"its fields are {sorted(row.value)}, and examples have 'messages', or 'prompt' and 'completion'"
@@ -226,8 +229,13 @@ def _known(path: Path) -> bool:
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
     """The files under a folder, sorted by relative path, independent of the file system."""
+
+    def refuse(error: OSError) -> NoReturn:
+        # A part of a corpus that may not be read is not left out without a word.
+        raise error
+
     found = []
-    for folder, names, files in os.walk(root):
+    for folder, names, files in os.walk(root, onerror=refuse):
         names[:] = [name for name in names if name not in skipped and not name.startswith(".")]
         found.extend(Path(folder, file) for file in files if not file.startswith("."))
     return iter(sorted(found, key=lambda path: path.relative_to(root).as_posix()))

@@ -167,10 +167,20 @@ def _described(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+# What users give an engine, and other libraries take so.
+_OF_A_STEP = {"criterion", "loss", "loss_fn", "loss_weight_fn"}
+
+
 def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
     """The options with some replaced, by name. Raises: ConfigError for a name that none has; names the nearest one."""
     options = options or EngineOptions()
     known = [field.name for field in fields(options)]
+    if _OF_A_STEP & changes.keys():
+        given = min(_OF_A_STEP & changes.keys())
+        raise ConfigError(
+            f"an engine has no option {given!r}: a loss, and its weights, are given with each batch, as in "
+            "train_batch(batch, loss_fn, loss_weight_fn)"
+        )
     if unknown := sorted(changes.keys() - known):
         raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}")
     return replace(options, **changes) if changes else options

@@ -20,7 +20,7 @@ from penstock.io.files import naming, read_text
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.runtime import CallbackError
 from penstock.settings import ConfigError, LogConfig
-from penstock.settings.declare import checked
+from penstock.settings.declare import checked, words_of
 from penstock.settings.objects import load_object
 
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
@@ -63,9 +63,8 @@ class Watchers:
             try:
                 return self.call(event, *values)
             except Exception as error:
-                raise CallbackError(
-                    f"rank {grid.rank} failed in {event}, step {self.pipeline.step}: {type(error).__name__}: {error}"
-                ) from error
+                what = f"{type(error).__name__}: {words_of(error)}"
+                raise CallbackError(f"rank {grid.rank} failed in {event}, step {self.pipeline.step}: {what}") from error
 
         def gather(value: Any) -> list[Any]:
             with recorder.collective(f"call {event}"):

@@ -31,7 +31,7 @@ _READ_WHOLE = frozenset({".json", ".jinja", ".toml", ".txt", ".model"})
 
 
 class UnfitFileError(OSError, ValueError):
-    """A file that is not read: no regular one, or too large. Also a ValueError, as other users' mistakes."""
+    """A file that is not read: no regular one, too large, or no text. Also a ValueError, as other users' mistakes."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
@@ -74,8 +74,19 @@ def read_bytes(path: Path | str) -> bytes:
 
 
 def read_text(path: Path | str) -> str:
-    """Read a file of UTF-8 whole, without a mark of its byte order. Raises: as `read_bytes`, and UnicodeDecodeError."""
-    return read_bytes(path).decode("utf-8-sig").replace("\r\n", "\n")
+    """Read a file of UTF-8 whole, without a mark of its byte order.
+
+    Raises: as `read_bytes`; UnfitFileError with the place of the first byte that is none of UTF-8.
+    """
+    return text_in(read_bytes(path), path)
+
+
+def text_in(content: bytes, path: Path | str) -> str:
+    """The text of a file's bytes. Raises: UnfitFileError, as `read_text`."""
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UnfitFileError(path, f"not UTF-8 (byte {error.start}); convert it to UTF-8") from None
 
 
 def lines_of(path: Path | str) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
-from penstock.parallel.host import ProcessEnded, gather_json
+from penstock.parallel.host import ProcessEnded, gather_json, refuse_other_software
 from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
 from penstock.settings import Coordinates, Groups, Layout
 
@@ -48,7 +48,8 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
     where one rank may wait for another's disk.
 
-    Raises: ValueError when the layout does not fit the world, or another rank was given another one.
+    Raises: ValueError when the layout does not fit the world, or another rank has another one, or another version of
+        Penstock or torch.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout.check(world_size)
@@ -64,6 +65,7 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
     on_device = functools.partial(_connected, rank, ranks, backend, device, timeout)
     on_host = functools.partial(_connected, rank, ranks, "gloo", host, timeout)
     control = on_host(everyone)
+    refuse_other_software(functools.partial(gather_json, group=control))
     views = gather_json(str(layout), control)
     if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
         raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")

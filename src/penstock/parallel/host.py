@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.settings.declare import type_in_words
+from penstock import __version__
+from penstock.settings import ConfigError, differences
+from penstock.settings.declare import type_in_words, words_of
 
 T = TypeVar("T")
 
@@ -96,7 +98,7 @@ def shown_to_all_ranks(
     except catch as caught:
         error = caught
     number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
-    views = gather([value, None if error is None else [number, type(error).__name__, str(error)]])
+    views = gather([value, None if error is None else [number, type(error).__name__, words_of(error)]])
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(views):
@@ -104,6 +106,20 @@ def shown_to_all_ranks(
             number, kind, text = failure
             raise (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
     return result, [theirs for theirs, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
+
+
+def refuse_other_software(gather: Gather) -> None:
+    """Refuse hosts that compute with another Penstock or torch: numbers, messages and files may differ.
+
+    Raises: ConfigError on all ranks alike, with each version that differs.
+    """
+    views = gather({"penstock": __version__, "torch": torch.__version__})
+    for rank, theirs in enumerate(views):
+        if changed := differences(theirs, views[0], f"on rank {rank}", "on rank 0"):
+            raise ConfigError(
+                f"all hosts of a run need the same versions, but these differ: {'; '.join(changed)}; install the same "
+                "on all"
+            )
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

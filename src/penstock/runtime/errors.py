@@ -2,6 +2,8 @@
 
 import torch.distributed as dist
 
+from penstock.settings.declare import words_of
+
 
 class PipelineError(RuntimeError):
     """Ranks of one pipeline disagree, or a rank cannot go on; the message names ranks, actions and what is awaited.
@@ -65,7 +67,7 @@ def layer_notes(error: BaseException) -> list[str]:
 
 def first_line(error: BaseException) -> str:
     """The useful part of a backend's error: its first line, without the place in its source and general advice."""
-    text = str(error).strip().splitlines()
+    text = words_of(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     line = line.split("] ", 1)[-1] if line.startswith("[") else line
     return line.partition(". This is typically caused by ")[0]
@@ -78,4 +80,5 @@ def is_of_link(error: BaseException | None) -> bool:
     """
     if isinstance(error, TransportError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "pair closure", "NCCL"))
+    names = ("gloo", "pair closure", "NCCL")
+    return isinstance(error, RuntimeError) and any(name in words_of(error) for name in names)

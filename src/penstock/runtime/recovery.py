@@ -38,6 +38,7 @@ from penstock.runtime.liveness import Processes, answer, listen
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import default_store, unique_number
+from penstock.settings.declare import words_of
 
 _FOREVER = timedelta(days=30)
 # A rank may see a neighbour's link close before it hears why.
@@ -262,7 +263,8 @@ class Recovery:
             if self._store is not None and not (isinstance(error, Exception) and is_of_link(error)):
                 self._announce(error)
             if stepping and self._store is None:
-                self.uncertain = f"the optimizer's step failed ({error}), so weights may have moved: load a checkpoint"
+                why = words_of(error)
+                self.uncertain = f"the optimizer's step failed ({why}), so weights may have moved: load a checkpoint"
             raise
         finally:
             self._announces, self._stepping = before
@@ -280,7 +282,7 @@ class Recovery:
             self.recorder.step,
             self.recorder.doing,
             type(error).__name__,
-            "; ".join([str(error), *layer_notes(error)])[:_MOST_QUOTED],
+            "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED],
             left=not isinstance(error, Exception),
             stepped=self._stepping,
         )

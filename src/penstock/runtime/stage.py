@@ -42,7 +42,7 @@ from penstock.runtime.message import Form, Message, Shapes
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
-from penstock.settings.declare import type_in_words
+from penstock.settings.declare import type_in_words, words_of
 
 # ---- The call of a unit without collectives: with what its `forward` asks for, from its own random numbers
 
@@ -141,7 +141,7 @@ class UnitCall:
         except TypeError as error:
             if self.takes is not None:
                 given_here = f"the {len(self.takes.parts)} tensors of the layer before"
-            elif _ARGUMENTS.search(str(error)):
+            elif _ARGUMENTS.search(words_of(error)):
                 given_here = f"the stream and {sorted(given.keys)}"
             else:
                 self._name(error)

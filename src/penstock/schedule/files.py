@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 
-from penstock.io.files import read_text
+from penstock.io.files import UnfitFileError, read_text
 from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parts
 from penstock.schedule.lower import lower
 from penstock.schedule.text import Plan, from_csv, from_text, modern_letters, parse_step
@@ -62,8 +62,8 @@ def text_of(path: Path) -> str:
         raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
     try:
         text = read_text(path)
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{path}: this is not text, so it is neither a schedule nor a program") from None
+    except UnfitFileError as error:
+        raise ScheduleError(str(error)) from None
     except OSError as error:
         raise ScheduleError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     return text if _is_text(text) else modern_letters(text)

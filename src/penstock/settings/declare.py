@@ -212,6 +212,14 @@ def type_in_words(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
+def words_of(error: BaseException) -> str:
+    """The text of an error, also of one that cannot say what it is: a user's class may fail in its `__str__`."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"{type(error).__name__} whose __str__ raises {type(failed).__name__}"
+
+
 def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
     """The known name most similar to `name`, capitals aside; the first one on a tie, none if all are below `least`."""
     # Only mistakes need it.
@@ -411,8 +419,11 @@ class Setting:
         taken = value if type(value) is self.type else self.matched(value)
         if isinstance(taken, float) and not math.isfinite(taken):
             raise ConfigError(f"{self.name} = {taken} is not a finite number")
-        if isinstance(taken, str) and "\0" in taken:
-            raise ConfigError(f"{self.name} holds a null character, which no path or name can")
+        for text in taken if isinstance(taken, tuple) else (taken,):
+            if isinstance(text, str) and "\0" in text:
+                raise ConfigError(f"{self.name} holds a null character, which no path or name can")
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise ConfigError(f"{self.name} = {text!r} is not UTF-8, as the files of settings are; rename it")
         if self.bounds is None:
             return taken
         for number in taken if isinstance(taken, tuple) else (taken,):

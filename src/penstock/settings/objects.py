@@ -9,7 +9,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from penstock.settings.declare import ConfigError
+from penstock.settings.declare import ConfigError, words_of
 
 _REFERENCE = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 
@@ -41,7 +41,7 @@ def load_object(reference: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # a user's own
-        fault = f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {words_of(error)}"
         if isinstance(error, SyntaxError) and error.filename is not None:
             fault = f"{error.filename}, line {error.lineno}, raised {type(error).__name__}: {error.msg}"
         else:

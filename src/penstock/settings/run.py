@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.io.files import parse_toml, read_text
+from penstock.io.files import UnfitFileError, parse_toml, read_text
 from penstock.settings.declare import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -515,6 +515,8 @@ def read_values(path: str | Path) -> Values:
     path = Path(path)
     try:
         table = parse_toml(read_text(path))
+    except UnfitFileError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
     except ValueError as error:

@@ -248,7 +248,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path):
         ({"a.txt": b"x"}, {"source": "{0}/a.txt"}, "too few"),
         ({"a.txt": b"ab\xff"}, {"source": "{0}"}, "a.txt' is not UTF-8 .byte 2"),
         ({"a.jsonl": b'{"body": "x"}\n'}, {}, "line 1: has no text in the field 'text'; its fields are .'body'."),
-        ({"a.jsonl": b'{"text": 3}\n'}, {}, "a.jsonl, line 1: has no text in the field 'text'"),
+        ({"a.jsonl": b'{"text": 3}\n'}, {}, "a.jsonl, line 1: 'text' is an int; a text is expected"),
         ({"a.jsonl": b'{"text": "x"}\nnull'}, {}, "a.jsonl, line 2: is a JSON NoneType"),
         ({"a.jsonl": b'{"text": \n'}, {}, "a.jsonl, line 1: is not JSON"),
         ({"a.parquet": b"nonsense"}, {}, "cannot read .*a.parquet' as parquet"),

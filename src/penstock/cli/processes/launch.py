@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from penstock.cli.main import CLOSED, FAILED, REFUSED, say
 from penstock.cli.processes.machine import check_processes
 from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK
 
-# Exit codes of the command.
-FAILED, REFUSED = 1, 2
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 # After a failure, or a second request to stop, nobody has anything left to save. The others find out by themselves and
@@ -38,6 +38,8 @@ _REPORT_LATE_S = 5.0
 # A worker that stands still for this long after a request to end is taken for stopped: a debugger that looks into one
 # stops it for a moment.
 _STOPPED_LIMIT_S = 1.0
+# How long this process tries to reach its own store; torch's limit is five minutes.
+_STORE_LIMIT_S = 20.0
 _POLL_S = 0.5
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # <linux/prctl.h>
 
@@ -163,7 +165,9 @@ def _store_at(listener: socket.socket) -> object:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     host, port = listener.getsockname()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    limit = timedelta(seconds=_STORE_LIMIT_S)
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
 
 
 @contextmanager
@@ -314,16 +318,21 @@ class _Workers:
         if not any(codes) and all(process.pid for process in self.processes):
             return 0
         for rank, code in enumerate(codes):
-            who = f"penstock: rank {rank} (process {self.processes[rank].pid})"
+            who = f"rank {rank} (process {self.processes[rank].pid})"
             if rank in self.killed:
-                print(f"{who} {self.killed[rank]} and was killed; the same command {again}", file=sys.stderr)
+                say(f"{who} {self.killed[rank]} and was killed; the same command {again}")
             elif code < 0 and (code != -signal.SIGTERM or rank not in self.asked):
-                print(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}", file=sys.stderr)
+                say(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}")
+        # Those of a run that was stopped have said so, and have saved.
+        are_stopped = len(set(codes)) == 1 and codes[0] > REFUSED
         if self.stopped_by is not None:
-            print(f"penstock: stopped by {self.stopped_by.name}; the same command {again}", file=sys.stderr)
+            if not are_stopped:
+                say(f"stopped by {self.stopped_by.name}; the same command {again}")
             return 128 + self.stopped_by
-        # A mistake that one worker has reported makes the others fail as well.
-        return REFUSED if REFUSED in codes else FAILED
+        if are_stopped:
+            return codes[0]
+        # A mistake that one worker has reported, or whose reader has gone, makes the others fail as well.
+        return next((code for code in (REFUSED, CLOSED) if code in codes), FAILED)
 
     def _alive(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if process.pid and process.exitcode is None]

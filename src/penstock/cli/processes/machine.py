@@ -15,6 +15,7 @@ programs ran on these cores it was 0.1 to 0.4 up to 97 MiB.
 import argparse
 import math
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 _TOKEN_BYTES, _LEAST_BYTES = 8, 2  # of a token's number, and of the narrowest value that a layer computes with
 # What a process has for itself where all that it has imported is shared.
 _PROCESS_BYTES = 32 << 20
+# Two stages had 44 files and connections open in training, two copies of two stages 59, and each further process of a
+# group adds at least three.
+_PROCESS_FILES, _PEER_FILES = 44, 4
 
 
 def check_training(config: RunConfig) -> None:
@@ -95,8 +99,25 @@ def check_rows(num_slots: int, num_rows: int, num_tokens: int, model: "ModelFold
     )
 
 
+def check_open_files(num_processes: int) -> None:
+    """Let this process, and those that it starts, open as many files as the system allows; refuse too few of them.
+
+    Each of the processes of a group has connections to all others.
+
+    Raises: ConfigError with what each needs at least, and what there is.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _PROCESS_FILES + _PEER_FILES * num_processes
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise ConfigError(
+            f"each of {num_processes} processes needs at least {needed} open files and connections, but {most} are "
+            f"allowed here; allow more (ulimit -n {needed}), or give a smaller layout"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def check_processes(count: int) -> None:
-    """Refuse more processes on this machine than its memory can hold, whatever they do.
+    """Refuse more processes on this machine than its memory, or the files it may open, can hold, whatever they do.
 
     Raises: ConfigError with what they need at least, and what there is.
     """
@@ -107,6 +128,7 @@ def check_processes(count: int) -> None:
             f"{count} processes need at least {count * _PROCESS_BYTES / 2**30:,.0f} GiB, but this machine has "
             f"{there / 2**30:,.1f} GiB of memory; give a smaller layout, or start it on several hosts"
         )
+    check_open_files(count)
 
 
 def _refuse(sizes: str, what: str, needed_bytes: int, there_bytes: int) -> None:

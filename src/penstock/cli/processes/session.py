@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, Self, TypeVar
 
@@ -26,14 +27,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.main import in_plain_words, lacks_memory, sentence
-from penstock.cli.processes.launch import FAILED, REFUSED
+from penstock.cli.main import CLOSED, FAILED, REFUSED, in_plain_words, lacks_memory, say, sentence
+from penstock.cli.output import NAME
+from penstock.cli.processes.machine import check_open_files
 from penstock.cli.processes.meeting import Group, exchange
 from penstock.engine.checkpoint.manifest import CheckpointError
-from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks
+from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks, refuse_other_software
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.runtime.errors import is_of_link
 from penstock.settings import ConfigError, Device, differences
+from penstock.settings.declare import words_of
 
 # ---- Several pipelines that share the work of one command, each a group of its own, and hand results to one writer
 
@@ -286,6 +289,7 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     was and ends at once: nothing is called any more that could wait for the peer.
     """
     if group.world_size > 1:
+        check_open_files(group.world_size)
         # Python's own handler would wait for a backend that waits for a peer.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         faulthandler.enable()  # a crash below Python prints its place
@@ -293,19 +297,26 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     store = join(group, timeout_s, secret_of(os.environ))
     threading.excepthook = _on_thread_failure
     try:
+        if not group.is_ours:
+            refuse_other_software(partial(_gathered, store, group, "versions"))
         code = work(store) or 0
         sys.stdout.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
     except ValueError as error:
         if reports_first(store):
-            print(f"penstock: {error}", file=sys.stderr)
+            say(sentence(error))
             report_is_written(store)
         else:
             stay_for_report(store)
         stay_for_others(store, group)
         return _end(group, REFUSED)
     except Exception as error:
+        if _is_of_reader(error):
+            # Nobody is left to be told.
+            report_is_written(store)
+            stay_for_others(store, group)
+            return _end(group, CLOSED)
         if not is_reported(store):
             _report_failure(group, error)
         else:
@@ -341,10 +352,13 @@ def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
         except OSError as error:
             raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
 
-    def gather(error: Any) -> list[Any]:
-        return [theirs["refused"] for theirs in exchange(store, group, key, {"refused": error})]
-
+    gather = partial(_gathered, store, group, key)
     return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
+
+
+def _gathered(store: Store, group: Group, key: str, value: Any) -> list[Any]:
+    """The values of all processes, by rank."""
+    return [theirs["value"] for theirs in exchange(store, group, key, {"value": value})]
 
 
 def choose_device(store: Store, group: Group, wanted: str) -> Device:
@@ -379,10 +393,20 @@ def initialise(store: Store, group: Group, device: str, timeout_s: float) -> Non
     )
 
 
+def _cause(error: Exception) -> BaseException | None:
+    """The exception that this process raised itself, where a step or callback failed here."""
+    return error.__cause__ if isinstance(error, StepError | CallbackError) else error
+
+
+def _is_of_reader(error: Exception) -> bool:
+    """True where the reader of standard output (head, less) has closed the pipe."""
+    cause = _cause(error)
+    return isinstance(cause, BrokenPipeError) and cause.filename == NAME
+
+
 def _report_failure(group: Group, error: Exception) -> None:
     """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
-    # Of a step or callback that failed here, the cause is what this process raised itself.
-    cause = error.__cause__ if isinstance(error, StepError | CallbackError) else error
+    cause = _cause(error)
     is_of_file = isinstance(cause, OSError) and cause.filename is not None
     is_of_class = isinstance(cause, PipelineError | CheckpointError | ProcessEnded)
     expected = is_of_class or is_of_file or is_of_link(cause) or lacks_memory(cause)
@@ -391,8 +415,7 @@ def _report_failure(group: Group, error: Exception) -> None:
     # Errors from below the engine do not say where in the run they happened.
     where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
     what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
-    # In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
-    sys.stderr.write(f"penstock: process {group.rank}: {where}{what}\n")
+    say(f"process {group.rank}: {where}{what}")
 
 
 def reports_first(store: "Store") -> bool:
@@ -448,7 +471,7 @@ def _first_sentence(error: Exception) -> str:
 
     Under keys lies the secret of the run, which no log should hold.
     """
-    text = re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(str(error).split())))
+    text = re.sub(r"^\[\S+\] |\. This is typically[^)]*", "", in_plain_words(" ".join(words_of(error).split())))
     return re.sub(r"wait timeout after (\d+)ms, keys: .*", r"another process did not answer within \1 ms", text)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import signal
 import sys
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock.cli.main import STOPPED
 from penstock.cli.output import Progress, print_json, show_log, waiting
-from penstock.cli.processes.meeting import Group
+from penstock.cli.processes.meeting import Group, exchange
 from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
@@ -313,13 +313,13 @@ def train_worker(
     must_resume: there must be a checkpoint to continue. fresh: the output folder must hold no run. as_json: the result
     is printed as JSON, and progress to standard error.
     """
-    stops: set[int] = set()
+    stops: list[int] = []
     before: dict[signal.Signals, Any] = {}
 
     def catch() -> None:
         # Until now they have ended the process at once: while it meets and loads there is nothing to finish or save.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            before[number] = signal.signal(number, lambda caught, _: stops.add(caught))
+            before[number] = signal.signal(number, lambda caught, _: stops.append(caught))
 
     def train(store: Store) -> int:
         data, folder = _prepared(config, group, store, must_resume, fresh)
@@ -343,8 +343,7 @@ def train_worker(
                 folder.close()
         if group.rank == 0 and as_json:
             print_json(result.to_dict())
-        # Where another host alone was asked to end, this one's launcher is not to take the run for complete.
-        return 0 if result.complete or stops or group.is_ours else os.EX_TEMPFAIL
+        return 0 if result.complete else _code_of_stop(store, group, stops)
 
     try:
         return work_together(group, config.parallel.num_threads, config.parallel.timeout_s, train)
@@ -352,6 +351,17 @@ def train_worker(
         # Not before: a process that is asked to stop while it reports a failure still finishes the report.
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _code_of_stop(store: Store, group: Group, stops: list[int]) -> int:
+    """The exit code of a run that was stopped before its end, and can go on.
+
+    It is that of the signal, as shells have it, so that nobody takes the run for done. Where another host alone was
+    asked to end, `STOPPED` lets this one's agent start it anew; workers of our own launcher say the same, all at once.
+    """
+    asked = [theirs["signals"] for theirs in exchange(store, group, "stopped", {"signals": stops[:1]})]
+    first = next((signals for signals in asked if signals), []) if group.is_ours else stops
+    return 128 + first[0] if first else STOPPED
 
 
 def _prepared(

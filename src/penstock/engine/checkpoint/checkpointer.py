@@ -48,6 +48,7 @@ from penstock.io.files import naming, read_json_object, remove, sync_folder, wri
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
+from penstock.settings.declare import words_of
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 # The safetensors library writes a file in one call that holds the interpreter: some 10 ms at this size, during which
@@ -531,7 +532,7 @@ def _reason(error: Exception, folder: Path) -> str:
     A full disk's error has none.
     """
     if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {words_of(error)}"
     path = error.filename if error.filename is not None else folder
     return f"{path}: {(error.strerror or str(error)).lower()}"
 

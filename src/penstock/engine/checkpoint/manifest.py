@@ -239,7 +239,8 @@ def read_manifest(path: Path) -> CheckpointInfo:
             check_kinds(record, _FILE_KINDS, name)
         check_cover(info.tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({error!r})") from None
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({reason})") from None
     try:
         check_rank_values(info.rank_values, info.step)
     except ValueError as error:

@@ -1,5 +1,6 @@
 """The parts of a run, made from its settings: its engine's arguments and its data."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +127,10 @@ class RunData:
         cache = None if data.cache is None else Path(data.cache).expanduser()
         try:
             corpus = load_corpus(spec, cache)
-        except PermissionError as error:
+        except OSError as error:
+            # Of all else, such as a corpus that may not be read, the error names the file itself.
+            if cache is None or error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(cache):
+                raise
             raise ConfigError(
                 f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
             ) from None

@@ -44,7 +44,7 @@ from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
 from penstock.settings import ConfigError, Groups, Layout, Precision, RunConfig, read_config
-from penstock.settings.declare import checked
+from penstock.settings.declare import checked, words_of
 
 # ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
 
@@ -120,7 +120,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
     except FakeTensorDeviceMismatchError as error:
         raise RehearsalError(f"{recorder.doing}: {error}; the host's tensors are 'cpu', the device's 'meta'") from error
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {error}") from error
+        raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {words_of(error)}") from error
 
 
 # ---- The batch of a step, and the pipeline of a rank that is rehearsed alone

@@ -179,7 +179,8 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
 }
 # What both the decoder and transformers' layers leave to whoever loads the weights.
-_KINDS_OF_ALL: dict[str, type] = {
+_KINDS_OF_ALL: dict[str, Any] = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | list[int]),
     **dict.fromkeys(("dtype", "torch_dtype"), str),
     "quantization_config": dict,
     "attention_dropout": float,
@@ -275,6 +276,11 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
+    if content.get("model_type", family.model_type) != family.model_type:
+        given = content["model_type"]
+        raise NotNative(
+            f"{name} with model_type={given!r} is not the decoder's ({family.model_type!r} is); {_OTHERWISE}"
+        )
     # What a family's config.json may have, but the decoder does not compute.
     for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         value = content.get(key, known)
@@ -353,7 +359,10 @@ def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
 
 
 def _value(content: Mapping[str, Any], key: str, default: Any) -> Any:
-    return default if content.get(key) is None else content[key]
+    """The value of a key that may be left out, but not be null, with which transformers could not compute."""
+    if content.get(key, default) is None:
+        raise ValueError(f"{CONFIG_FILE}: {key} is null; give {_KINDS[key].__name__}, or leave it out for {default}")
+    return content.get(key, default)
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
@@ -380,8 +389,10 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, in either form that files have."""
-    older = {"rope_theta": content.get("rope_theta"), **(content.get("rope_scaling") or {})}
-    return {key: value for key, value in older.items() if value is not None} | (content.get("rope_parameters") or {})
+    theta = {key: value for key, value in content.items() if key == "rope_theta"}
+    older = theta | (content.get("rope_scaling") or {})
+    kept = {key: value for key, value in older.items() if value is not None or key == "rope_theta"}
+    return kept | (content.get("rope_parameters") or {})
 
 
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling:

@@ -14,7 +14,7 @@ from os.path import isdir
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
-from penstock.settings.declare import suggestion, type_in_words
+from penstock.settings.declare import suggestion, type_in_words, words_of
 from penstock.settings.objects import is_reference, load_object
 
 Builder: TypeAlias = Callable[..., Schedule]
@@ -220,8 +220,9 @@ def build(
     except ValueError:
         raise
     except Exception as error:  # a user's own
+        what = f"{type(error).__name__}: {words_of(error)}"
         raise ScheduleError(
-            f"{spelt}, asked for {ranks} ranks and {microbatches} microbatches, raised {type(error).__name__}: {error}"
+            f"{spelt}, asked for {ranks} ranks and {microbatches} microbatches, raised {what}"
         ) from error
     return _checked(built, spelt, (ranks, microbatches))
 
