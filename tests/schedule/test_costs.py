@@ -65,6 +65,21 @@ def test_a_message_takes_its_latency_and_its_bytes_share_of_the_bandwidth():
     assert simulate(program, Costs(message_bytes=600)) == simulate(program, Costs())
 
 
+def test_messages_of_a_channel_follow_one_another_and_each_link_has_its_own_bandwidth():
+    program = lowered("afab", 3, 4)
+    costs = Costs(transfer=0.5, message_bytes=8, bandwidth=(8, 2, 1))
+    timeline = simulate(program, costs)
+    starts = {str(event.action): event.start for events in timeline.events for event in events}
+    # The first link carries a message in the time that it takes to make one, the second in four times as long.
+    assert [starts[f"1F{i}"] for i in range(4)] == [2.5, 3.5, 4.5, 5.5]
+    assert [starts[f"2F{i}"] for i in range(4)] == [8, 12, 16, 20]
+    assert starts["1B0"] == starts["2B0"] + 2 + 4.5
+    path = [str(event.action) for event in critical_path(program, costs)]
+    assert path[:3] == ["0F0", "1F0", "2F3"], "the messages before it held up the last"
+    with pytest.raises(ValueError, match="bandwidth must be one number, or a list of 3"):
+        simulate(program, Costs(message_bytes=8, bandwidth=(8, 2)))
+
+
 def test_a_pair_takes_its_own_time_and_as_long_as_its_halves_if_none_is_given():
     program = lowered("dualpipe-v", 3, 8)
     pairs = [step for steps in program.ranks for step in steps if isinstance(step, Pair)]

@@ -53,7 +53,7 @@ ALONE = Placement("loop", 1)
         (lambda: Costs(forward="x"), "forward = 'x': expected float or list[float], got str"),
         (lambda: Costs(forward=[1.0, None]), "forward[1] = None: expected float"),
         (lambda: Costs(lengths=5), "lengths = 5: expected list[float], got int"),
-        (lambda: Costs(bandwidth="x"), "bandwidth = 'x': expected float or None, got str"),
+        (lambda: Costs(bandwidth="x"), "bandwidth = 'x': expected float or list[float] or None, got str"),
         (lambda: Costs(forwrd=1), "Costs has no 'forwrd'; the nearest one is 'forward'"),
         (lambda: Schedule("n", None, 1, ()), "placement = None: expected Placement"),
         (lambda: Schedule("n", ALONE, 1, None), "orders = None: expected list"),

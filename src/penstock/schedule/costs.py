@@ -93,8 +93,9 @@ class Costs:
     lengths: Sequence[float] = ()
     #: The bytes of a message, which add their share of `bandwidth` to its time.
     message_bytes: float = 0.0
-    #: Bytes that a channel carries in a unit of time; None if unlimited.
-    bandwidth: float | None = None
+    #: Bytes that a channel carries in a unit of time, one message after another; None if unlimited. A list has those of
+    #: each link, as `transfer` has.
+    bandwidth: PerLink | None = None
     #: The bytes that a rank keeps of a microbatch, or a list with those of each stage of the model.
     microbatch_bytes: PerStage = 0.0
     #: The share of them that is kept from the microbatch's I until its W; a list gives one for each stage.
@@ -108,15 +109,36 @@ class Costs:
                 object.__setattr__(self, name, value := tuple(value))
             for one in value if isinstance(value, Sequence) else () if value is None else (value,):
                 check_cost(name, one, "a time" if name in _TIMES else "a number")
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ValueError(f"bandwidth must be above 0 bytes in a unit of time, got {self.bandwidth!r}")
-        if self.bandwidth is not None and self.bandwidth < 1 / LARGEST_COST:
-            raise ValueError(f"bandwidth must be at least {1 / LARGEST_COST:g}, got {self.bandwidth!r}")
+        if hasattr(self.bandwidth, "__len__"):
+            object.__setattr__(self, "bandwidth", tuple(self.bandwidth))  # type: ignore[arg-type]
+        widths = self.bandwidth if isinstance(self.bandwidth, Sequence) else (self.bandwidth,)
+        for one in widths:
+            if one is not None and not one > 0:
+                raise ValueError(f"bandwidth must be above 0 bytes in a unit of time, got {one!r}")
+            if one is not None and one < 1 / LARGEST_COST:
+                raise ValueError(f"bandwidth must be at least {1 / LARGEST_COST:g}, got {one!r}")
 
     @property
     def totals(self) -> list[float]:
         """The times of F, I and W together, one for each stage or unit; all three are lists."""
         return [sum(own) for own in zip(self.forward, self.backward_input, self.backward_weight)]  # type: ignore[arg-type]
+
+    @property
+    def sending(self) -> PerLink:
+        """The time that a message of length 1 occupies its channel, or that of each link's."""
+        if isinstance(self.bandwidth, Sequence):
+            return tuple(self.message_bytes / width for width in self.bandwidth)
+        return self.message_bytes / self.bandwidth if self.bandwidth else 0.0
+
+    @property
+    def arrival(self) -> PerLink:
+        """The time from a send to the arrival of a message of length 1 on a free channel, or that of each link's."""
+        latency, sending = self.transfer, self.sending
+        if not isinstance(latency, Sequence) and not isinstance(sending, Sequence):
+            return latency + sending
+        num = len(latency if isinstance(latency, Sequence) else sending)  # type: ignore[arg-type]
+        both = (one if isinstance(one, Sequence) else (one,) * num for one in (latency, sending))
+        return tuple(map(sum, zip(*both, strict=True)))
 
     @property
     def memory(self) -> Memory:
@@ -152,9 +174,9 @@ class Durations:
     #: The time of the optimizer step, and what each action costs besides.
     _step: float
     _action: float
-    #: The time of a transfer, or one for each link, and what each message of length 1 costs besides.
-    _latency: float | Sequence[float]
-    _per_message: float
+    #: The time of a transfer, and what each message of length 1 costs besides; or those of each link.
+    _latency: PerLink
+    _sending: PerLink
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
@@ -171,13 +193,14 @@ class Durations:
         self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
         self._step = costs.step
         self._action = costs.action
-        self._latency = costs.transfer
-        if isinstance(self._latency, Sequence) and len(self._latency) != self._placement.num_ranks:
-            raise ValueError(
-                f"transfer must be one time, or a list of {self._placement.num_ranks}: one for each rank's link to the "
-                f"next, the last's to the first; got {len(self._latency)}"
-            )
-        self._per_message = 0.0 if costs.bandwidth is None else costs.message_bytes / costs.bandwidth
+        self._latency, self._sending = costs.transfer, costs.sending
+        for name, links in (("transfer", self._latency), ("bandwidth", self._sending)):
+            if isinstance(links, Sequence) and len(links) != self._placement.num_ranks:
+                raise ValueError(
+                    f"{name} must be one {'time' if name == 'transfer' else 'number'}, or a list of "
+                    f"{self._placement.num_ranks}: one for each rank's link to the next, the last's to the first; "
+                    f"got {len(links)}"
+                )
 
     def _by_stage(self, name: str, time: PerStage) -> list[float]:
         placement = self._placement
@@ -198,19 +221,26 @@ class Durations:
         return self._of_op[step.op][step.stage] * self._length(step.microbatch) + self._action
 
     def transfer(self, send: Action) -> float:
-        """The time that the message of a send is in flight.
+        """The time that the message of a send is in flight on a free channel.
 
         Raises: ValueError if times are given for each link, and none joins the two ranks.
         """
         latency = self._latency
-        if isinstance(latency, Sequence):
-            latency = latency[self._link(send)]
-        return latency + self._per_message * self._length(send.microbatch)
+        return (latency[self._link(send)] if isinstance(latency, Sequence) else latency) + self.sending(send)
+
+    def sending(self, send: Action) -> float:
+        """The time that the message of a send occupies its channel. Raises: as `transfer`."""
+        sending = self._sending
+        return (sending[self._link(send)] if isinstance(sending, Sequence) else sending) * self._length(send.microbatch)
+
+    def receiver(self, send: Action) -> int:
+        """The rank that a send's message goes to."""
+        return self._placement.rank_of(partner(send).stage)
 
     def _link(self, send: Action) -> int:
         """The number of the link between the ranks of a send and of its receive."""
         placement = self._placement
-        low, high = sorted((placement.rank_of(send.stage), placement.rank_of(partner(send).stage)))
+        low, high = sorted((placement.rank_of(send.stage), self.receiver(send)))
         if high - low == 1:
             return low
         if low == 0 and high == placement.num_ranks - 1:

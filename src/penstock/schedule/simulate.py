@@ -190,8 +190,24 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     that do not fit its stages and microbatches.
     """
     costs = costs or Costs()
-    rules, schedule = Rules(program.schedule), program.schedule
-    durations = Durations(costs, schedule)
+    schedule = program.schedule
+    clocks, _ = _run(program, costs)
+    num_ranks, num_microbatches = len(clocks), schedule.num_microbatches
+    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
+    microbatches = f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
+    return Timeline.from_events(
+        [clock.events for clock in clocks],
+        stages_per_rank=program.placement.stages_per_microbatch,
+        compute=max(clock.compute for clock in clocks),
+        title=f"{schedule.name}, {ranks}, {microbatches}, simulated",
+        memory=costs.memory,
+    )
+
+
+def _run(program: Program, costs: Costs) -> tuple[list[_Clock], dict[int, float]]:
+    """Run all ranks to their ends; returns their clocks and when each message arrived. Raises: as `simulate`."""
+    rules = Rules(program.schedule)
+    durations = Durations(costs, program.schedule)
     clocks = [_Clock(rules.of_rank[rank], program, rank, durations, costs.reduce) for rank in range(len(program.ranks))]
     arrivals: dict[int, float] = {}
     put_aside: dict[int, int] = {}  # awaited message -> the rank that waits for it
@@ -205,16 +221,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             put_aside[awaited] = rank
     for message, rank in put_aside.items():
         raise ScheduleError(f"rank {rank} waits forever for {rules.receive_of(message)}; verify the program first")
-    num_ranks, num_microbatches = len(clocks), schedule.num_microbatches
-    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
-    microbatches = f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
-    return Timeline.from_events(
-        [clock.events for clock in clocks],
-        stages_per_rank=program.placement.stages_per_microbatch,
-        compute=max(clock.compute for clock in clocks),
-        title=f"{schedule.name}, {ranks}, {microbatches}, simulated",
-        memory=costs.memory,
-    )
+    return clocks, arrivals
 
 
 class _Clock:
@@ -236,6 +243,10 @@ class _Clock:
     reduce: float
     #: What has been done, with its times.
     events: list[Event]
+    #: Rank -> the last message on the channel to it, and when the channel is free again.
+    channels: dict[int, tuple[int, float]]
+    #: Message -> the one whose end it awaited on its channel.
+    behind: dict[int, int]
 
     def __init__(
         self, own: list[dict[int, Rule]], program: Program, rank: int, durations: Durations, reduce: float
@@ -245,6 +256,7 @@ class _Clock:
         self.position = 0
         self.now = self.reduced = 0.0
         self.events = []
+        self.channels, self.behind = {}, {}
         self.awaited = None
 
     @property
@@ -260,7 +272,7 @@ class _Clock:
             if isinstance(step, Action) and step.op in SENDS:
                 message = self._message(step)
                 assert message is not None
-                arrivals[message] = self.now + self.durations.transfer(step)
+                arrivals[message] = self._send(step, message)
                 yield message
             elif isinstance(step, Action) and step.op is Op.REDUCE_GRAD:
                 start = max(self.now, self.reduced)
@@ -269,6 +281,16 @@ class _Clock:
             elif not (isinstance(step, Action) and step.op in RECEIVES) and not self._work(step, arrivals):
                 return
             self.position += 1
+
+    def _send(self, step: Action, message: int) -> float:
+        """Put a message on its channel, behind those that are on it; returns when it arrives."""
+        to = self.durations.receiver(step)
+        before, free = self.channels.get(to, (message, self.now))
+        if free > self.now:
+            self.behind[message] = before
+        start = max(self.now, free)
+        self.channels[to] = message, start + self.durations.sending(step)
+        return start + self.durations.transfer(step)
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
         """Run a compute action, pair or optimizer step; return False if its message has not been sent yet."""
@@ -314,17 +336,21 @@ def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, 
 class _PathSearch:
     """The search from the last event back to the first, from each to the one that it waited for."""
 
-    #: The program's rules and times.
+    #: The program's rules.
     rules: Rules
-    durations: Durations
+    #: Message -> when it arrived, and the one behind which it waited for its channel.
+    arrivals: dict[int, float]
+    behind: dict[int, int]
     #: Each rank's simulated events.
     events: tuple[tuple[Event, ...], ...]
     #: Action -> its rank, and the place of its event there.
     places: dict[Action, tuple[int, int]]
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.rules, self.durations = Rules(program.schedule), Durations(costs, program.schedule)
-        self.events = simulate(program, costs).events
+        self.rules = Rules(program.schedule)
+        clocks, self.arrivals = _run(program, costs)
+        self.events = tuple(tuple(clock.events) for clock in clocks)
+        self.behind = {message: before for clock in clocks for message, before in clock.behind.items()}
         self.places = {
             action: (rank, place)
             for rank, events in enumerate(self.events)
@@ -359,11 +385,13 @@ class _PathSearch:
             message = self.rules.of_rank[rank][action.op][action.stage].message
             if message is None:
                 continue
-            receive = self.rules.receive_of(message + action.microbatch)
+            message += action.microbatch
+            if self.arrivals[message] != event.start:
+                continue
+            while message in self.behind:
+                message = self.behind[message]
+            receive = self.rules.receive_of(message)
             stage = partner(receive).stage
-            makers = (Action(op, stage, action.microbatch) for op in _MAKERS[receive.op])
-            source = next(self.places[maker] for maker in makers if maker in self.places)
-            sent = self.events[source[0]][source[1]].end
-            if sent + self.durations.transfer(partner(receive)) == event.start:
-                return source
+            makers = (Action(op, stage, receive.microbatch) for op in _MAKERS[receive.op])
+            return next(self.places[maker] for maker in makers if maker in self.places)
         return None

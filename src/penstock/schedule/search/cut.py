@@ -107,7 +107,7 @@ def options_for_step(costs: Costs) -> dict[str, object]:
         "forward": costs.forward,
         "backward_input": costs.backward_input,
         "backward_weight": costs.backward_weight,
-        "transfer": costs.transfer,
+        "transfer": costs.arrival,
         "microbatch_bytes": costs.microbatch_bytes,
         # One number serves all stages: that of the stage that keeps the most.
         "weight_memory_share": min(1.0, max(share)) if isinstance(share, Sequence) else share,

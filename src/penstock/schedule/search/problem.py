@@ -236,6 +236,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
     length = costs.lengths[0] if costs.lengths else 1.0
     share = costs.weight_memory_share
     latency = min(costs.transfer) if isinstance(costs.transfer, Sequence) else costs.transfer
+    sending = min(costs.sending) if isinstance(costs.sending, Sequence) else costs.sending
     forward, backward_input, backward_weight = (
         tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
         for name in ("forward", "backward_input", "backward_weight")
@@ -246,7 +247,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
         forward,
         backward_input,
         backward_weight,
-        transfer=latency + (length * costs.message_bytes / costs.bandwidth if costs.bandwidth else 0.0),
+        transfer=latency + length * sending,
         max_live_microbatches=limit,
         # A stage that keeps less has more freedom, so the least share keeps the bound valid.
         weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
