@@ -134,6 +134,7 @@ def row_of(prediction: Prediction) -> dict[str, Any]:
         "memory_error": prediction.memory_error,
         "compute": constants.compute,
         "action_s": constants.action_s,
+        "at_bounds": list(constants.at_bounds),
     }
 
 
@@ -266,6 +267,8 @@ def show(result: dict[str, Any]) -> None:
             shares = [share for share, _ in constants]
             actions = [action for _, action in constants]
             print(f"\n{one['source']}, {one['where']}: compute {_range(shares)}, action {_range(actions)} ms")
+            for sentence in dict.fromkeys(sentence for row in own for sentence in row["at_bounds"]):
+                print(f"{sum(sentence in row['at_bounds'] for row in own)} of {len(own)}: {sentence}")
             print_table(_cells(own))
     print()
     print_table(summary_cells(result["sources"]))

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from penstock import schedule
 from penstock.io.files import read_text
-from penstock.planner.cluster import Cluster, ClusterError, hosts
+from penstock.planner.cluster import Cluster, hosts
 from penstock.planner.estimate import Candidate, Style, Workload, estimate, fullest, stage_costs
+from penstock.planner.links import wiring
 from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.times import Constants, Order, simulate_step
@@ -36,7 +37,9 @@ DTYPES |= dict.fromkeys(("", "BF16", "FP16"), "bf16")
 
 _PUBLISHED = Style(early_gradients=False, own_engine=False)
 _UNFUSED = replace(_PUBLISHED, fused_attention=False)
-_COMPILED = replace(_PUBLISHED, fused_loss=False)
+# torchtitan of December 2024. On an H100 FlashAttention-2 reaches 35% of the peak (arXiv 2407.08608, section 1), and
+# from 4 to 8 ranks of a ring each round takes what all scores of a block take at that rate.
+_COMPILED = replace(_PUBLISHED, fused_loss=False, fused_casts=False, balanced_ring=False, attention=0.35)
 STYLES = {
     "": _PUBLISHED,
     # Before FlashAttention, or without it.
@@ -262,14 +265,19 @@ class _Reader:
         name = next((name for name in sorted(hosts(), key=len, reverse=True) if name in hardware), None)
         if name is None:
             raise NotPredicted(f"hardware {self.row['hardware']!r} is not known")
-        try:
-            found = Cluster.named(name, self.count("gpus"))
-        except ClusterError:
-            # Hosts of another size than the reference design's: a part of a larger domain.
-            found = replace(Cluster.named(name), num_devices=-(-self.count("gpus") // 72) * 72)
+        found, gpus = hosts()[name], self.count("gpus")
+        per_host = found.devices_per_host
+        if gpus > per_host and gpus % per_host:
+            # Equal parts of as few of the larger domains as there are.
+            per_host = next(size for size in range(per_host, 0, -1) if gpus % size == 0)
+        found = replace(found, devices_per_host=per_host, num_devices=gpus)
+        device = found.device
         if (memory := re.search(r"(\d+)gb\b", hardware)) and "gb200" not in hardware:
-            found = replace(found, device=replace(found.device, memory_bytes=float(memory[1]) * 2**30))
-        return found
+            device = replace(device, memory_bytes=float(memory[1]) * 2**30)
+        if "h100 96gb" in hardware:
+            # Those of torchtitan's table have HBM2e, as its page says.
+            device = replace(device, memory_bandwidth=2.4e12)
+        return replace(found, device=device)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -310,8 +318,8 @@ class _Reader:
     def _timed(self, measured_s: float, tokens: float) -> TimedRun:
         hidden, heads, length = self.count("hidden"), self.count("heads"), self.count("seq_len")
         sent = 2 * length * self.microbatch * hidden
-        cluster, ranks = self.cluster, self.layout.pp
-        links = [_link_s(cluster, rank, (rank + 1) % ranks, sent) for rank in range(ranks)]
+        edges = wiring(self.cluster, self.layout).edges
+        links = [edge.latency_s + sent * edge.byte_s / Constants().links for edge in edges]
         # Of a layer's (34 + 5 a s / h) s b h bytes, 32 s b h are inputs of products; arXiv 2205.05198, section 4.1.
         share = 32 / (34 + 5 * heads * length / hidden)
         forward_s, input_s, weight_s = (self.number(name) * 1e-3 for name in _TIMES)
@@ -337,13 +345,6 @@ class _Reader:
         )
         workload = Workload(shape, self.count("seq_len"), self.num_sequences, self.named("precision", DTYPES))
         return ShapedRun(self.row, measured_s, tokens, workload, candidate, self.cluster)
-
-
-def _link_s(cluster: Cluster, rank: int, other: int, sent_bytes: float) -> float:
-    """The seconds of a message between two ranks of a pipeline that fills hosts in order."""
-    near = rank // cluster.devices_per_host == other // cluster.devices_per_host
-    link = cluster.host if near else cluster.network
-    return link.latency_s + sent_bytes / (Constants().links * link.bandwidth)
 
 
 def _megatron_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...] | None:

@@ -68,6 +68,16 @@ def test_peaks_of_torchtitan_follow_where_microbatch_and_recomputation_are_publi
     assert len(rows) == len(errors) == 12 and max(errors) <= 0.1 and sum(errors) / len(errors) <= 0.03
 
 
+@pytest.mark.shows(172)
+def test_torchtitans_long_contexts_follow_from_its_short_ones():
+    found = predicted("torchtitan", ("seq_len", "8192"))
+    long = [one for one in found if not one.fitted]
+    assert [one.run.row["cp"] for one in long] == ["1", "2", "4", "8"]
+    errors = [abs(one.error) for one in long]
+    assert max(errors) <= 0.2 and sum(errors) / len(errors) <= 0.12
+    assert not any(one.constants.at_bounds for one in found)
+
+
 @pytest.mark.shows(142)
 @pytest.mark.parametrize("source", ["NeMo docs", "Megatron-Bridge", "MegaScale", "2407.21783", "torchtitan"])
 def test_layouts_of_one_source_come_in_the_measured_order(source: str):

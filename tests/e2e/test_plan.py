@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock import planner
 from penstock.cli.main import main
+from penstock.planner import ModelShape
 from penstock.settings import read_config
 from tests.e2e.training import CORPUS
 
@@ -63,6 +65,24 @@ def test_a_plans_file_trains_as_it_is(
     assert main(["train", str(planned), "--json"]) == 0
     steps = [json.loads(line) for line in (planned.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in steps if "loss" in one] == [1, 2]
+
+
+@pytest.mark.shows(173)
+def test_the_plan_of_a_published_model_is_written_as_a_run_that_trains_as_it_is(
+    files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    run, cluster, planned = files
+    tiny = ModelShape("*-*E", 64, 300, 4, 2, 16, intermediate_size=96, num_experts=4, num_active=2, expert_size=32)
+    monkeypatch.setattr(planner, "published_model", lambda name: tiny)
+    words = ["--model", "tiny", "--cluster", str(cluster), "--sequences", "8", "--length", "64", "--effort", "0.05"]
+    assert main(["plan", *words, "--output", str(planned)]) == 0
+    config = read_config(planned)
+    assert ModelShape.of(config.model) == tiny and config.parallel.world_size == 2
+    folder = run.parent
+    own = ["--data.corpus", str(folder / "corpus.py"), "--data.cache", str(folder / "cache"), "--train.steps", "1"]
+    assert main(["train", str(planned), *own, "--output", str(folder / "out"), "--json"]) == 0
+    steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps if "loss" in one] == [1]
 
 
 @pytest.mark.shows(146)

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from penstock import planner
 from penstock.cli.options import Parser
 from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, write_text
 from penstock.draw import PICTURES, check_ending
+from penstock.engine.folders.run_check import with_pretrained
 from penstock.planner.search import NUM_BEST
-from penstock.settings import Precision, RunConfig
+from penstock.settings import ModelConfig, Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.run import Values, check_sections, from_values, read_values
 
@@ -63,7 +64,7 @@ def main(words: Sequence[str]) -> int:
 
         title = f"{cluster.num_devices} devices of {cluster.name}, {workload.num_tokens:,} tokens a step"
         tried = [*map(drawn, found.tried)]
-        plan_picture(given.picture, title, [*map(drawn, found.best)], tried, cluster.device.memory_bytes)
+        plan_picture(given.picture, title, [*map(drawn, found.best)], tried, cluster.memory_bytes)
     return 0
 
 
@@ -80,7 +81,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         ),
     )
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the model and the batch are those of this run")
-    parser.add_argument("--model", metavar="NAME", help="a published model instead")
+    parser.add_argument("--model", metavar="NAME", help="a published model, or a Hugging Face model's folder, instead")
     parser.add_argument("--sequences", type=int, default=1024, metavar="N", help="of a step, with --model")
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of a sequence, with --model")
     parser.add_argument("--precision", default="bf16", help="of products, with --model (default bf16)")
@@ -135,21 +136,41 @@ def _check_outputs(given: argparse.Namespace) -> None:
 def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
     """The settings of the run's file, and what is to be trained."""
     if (given.run is None) == (given.model is None):
-        raise ValueError("penstock plan takes either a run's TOML file or --model NAME")
+        raise ValueError("penstock plan takes either a run's TOML file or --model NAME, a published model or a folder")
     if given.sequences < 1 or given.length < 1:
         raise ValueError("--sequences and --length must be at least 1")
-    if given.model is not None:
+    if given.run is not None:
+        values = read_values(given.run)
+    elif Path(given.model).is_dir():
+        values = _settings_of_model(given, {"model.pretrained": given.model})
+    else:
+        shape, values = planner.published_model(given.model), {}
         if given.output is not None:
-            raise ValueError("--output writes a run's settings, and --model names no run; give RUN.toml")
-        shape = planner.published_model(given.model)
-        return {}, planner.Workload(shape, given.length, given.sequences, given.precision)
-    values = read_values(given.run)
+            try:
+                values = _settings_of_model(given, shape.settings())
+            except ValueError as error:
+                raise ValueError(f"--output cannot write a run of {given.model}: {error}") from None
+        return values, planner.Workload(shape, given.length, given.sequences, given.precision)
     config = from_values(values)
     if config.model.pretrained is None:
         # All that the plan does not choose must go together before it is made.
         ours = {name: value for name, value in values.items() if not name.startswith(("parallel.", "schedule."))}
         check_sections(from_values(ours | {"train.num_microbatches": 1}))
-    return values, _workload_of(config)
+    return values, _workload_of(with_pretrained(config))
+
+
+def _settings_of_model(given: argparse.Namespace, model: Mapping[str, Any]) -> Values:
+    """The settings of a run of a model that was named. Raises: ValueError for a precision that no run has."""
+    values = {
+        "output": f"runs/{Path(given.model).name}",
+        **model,
+        "model.max_length": max(given.length, ModelConfig().max_length),
+        "data.sequence_length": given.length,
+        "data.num_sequences": given.sequences,
+        "train.precision": given.precision,
+    }
+    from_values({**values, "train.num_microbatches": 1})
+    return values
 
 
 def _workload_of(config: RunConfig) -> planner.Workload:
@@ -183,6 +204,8 @@ def _calibrated(given: argparse.Namespace) -> planner.Constants:
             raise ValueError(f"{folder} cannot calibrate a plan: {error}") from None
     found = planner.calibrate(runs, lambda devices: _cluster(given, devices))
     print(f"calibrated: --compute {found.compute:.4g} --action-us {1e6 * found.action_s:.4g}", file=sys.stderr)
+    for sentence in found.at_bounds:
+        print(f"{sentence}; the plan is to be trusted less", file=sys.stderr)
     return found
 
 
@@ -206,7 +229,7 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
     try:
         from_values(changed)
     except ConfigError as error:
-        raise ValueError(f"{given.run} cannot train so: {error}") from None
+        raise ValueError(f"{given.run or given.model} cannot train so: {error}") from None
     sections: dict[str, Any] = {}
     for name, value in changed.items():
         section, _, key = name.rpartition(".")
@@ -226,6 +249,11 @@ def as_dict(found: planner.Plan) -> dict[str, Any]:
     return {
         "devices": found.cluster.num_devices,
         "cluster": found.cluster.name,
+        "constants": {
+            "compute": found.constants.compute,
+            "action_s": found.constants.action_s,
+            "at_bounds": list(found.constants.at_bounds),
+        },
         "best": [_row(one) for one in found.best],
         "num_simulated": len(found.tried),
         "left_out": found.left_out,

@@ -11,7 +11,7 @@ from penstock import schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Candidate, Workload, estimate
 from penstock.planner.model_costs import RecomputedPart
-from penstock.planner.times import Constants
+from penstock.planner.times import LEAST_COMPUTE, MOST_COMPUTE, Constants
 from penstock.settings import RunConfig
 
 # ---- Fitting the cost model's two free constants to measured steps, and the errors and ranks of predictions
@@ -19,8 +19,6 @@ from penstock.settings import RunConfig
 
 Predict = Callable[[Constants], float]
 """The step's seconds under some constants."""
-
-_LEAST, _MOST = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,10 @@ def fit(rows: Sequence[LinearStep], start: Constants) -> Constants:
     if y < 0 or x <= 0:
         y = 0.0
         x = _dot(slowness, wanted) / (_dot(slowness, slowness) or 1.0)
-    if x < 1 / _MOST and len(rows) > 1:
-        left = [want - slow / _MOST for want, slow in zip(wanted, slowness, strict=True)]
+    if x < 1 / MOST_COMPUTE and len(rows) > 1:
+        left = [want - slow / MOST_COMPUTE for want, slow in zip(wanted, slowness, strict=True)]
         y = max(0.0, _dot(actions, left) / (_dot(actions, actions) or 1.0))
-    compute = min(_MOST, max(_LEAST, 1 / x if x > 0 else _MOST))
+    compute = min(MOST_COMPUTE, max(LEAST_COMPUTE, 1 / x if x > 0 else MOST_COMPUTE))
     return replace(start, compute=compute, action_s=y)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -34,6 +34,21 @@ class Device:
     #: bytes in a second
     memory_bandwidth: float
 
+    def __hash__(self) -> int:
+        return hash((*self.peak_flops.items(), self.memory_bytes, self.memory_bandwidth))
+
+    @classmethod
+    def slowest(cls, devices: Sequence[Device]) -> Device:
+        """A device that is in each respect as the least of some."""
+        if len(devices) == 1:
+            return devices[0]
+        common = [dtype for dtype in devices[0].peak_flops if all(dtype in one.peak_flops for one in devices)]
+        return cls(
+            {dtype: min(one.peak_flops[dtype] for one in devices) for dtype in common},
+            min(one.memory_bytes for one in devices),
+            min(one.memory_bandwidth for one in devices),
+        )
+
     def peak(self, dtype: str) -> float:
         """The peak of a dtype.
 
@@ -56,8 +71,29 @@ class DeviceLink:
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """A number of equal hosts."""
+
+    number: int
+    devices_per_host: int
+    device: Device
+    #: between devices of a host
+    host: DeviceLink
+    #: between hosts
+    network: DeviceLink
+
+    @property
+    def num_devices(self) -> int:
+        return self.number * self.devices_per_host
+
+    def sharing(self, link: DeviceLink) -> int:
+        """The devices of a host that share a link when all of them use it."""
+        return min(link.shared_by, self.devices_per_host)
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal hosts; ranks fill the hosts in order.
+    """Devices in hosts; ranks fill the hosts in order.
 
     >>> Cluster.named("h100", 16).num_hosts
     2
@@ -72,6 +108,8 @@ class Cluster:
     #: between hosts
     network: DeviceLink
     source: str = ""
+    #: the hosts in order, where they differ; the values above are then those of the first
+    differing: tuple[Hosts, ...] = ()
 
     def __post_init__(self) -> None:
         for key, number in (("devices_per_host", self.devices_per_host), ("num_devices", self.num_devices)):
@@ -79,7 +117,7 @@ class Cluster:
                 raise ClusterError(f"{key} is too large; the planner takes at most {MOST_DEVICES} devices")
         if self.num_devices < 1:
             raise ClusterError(f"a cluster has at least 1 device, not {self.num_devices}")
-        if self.num_devices > self.devices_per_host and self.num_devices % self.devices_per_host:
+        if not self.differing and self.num_devices > self.devices_per_host and self.num_devices % self.devices_per_host:
             raise ClusterError(
                 f"{self.num_devices} devices do not fill hosts of {self.devices_per_host}; "
                 f"{self.num_devices // self.devices_per_host * self.devices_per_host} or "
@@ -87,8 +125,30 @@ class Cluster:
             )
 
     @property
+    def kinds(self) -> tuple[Hosts, ...]:
+        """The hosts in order, by kind."""
+        if self.differing:
+            return self.differing
+        per_host = min(self.num_devices, self.devices_per_host)
+        return (Hosts(self.num_devices // per_host, per_host, self.device, self.host, self.network),)
+
+    @property
     def num_hosts(self) -> int:
-        return -(-self.num_devices // self.devices_per_host)
+        return sum(kind.number for kind in self.kinds)
+
+    @property
+    def smallest_host(self) -> int:
+        """The devices of the smallest host."""
+        return min(kind.devices_per_host for kind in self.kinds)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The memory of a device, on average."""
+        return sum(kind.num_devices * kind.device.memory_bytes for kind in self.kinds) / self.num_devices
+
+    def peak(self, dtype: str) -> float:
+        """The peak of a device, on average. Raises: as `Device.peak`."""
+        return sum(kind.num_devices * kind.device.peak(dtype) for kind in self.kinds) / self.num_devices
 
     @classmethod
     def named(cls, name: str, num_devices: int | None = None) -> Cluster:
@@ -116,24 +176,12 @@ class Cluster:
         try:
             found = from_table(table, Path(path).stem, num_devices)
             known = sorted({dtype for host in hosts().values() for dtype in host.device.peak_flops} | {"fp64"})
-            for dtype in found.device.peak_flops:
+            for dtype in (dtype for kind in found.kinds for dtype in kind.device.peak_flops):
                 if dtype not in known:
                     raise unknown(dtype, known, "dtype of device.peak_tflops")
             return found
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
-
-    def link(self, size: int, stride: int) -> DeviceLink:
-        """The link by which each of `size` ranks, `stride` apart, reaches the others of its group.
-
-        Within a host it is the host's. Between hosts, the members that a host has use their network links together, as
-        rings over several adapters do.
-        """
-        if size * stride <= self.devices_per_host or self.num_hosts == 1:
-            return self.host
-        members = max(1, min(size, self.devices_per_host // stride))
-        bandwidth = self.network.bandwidth / self.network.shared_by * members
-        return replace(self.network, bandwidth=min(self.host.bandwidth, bandwidth))
 
 
 def unknown(name: str, known: Iterable[str], what: str) -> ClusterError:
@@ -150,20 +198,66 @@ def hosts() -> dict[str, Cluster]:
     return {name: from_table(own, name) for name, own in table.items()}
 
 
-_SECTIONS: dict[str, dict[str, type]] = {
-    "": {"host_type": str, "num_devices": int, "devices_per_host": int, "source": str},
+_Sections = Mapping[str, Mapping[str, type]]
+_HOST: _Sections = {
     "device": {"memory_gib": float, "memory_bandwidth_gb_s": float, "peak_tflops": dict},
     "host": {"bandwidth_gb_s": float, "latency_us": float, "shared_by": int},
     "network": {"bandwidth_gb_s": float, "latency_us": float, "shared_by": int},
 }
+_SECTIONS: _Sections = {"": {"host_type": str, "num_devices": int, "devices_per_host": int, "source": str}, **_HOST}
+# Of one of the tables [[hosts]].
+_HOSTS: _Sections = {"": {"number": int, "host_type": str, "devices_per_host": int}, **_HOST}
 
 
 def from_table(table: Mapping[str, Any], name: str, num_devices: int | None = None) -> Cluster:
     """Make a cluster of a TOML table; `host_type` names a built-in host whose values it changes.
 
+    Each of its tables [[hosts]] is a number of hosts in order, for which it changes the values of the rest of the file.
+    Of such hosts `num_devices` takes the first.
+
     Raises: ClusterError for an unknown key, one that is missing, or a value that cannot be.
     """
-    values = _values(table)
+    values = _values({key: value for key, value in table.items() if key != "hosts"}, _SECTIONS)
+    if "hosts" not in table:
+        return _of_values(values, name, num_devices)
+    tables = table["hosts"]
+    if not isinstance(tables, list) or not tables or not all(isinstance(own, Mapping) for own in tables):
+        raise ClusterError(f"hosts takes tables [[hosts]] with a number of hosts and what differs, not {tables!r}")
+    found: list[Hosts] = []
+    for own in tables:
+        changed = _values(own, _HOSTS)
+        alike = {key: value for key, value in {**values, **changed}.items() if key != "num_devices"}
+        one = _of_values(alike, name)
+        found.append(Hosts(changed.get("number", 1), one.devices_per_host, one.device, one.host, one.network))
+    whole = sum(kind.num_devices for kind in found)
+    wanted: int = num_devices or values.get("num_devices", whole)
+    if whole > MOST_DEVICES or not (first := _first(found, wanted)):
+        raise ClusterError(
+            f"{wanted} devices do not fill hosts of {', '.join(str(kind.devices_per_host) for kind in found)} in "
+            f"their order, of which there are {sum(kind.number for kind in found)} with {whole} devices"
+        )
+    one = first[0]
+    source = values.get("source", "")
+    return Cluster(name, wanted, one.devices_per_host, one.device, one.host, one.network, source, first)
+
+
+def _first(kinds: Iterable[Hosts], num_devices: int) -> tuple[Hosts, ...]:
+    """The first hosts that so many devices fill, or a part of the first one; none if they do not."""
+    found: list[Hosts] = []
+    for kind in kinds:
+        number, rest = divmod(num_devices, kind.devices_per_host)
+        if not found and not number:
+            return (replace(kind, number=1, devices_per_host=num_devices),)
+        if number < kind.number and rest:
+            return ()
+        if number := min(number, kind.number):
+            found.append(replace(kind, number=number))
+            num_devices -= found[-1].num_devices
+    return () if num_devices else tuple(found)
+
+
+def _of_values(values: Mapping[str, Any], name: str, num_devices: int | None = None) -> Cluster:
+    """Make a cluster of equal hosts of a table's values."""
     base = Cluster.named(values["host_type"]) if "host_type" in values else None
 
     def value(key: str, default: Any) -> Any:
@@ -198,19 +292,19 @@ def from_table(table: Mapping[str, Any], name: str, num_devices: int | None = No
     )
 
 
-def _values(table: Mapping[str, Any]) -> dict[str, Any]:
+def _values(table: Mapping[str, Any], sections: _Sections) -> dict[str, Any]:
     """The table's values by dotted name, each of its type and above 0."""
     found: dict[str, Any] = {}
     for key, given in table.items():
-        if key in _SECTIONS and key and not isinstance(given, Mapping):
+        if key in sections and key and not isinstance(given, Mapping):
             raise ClusterError(f"{key} takes a section [{key}] with values of its own, not {given!r}")
-        section = key if key in _SECTIONS and isinstance(given, Mapping) else ""
+        section = key if key in sections and isinstance(given, Mapping) else ""
         for inner, value in given.items() if section else ((key, given),):
-            if inner not in _SECTIONS[section]:
-                known = _SECTIONS[section] if section else {**_SECTIONS[""], **dict.fromkeys(list(_SECTIONS)[1:])}
+            if inner not in sections[section]:
+                known = sections[section] if section else {**sections[""], **dict.fromkeys(list(sections)[1:])}
                 raise unknown(inner, known, f"key of {section or 'a cluster'}")
             full = f"{section}.{inner}" if section else inner
-            found[full] = _checked(full, value, _SECTIONS[section][inner])
+            found[full] = _checked(full, value, sections[section][inner])
     return found
 
 

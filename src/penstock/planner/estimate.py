@@ -9,9 +9,10 @@ from functools import lru_cache
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster
+from penstock.planner.links import wiring
 from penstock.planner.model_costs import MessageKind, RecomputedPart, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
-from penstock.planner.times import Clock, Constants, Groups, Order, SimulatedStep, simulate_step
+from penstock.planner.times import Clock, Constants, Order, SimulatedStep, simulate_step
 from penstock.settings import Layout
 
 # ---- The memory of a rank: its state, its tapes, and what a unit needs while it runs
@@ -28,6 +29,8 @@ class RankMemory:
     #: the largest unit's intermediate results
     transient: float = 0.0
     reserved: float = 0.0
+    #: that its device has
+    device: float = math.inf
 
     @property
     def total(self) -> float:
@@ -113,6 +116,12 @@ class Style:
     own_engine: bool = True
     #: True if tensor-parallel messages are in flight while products compute
     overlapped_tensor: bool = False
+    #: False where the operands of 8-bit products are scaled and cast by kernels of their own
+    fused_casts: bool = True
+    #: False where a round of the ring takes as long as all scores between the queries of a rank and the keys of another
+    balanced_ring: bool = True
+    #: the share of the peak that attention's own products reach; 0 for what follows from the constants
+    attention: float = 0.0
     #: ranks that share experts, if ranks of tp are among them
     folded_ep: int = 0
     #: bytes of a parameter and of its gradient between steps; 0 for this engine's
@@ -139,6 +148,17 @@ class Candidate:
     #: the number of units of each stage; by default the cut whose slowest rank is fastest
     cut: tuple[int, ...] | None = None
     style: Style = Style()
+
+    @property
+    def copies(self) -> int:
+        """The ranks with the same parameters."""
+        return self.layout.dp * self.layout.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """The ranks with the same routed experts."""
+        folded = self.style.folded_ep
+        return max(1, self.copies * self.layout.tp // folded) if folded else self.copies // self.layout.ep
 
     @property
     def order(self) -> Order:
@@ -184,24 +204,9 @@ class Estimate:
         """The bytes of the fullest rank."""
         return self.memory.total
 
-
-def groups_of(candidate: Candidate) -> Groups:
-    """The groups of a candidate's layout, as size and stride in the numbering of its ranks."""
-    layout, folded = candidate.layout, candidate.style.folded_ep
-    stride, strides = 1, {}
-    for axis in reversed(layout.axes):
-        strides[axis] = stride
-        stride *= layout.sizes[axis]
-    inner = min(strides["cp"], strides["dp"]) if layout.cp > 1 and layout.dp > 1 else 0
-    apart = inner or (strides["cp"] if layout.cp > 1 else strides["dp"])
-    copies = layout.dp * layout.cp
-    return Groups(
-        tp=(layout.tp, strides["tp"]),
-        cp=(layout.cp, strides["cp"]),
-        ep=(folded, 1) if folded else (layout.ep, apart),
-        dp=(copies, apart),
-        edp=(max(1, copies * layout.tp // folded), folded) if folded else (copies // layout.ep, apart * layout.ep),
-    )
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.memory.device
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
         replace(candidate, cut=stages.cut),
         step_s,
         tokens,
-        flops / cluster.device.peak(workload.dtype),
+        flops / cluster.peak(workload.dtype),
         step.bubble,
         memory,
         _parts(candidate, stages, step),
@@ -246,42 +251,41 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
 def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> StageCosts:
     """The costs of a candidate's stages, for `schedule.simulate`."""
     layout, style = candidate.layout, candidate.style
-    clock = Clock(cluster, constants, workload.dtype, groups_of(candidate), style.overlapped_tensor)
-    size = UnitSize(
-        workload.seq_len,
-        candidate.microbatch,
-        layout.tp,
-        layout.cp,
-        style.folded_ep or layout.ep,
-        candidate.recompute,
-        style.sequence_parallel,
-        style.fused_attention,
-        style.fused_elements,
-        style.fused_loss,
-        style.own_engine,
-        workload.element_bytes,
-    )
+    size = unit_size(workload, candidate)
     units = unit_costs(workload.shape, size)
-    timed = {id(unit): _PassTimes.of(unit, clock, candidate.zero, workload.parameter_bytes) for unit in units}
-    cut = stages_of(candidate, units, [timed[id(unit)].total_s for unit in units])
+    wires, placement = wiring(cluster, layout, style.folded_ep), candidate.order.placement
+    clocks = {
+        place: Clock(place, constants, workload.dtype, style.overlapped_tensor, style.attention)
+        for place in dict.fromkeys(wires.places)
+    }
+    once = {id(unit): unit for unit in units}
+    timed = {
+        place: {key: _PassTimes.of(unit, clock, candidate, workload) for key, unit in once.items()}
+        for place, clock in clocks.items()
+    }
+    total_s = [sum(timed[place][id(unit)].total_s for unit in units) for place in wires.places]
+    own_s = timed[wires.places[total_s.index(min(total_s))]]
+    cut = stages_of(candidate, [own_s[id(unit)].total_s for unit in units], [min(total_s) / one for one in total_s])
     members = [[units[i] for i in stage] for stage in cut]
-    times = [[timed[id(unit)] for unit in stage] for stage in members]
+    # Copies of a stage on several routes go by the slowest of their places.
+    ranks = [max(placement.copies_of(stage), key=lambda rank: total_s[rank]) for stage in range(len(cut))]
+    times = [[timed[wires.places[rank]][id(unit)] for unit in stage] for rank, stage in zip(ranks, members)]
     dense = tuple(sum(unit.parameters for unit in stage) for stage in members)
     experts = tuple(sum(unit.expert_parameters for unit in stage) for stage in members)
     kept = tuple(sum(unit.kept_bytes for unit in stage) for stage in members)
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
-    reduce_s, after_s = _gradients(workload, candidate, clock, (max(dense), max(experts)))
+    largest = max(dense), max(experts)
+    reduce_s, after_s = map(max, zip(*(_gradients(workload, candidate, clock, largest) for clock in clocks.values())))
     shared = layout.tp if style.sequence_parallel else 1
-    message = workload.shape.stream_bytes(size.tokens, workload.element_bytes) / shared
-    stride = math.prod(layout.sizes[axis] for axis in layout.axes[layout.axes.index("pp") + 1 :])
-    transfer = clock.message_s(message, stride) if layout.pp > 1 else 0.0
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
         backward_input=tuple(sum(t.input_s for t in stage) for stage in times),
         backward_weight=tuple(sum(t.weight_s for t in stage) for stage in times),
         # In published runs it is that of each unit, whose kernels are launched one by one.
         action=constants.action_s * (1 if style.own_engine else len(units) / len(cut)),
-        transfer=transfer,
+        transfer=tuple(edge.latency_s for edge in wires.edges) if layout.pp > 1 else 0.0,
+        message_bytes=workload.shape.stream_bytes(size.tokens, workload.element_bytes) / shared,
+        bandwidth=tuple(constants.links / edge.byte_s for edge in wires.edges) if layout.pp > 1 else None,
         reduce=reduce_s,
         step=after_s,
         microbatch_bytes=kept,
@@ -298,6 +302,27 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     transient = tuple(StageTransient.of(stage, units[-1]) for stage in members)
     gathered = tuple(_gathered_bytes(workload, candidate, stage) for stage in members)
     return StageCosts(costs, waits, dense, experts, transient, gathered, after_s, tuple(map(len, cut)))
+
+
+def unit_size(workload: Workload, candidate: Candidate) -> UnitSize:
+    """The size of a candidate's units on one rank."""
+    layout, style = candidate.layout, candidate.style
+    return UnitSize(
+        workload.seq_len,
+        candidate.microbatch,
+        layout.tp,
+        layout.cp,
+        style.folded_ep or layout.ep,
+        candidate.recompute,
+        style.sequence_parallel,
+        style.fused_attention,
+        style.fused_elements,
+        style.fused_loss,
+        style.own_engine,
+        workload.element_bytes,
+        style.fused_casts or workload.dtype not in ("fp8", "fp4"),
+        style.balanced_ring,
+    )
 
 
 def _gathered_bytes(workload: Workload, candidate: Candidate, stage: Sequence[UnitCosts]) -> float:
@@ -328,35 +353,44 @@ class _PassTimes:
         return self.forward_s + self.input_s + self.weight_s
 
     @classmethod
-    def of(cls, unit: UnitCosts, clock: Clock, zero: int, parameter_bytes: int) -> _PassTimes:
+    def of(cls, unit: UnitCosts, clock: Clock, candidate: Candidate, workload: Workload) -> _PassTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
         waits: dict[MessageKind, float] = {}
         for _, own in passes:
             for kind, wait in own.items():
                 waits[kind] = waits.get(kind, 0.0) + wait
         forward, inputs, weights = (seconds for seconds, _ in passes)
-        if zero == 3:
+        if candidate.zero == 3:
             # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
-            group = clock.groups.dp
-            gathered = clock.transfer_s(parameter_bytes * unit.parameters * (group[0] - 1) / group[0], group)
+            size, copies = workload.parameter_bytes * unit.parameters, candidate.copies
+            gathered = clock.message_s(size * (copies - 1) / copies, clock.place.gradients)
             more = max(0.0, gathered - forward), max(0.0, 2 * gathered - inputs - weights)
             forward, inputs = forward + more[0], inputs + more[1]
             waits[MessageKind.GRADIENTS] = sum(more)
         return cls(forward, inputs, weights, waits)
 
 
-def stages_of(candidate: Candidate, units: Sequence[UnitCosts], times: Sequence[float]) -> tuple[range, ...]:
-    """The units of each stage: by hand, or the cut whose slowest rank is fastest."""
+def stages_of(candidate: Candidate, times: Sequence[float], speeds: Sequence[float]) -> tuple[range, ...]:
+    """The units of each stage: by hand, or the cut whose slowest rank is fastest.
+
+    times: of the units on the fastest rank; speeds: of the ranks, 1 for the fastest.
+    """
     placement = candidate.order.placement
     if candidate.cut is not None:
-        return schedule.check_cut(candidate.cut, len(units), placement.stages_per_route)
+        return schedule.check_cut(candidate.cut, len(times), placement.stages_per_route)
     longest = max(times)
-    return _cut(tuple(round(1e4 * time / longest) for time in times), placement)
+    differ = tuple(speeds) if min(speeds) < 1 else ()
+    return _cut(tuple(round(1e4 * time / longest) for time in times), placement, differ)
 
 
 @lru_cache(512)
-def _cut(times: tuple[int, ...], placement: schedule.Placement) -> tuple[range, ...]:
-    return schedule.balanced_cut(times, placement)
+def _cut(times: tuple[int, ...], placement: schedule.Placement, speeds: tuple[float, ...]) -> tuple[range, ...]:
+    if not speeds:
+        return schedule.balanced_cut(times, placement)
+    # Where ranks differ, each of their stages is made as fast as the others.
+    of_stages = [min(speeds[rank] for rank in placement.copies_of(i)) for i in range(placement.stages_per_route)]
+    apart = schedule.Placement(schedule.PlacementKind.LOOP, len(of_stages))
+    return schedule.balanced_cut(times, apart, of_stages, [0.0] * len(times), [math.inf] * len(of_stages))
 
 
 def _gradients(
@@ -367,15 +401,16 @@ def _gradients(
     `largest`: the most parameters of a stage, outside its routed experts and in them.
     """
     zero, per_rank = candidate.zero, candidate.stages_per_rank
-    groups = (clock.groups.dp, clock.groups.edp)
+    copies = candidate.copies, candidate.expert_copies
+    prices = clock.place.gradients, clock.place.expert_gradients
 
     def sent_s(size: int) -> float:
-        pairs = zip(largest, groups, strict=True)
-        return sum(clock.transfer_s(size * count * (group[0] - 1) / group[0], group) for count, group in pairs)
+        groups = zip(largest, copies, prices, strict=True)
+        return sum(clock.message_s(size * count * (ranks - 1) / ranks, price) for count, ranks, price in groups)
 
     # An all-reduce scatters and gathers; ZeRO's gradients are only scattered.
     reduce_s = 0.0 if zero == 3 else sent_s(GRADIENT_BYTES) * (2 if zero == 0 else 1)
-    owned = sum(count / (group[0] if zero else 1) for count, group in zip(largest, groups, strict=True))
+    owned = sum(count / (ranks if zero else 1) for count, ranks in zip(largest, copies, strict=True))
     traffic = 2 * workload.optimizer_bytes + GRADIENT_BYTES + workload.parameter_bytes
     step_s = clock.memory_s(per_rank * owned * traffic)
     return reduce_s, step_s + (per_rank * sent_s(workload.parameter_bytes) if zero in (1, 2) else 0.0)
@@ -383,12 +418,12 @@ def _gradients(
 
 def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts: float) -> RankMemory:
     """The bytes of the parameters, gradients and optimizer state of a rank with this number of parameters."""
-    groups, style = groups_of(candidate), candidate.style
+    style = candidate.style
 
     def shared(size: float, least: int) -> float:
         if candidate.zero < least:
             return size * (dense + experts)
-        return size * (dense / groups.dp[0] + experts / groups.edp[0])
+        return size * (dense / candidate.copies + experts / candidate.expert_copies)
 
     return RankMemory(
         shared(style.parameter_bytes or workload.parameter_bytes, 3),
@@ -400,9 +435,9 @@ def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts:
 def fullest(
     workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep
 ) -> RankMemory:
-    """The memory of the rank that needs the most."""
+    """The memory of the rank that needs the most of its device's."""
     placement, found = candidate.order.placement, []
-    reserved = RESERVED_BYTES if cluster.device.memory_bandwidth > 1e12 else 0.0
+    devices = wiring(cluster, candidate.layout, candidate.style.folded_ep).devices
     for rank, (tapes, splits) in enumerate(zip(step.peak_bytes, step.splits, strict=True)):
         own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
         state = state_bytes(
@@ -410,8 +445,10 @@ def fullest(
         )
         kept, transient = max((stages.transients[i].most_beside(tapes, splits) for i in own), key=sum)
         transient += sum(stages.gathered_bytes[i] for i in own)
-        found.append(replace(state, tapes=kept, transient=transient, reserved=reserved))
-    return max(found, key=lambda memory: memory.total)
+        device = devices[rank]
+        reserved = RESERVED_BYTES if device.memory_bandwidth > 1e12 else 0.0
+        found.append(replace(state, tapes=kept, transient=transient, reserved=reserved, device=device.memory_bytes))
+    return max(found, key=lambda memory: memory.total / memory.device)
 
 
 def _parts(candidate: Candidate, stages: StageCosts, step: SimulatedStep) -> dict[str, float]:

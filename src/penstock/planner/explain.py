@@ -47,7 +47,7 @@ def well_known(
 
 def _known(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, list[Candidate]]]:
     """Yield well-known layouts, each with its candidates from the one that keeps the least on."""
-    devices, in_host = cluster.num_devices, min(cluster.num_devices, cluster.devices_per_host, 8)
+    devices, in_host = cluster.num_devices, min(cluster.smallest_host, 8)
     again = (RecomputedPart.NONE, RecomputedPart.FULL)
 
     def made(tp: int, pp: int, name: str, stages: int) -> list[Candidate]:
@@ -83,7 +83,7 @@ def _reason(
             found = estimate(workload, candidate, cluster, constants)
         except ValueError:
             continue
-        if found.peak_bytes <= cluster.device.memory_bytes:
+        if found.fits:
             if replace(found.candidate, options=()) == replace(best.candidate, options=(), cut=found.candidate.cut):
                 return "is the first of the plan"
             parts = [f"{part} {more / best.step_s:+.0%}" for part, more in slower_parts(best, found)[:3] if more > 0]
@@ -93,7 +93,4 @@ def _reason(
             least = found
     if least is None:
         return "the schedule cannot be built in these sizes"
-    return (
-        f"does not fit: {least.peak_bytes / _GIB:,.1f} GiB of {cluster.device.memory_bytes / _GIB:,.1f} "
-        f"({least.candidate})"
-    )
+    return f"does not fit: {least.peak_bytes / _GIB:,.1f} GiB of {least.memory.device / _GIB:,.1f} ({least.candidate})"

@@ -113,6 +113,10 @@ class UnitSize:
     own_engine: bool = True
     #: of a parameter and of an activation
     element_bytes: int = 2
+    #: False where products' operands are scaled and cast by kernels of their own
+    fused_casts: bool = True
+    #: False where a round of the ring takes as long as all scores between the queries of a rank and the keys of another
+    balanced_ring: bool = True
 
     @property
     def tokens(self) -> float:
@@ -170,14 +174,16 @@ class _BlockSizes:
 
 def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     """Turn a block's sizes into passes: a backward reads what forward did and the gradients of its outputs."""
-    linear = block.linear + Work(traffic_bytes=block.weight_bytes)
+    # Operands, about half of it, are read for their scales, read again, written as they are cast, and read in 8 bits.
+    casts = Work(traffic_bytes=0.0 if size.fused_casts else block.linear.traffic_bytes + block.weight_bytes)
+    linear = block.linear + casts + Work(traffic_bytes=block.weight_bytes)
     others = block.other_bytes * (1 if size.fused_elements else 2)
     forward = linear + Work(traffic_bytes=others) + block.core + block.messages
     own = block.parameters + block.expert_parameters
     shared = size.own_engine and size.tp > 1
     gathered_bytes = size.tp * stream_bytes if shared else 0.0
     inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(_CORE_BACKWARD) + block.messages
-    weights = block.linear + Work(traffic_bytes=_GRADIENT * own)
+    weights = block.linear + casts + Work(traffic_bytes=_GRADIENT * own)
     # The inputs of products wait for W with the gradients of their outputs, which are as large as what else is kept.
     for_weights = block.inputs_bytes + block.kept_bytes + gathered_bytes
     kept = block.inputs_bytes + block.kept_bytes + block.core_kept_bytes + (stream_bytes if shared else 0.0)
@@ -208,8 +214,9 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     tokens, tp = size.tokens, size.tp
     context = min(size.seq_len, shape.window or size.seq_len)
     fused = size.fused_attention
-    # A fused kernel skips what causality masks.
-    core_flops = 2 * tokens * context * (shape.query_width + shape.output_width) / tp * (0.5 if fused else 1)
+    # A fused kernel skips what causality masks; in a ring out of balance, that of a rank's own keys alone.
+    masked = 0.0 if not fused else 0.5 if size.balanced_ring else 0.5 / size.cp
+    core_flops = 2 * tokens * context * (shape.query_width + shape.output_width) / tp * (1 - masked)
     widths = (shape.query_width + shape.kv_width + shape.output_width) / tp
     qkv_bytes = size.element_bytes * tokens * widths
     scores = 0.0 if fused else shape.num_heads / tp * size.microbatch * size.seq_len / size.cp * size.seq_len

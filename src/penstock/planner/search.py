@@ -10,10 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.planner.cluster import MOST_DEVICES, Cluster
-from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, groups_of, state_bytes
+from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, state_bytes, unit_size
 from penstock.planner.explain import well_known
-from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
-from penstock.planner.shape import EXPERTS
+from penstock.planner.links import wiring
+from penstock.planner.model_costs import RecomputedPart, unit_costs
+from penstock.planner.shape import EXPERTS, GRADIENT_BYTES
 from penstock.planner.times import Clock, Constants
 from penstock.schedule import builders
 from penstock.settings import Layout
@@ -162,7 +163,7 @@ def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     for tp in _divisors(devices):
         key_heads = max(shape.num_kv_heads, tp) % min(shape.num_kv_heads, tp) == 0
         can_share = shape.num_heads % tp == 0 and shape.intermediate_size % tp == 0 and key_heads
-        if tp > cluster.devices_per_host or not can_share:
+        if tp > cluster.smallest_host or not can_share:
             continue
         for pp in _divisors(devices // tp):
             if pp > min(_MOST_RANKS, len(shape.pattern)):
@@ -262,16 +263,19 @@ class _Search:
             family.name.endswith("interleaved") and num % ranks and num < ranks
         ):
             return None
-        # The fullest rank of some cut keeps at least the mean; the closed form's error is the margin's business.
+        # Some rank keeps at least the mean of what the devices have; the closed form's error is the margin's business.
         needed = rank.state_bytes + family.live(ranks, num, stages) * rank.kept_bytes
         if self.least is None or needed < self.least[0]:
             self.least = needed, candidate
-        if needed > _MARGIN * self.cluster.device.memory_bytes:
+        if needed > _MARGIN * self.cluster.memory_bytes:
             self.left_out["too big by the closed forms"] += 1
             return None
         actions_s = self.constants.action_s * 2 * stages
         bound_s = num * (rank.microbatch_s + actions_s) + rank.after_s
         expected_s = bound_s + family.bubble(ranks, stages) * (rank.microbatch_s + actions_s)
+        # Each link carries a message of each microbatch and stage, one after another, and gradients their own.
+        links_s = max(num * stages * rank.message_s, rank.reduce_s)
+        bound_s, expected_s = max(bound_s, links_s), max(expected_s, links_s)
         return Bounded(candidate, expected_s, bound_s)
 
     # ---- simulation
@@ -304,7 +308,7 @@ class _Search:
             self.left_out["not possible for the schedule"] += 1
             return None
         self.tried.append(found)
-        if found.peak_bytes > self.cluster.device.memory_bytes:
+        if not found.fits:
             self.left_out["too big when simulated"] += 1
             return None
         return found
@@ -320,7 +324,7 @@ class _Search:
             if key in seen or not small:
                 continue
             seen.add(key)
-            room = self.cluster.device.memory_bytes - (one.memory.total - one.memory.tapes)
+            room = one.memory.device - (one.memory.total - one.memory.tapes)
             rank = _RankCosts.of(self.workload, own, self.cluster, self.constants)
             live = math.floor(min(2 * layout.pp, room / (_MARGIN * rank.kept_bytes)))
             if live >= 1:
@@ -338,11 +342,12 @@ class _Search:
         if self.tried:
             smallest = min(self.tried, key=lambda one: one.peak_bytes)
             needed, candidate = smallest.peak_bytes, smallest.candidate
-        have = self.cluster.device.memory_bytes
-        enough = self._enough(needed / have)
+        have = max(kind.device.memory_bytes for kind in self.cluster.kinds)
+        enough = 0 if self.cluster.differing else self._enough(needed / have)
         return (
             f"no layout of {self.cluster.num_devices} devices fits: the least that one needs is {needed / 2**30:,.1f} "
-            f"GiB on its fullest rank ({candidate}), and a device has {have / 2**30:,.1f} GiB; "
+            f"GiB on its fullest rank ({candidate}), and {'the largest' if self.cluster.differing else 'a'} device has "
+            f"{have / 2**30:,.1f} GiB; "
             + (f"{enough} devices would do, or devices of that size" if enough else "devices of that size would do")
         )
 
@@ -370,47 +375,53 @@ class _Search:
 
     def _fits(self, candidate: Candidate, cluster: Cluster) -> bool:
         try:
-            return estimate(self.workload, candidate, cluster, self.constants).peak_bytes <= cluster.device.memory_bytes
+            return estimate(self.workload, candidate, cluster, self.constants).fits
         except ValueError:
             return False
 
 
 @dataclass(frozen=True)
 class _RankCosts:
-    """The mean rank of a layout: seconds of a microbatch and after all of them, bytes of state and of a microbatch."""
+    """The mean rank of a layout: seconds of a microbatch and after all of them, bytes of state and of a microbatch.
+
+    `message_s` is that of the pipelines' slowest link, and `reduce_s` that of all gradients.
+    """
 
     microbatch_s: float
     after_s: float
+    message_s: float
+    reduce_s: float
     state_bytes: float
     kept_bytes: float
 
     @classmethod
     def of(cls, workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> _RankCosts:
         layout, zero = candidate.layout, candidate.zero
-        size = UnitSize(
-            workload.seq_len,
-            candidate.microbatch,
-            layout.tp,
-            layout.cp,
-            layout.ep,
-            candidate.recompute,
-            element_bytes=workload.element_bytes,
-        )
-        groups, ranks = groups_of(candidate), layout.pp
-        clock = Clock(cluster, constants, workload.dtype, groups)
+        size = unit_size(workload, candidate)
+        ranks, wires = layout.pp, wiring(cluster, layout)
+        places = wires.places
+        clocks = {place: Clock(place, constants, workload.dtype) for place in dict.fromkeys(places)}
         units = unit_costs(workload.shape, size)
         numbers = Counter(map(id, units))
         once = {id(unit): unit for unit in units}
-        seconds = kept = dense = experts = 0.0
+        kept = dense = experts = 0.0
+        whole_s = dict.fromkeys(clocks, 0.0)
         for key, unit in once.items():
             passes = (unit.forward, unit.backward_input, unit.backward_weight)
-            seconds += numbers[key] * sum(clock.pass_time(work)[0] for work in passes) / ranks
+            for place, clock in clocks.items():
+                whole_s[place] += numbers[key] * sum(clock.pass_time(work)[0] for work in passes)
             kept += numbers[key] * unit.kept_bytes / ranks
             dense += numbers[key] * unit.parameters / ranks
             experts += numbers[key] * unit.expert_parameters / ranks
-        owned = dense / (groups.dp[0] if zero else 1) + experts / (groups.edp[0] if zero else 1)
-        least_s = clock.memory_s(workload.optimizer_bytes * owned)
-        return cls(seconds, least_s, state_bytes(workload, candidate, dense, experts).total, kept)
+        # Each rank has the share of the layers that makes all of them as fast.
+        seconds = 1 / sum(1 / whole_s[place] for place in places)
+        owned = dense / (candidate.copies if zero else 1) + experts / (candidate.expert_copies if zero else 1)
+        least_s = min(clock.memory_s(workload.optimizer_bytes * owned) for clock in clocks.values())
+        message = workload.shape.stream_bytes(size.tokens, workload.element_bytes) / layout.tp
+        message_s = message * max((edge.byte_s for edge in wires.edges[:-1]), default=0.0) / constants.links
+        sent = (1 if zero else 2) * GRADIENT_BYTES * dense * (1 - 1 / candidate.copies)
+        reduce_s = min(clock.message_s(sent, clock.place.gradients) for clock in clocks.values())
+        return cls(seconds, least_s, message_s, reduce_s, state_bytes(workload, candidate, dense, experts).total, kept)
 
 
 def schedules() -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from penstock.planner.cluster import unknown
-from penstock.settings import ModelConfig
+from penstock.settings import ExpertConfig, ModelConfig, walk_settings
+from penstock.settings.declare import plain
 
 ATTENTION, MLP, EXPERTS, MAMBA = "*", "-", "E", "M"
 
@@ -21,6 +22,18 @@ GRADIENT_BYTES = 4
 def value_bytes(dtype: str) -> int:
     """The bytes of an activation, and of a parameter in a product. dtype: "fp64", "fp32", "bf16" or "fp16"."""
     return {"fp64": 8, "fp32": 4}.get(dtype, 2)
+
+
+# What a shape may have and a run's layers do not, by the field that says so.
+_OTHER_LAYERS = {
+    "gated": "MLPs of two products",
+    "value_size": "latent attention",
+    "attention_parameters": "latent attention",
+    "latent_size": "latent experts",
+    "pattern": "Mamba blocks",
+    "mamba_parameters": "Mamba blocks",
+    "mamba_size": "Mamba blocks",
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,44 @@ class ModelShape:
             window=config.sliding_window or 0,
             tie_embeddings=config.tie_embeddings,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a run, by their dotted names, whose model has this shape.
+
+        Raises: ValueError if a run's layers cannot have it.
+        """
+        kinds = self.pattern[1::2]
+        config = ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=len(kinds) or 1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            intermediate_size=self.intermediate_size or self.expert_size or self.hidden_size,
+            sliding_window=self.window or None,
+            tie_embeddings=self.tie_embeddings,
+            experts=ExpertConfig(
+                self.num_experts,
+                self.num_active or 1,
+                self.expert_size or 1,
+                shared_size=self.shared_size,
+                dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == MLP),
+            )
+            if EXPERTS in kinds
+            else ExpertConfig(),
+        )
+        found = replace(ModelShape.of(config), intermediate_size=self.intermediate_size)
+        if EXPERTS not in kinds:
+            found = replace(found, expert_size=self.expert_size)
+        wanted = replace(self, value_size=self.value_size if self.value_size != self.head_size else 0)
+        unlike = [own.name for own in fields(self) if getattr(found, own.name) != getattr(wanted, own.name)]
+        if unlike:
+            parts = dict.fromkeys(_OTHER_LAYERS.get(name, name) for name in unlike)
+            raise ValueError(f"a run's layers have none of its {' and '.join(parts)}")
+        usual = {own.name: own.default for own in walk_settings(ModelConfig())}
+        settings = {own.name: plain(own.default) for own in walk_settings(config)}
+        return {name: value for name, value in settings.items() if value != plain(usual[name])}
 
     @property
     def query_width(self) -> int:

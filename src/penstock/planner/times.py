@@ -14,10 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from penstock import schedule
-from penstock.planner.cluster import Cluster
+from penstock.planner.links import PipelinePlace, Price
 from penstock.planner.model_costs import MessageKind, Work
 from penstock.schedule import builders
 from penstock.schedule.actions import COMPUTE
+
+LEAST_COMPUTE, MOST_COMPUTE = 0.02, 1.0
+"""The bounds that `compute` is fitted within; an action takes at least no time."""
 
 
 @dataclass(frozen=True)
@@ -48,80 +51,62 @@ class Constants:
         if not 0 <= self.action_s < math.inf:
             raise ValueError(f"action_s must be a time of at least 0, got {self.action_s!r}")
 
-
-@dataclass(frozen=True)
-class Groups:
-    """The sizes and strides of the groups in which a rank communicates, in the numbering of the ranks."""
-
-    tp: tuple[int, int] = (1, 1)
-    cp: tuple[int, int] = (1, 1)
-    ep: tuple[int, int] = (1, 1)
-    dp: tuple[int, int] = (1, 1)
-    edp: tuple[int, int] = (1, 1)
+    @property
+    def at_bounds(self) -> tuple[str, ...]:
+        """A sentence for each constant that stands at its bound, and so hides what the cost model lacks."""
+        found = []
+        if self.compute >= MOST_COMPUTE:
+            found.append(f"compute is at its bound of {MOST_COMPUTE:g}: no product is faster than the peak")
+        if self.compute <= LEAST_COMPUTE:
+            found.append(
+                f"compute is at its bound of {LEAST_COMPUTE:g}: products are slower than that by something else"
+            )
+        if self.action_s == 0:
+            found.append("action_s is at its bound of 0: no action takes less than its work")
+        return tuple(found)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The times of passes and messages on a cluster."""
+    """The times of passes and messages at a place in the pipelines."""
 
-    cluster: Cluster
+    place: PipelinePlace
     constants: Constants
     #: the dtype of products with weights
     dtype: str
-    groups: Groups
     overlapped_tensor: bool = False
+    #: the share of the peak that attention's own products reach; 0 for what follows from the constants
+    attention: float = 0.0
 
     def pass_time(self, work: Work) -> tuple[float, dict[MessageKind, float]]:
         """The seconds of a pass, and those of them in which it waits for messages, by kind.
 
         The ring of context parallelism is hidden behind attention's own products.
         """
-        device, ours = self.cluster.device, self.constants
+        device, ours = self.place.device, self.constants
         wide = "fp32" if self.dtype == "fp32" else "bf16" if "bf16" in device.peak_flops else self.dtype
-        core_s = work.core_flops / (ours.attention * ours.compute * device.peak(wide))
+        core_s = work.core_flops / ((self.attention or ours.attention * ours.compute) * device.peak(wide))
         products = work.flops + ours.width * work.narrow_flops
         compute_s = products / (ours.compute * device.peak(self.dtype)) + core_s
         compute_s += work.traffic_bytes / (ours.memory * device.memory_bandwidth)
-        tensor_s = self.transfer_s(work.tensor_bytes, self.groups.tp, num_messages=2)
+        tensor_s = self.message_s(work.tensor_bytes, self.place.tensor, num_messages=2)
         waits = {
             MessageKind.TENSOR: max(0.0, tensor_s - compute_s) if self.overlapped_tensor else tensor_s,
-            MessageKind.CONTEXT: max(0.0, self.transfer_s(work.context_bytes, self.groups.cp) - core_s),
-            MessageKind.EXPERTS: self._all_to_all_s(work.expert_bytes, self.groups.ep),
+            MessageKind.CONTEXT: max(0.0, self.message_s(work.context_bytes, self.place.context) - core_s),
+            MessageKind.EXPERTS: self.message_s(work.expert_bytes, self.place.experts),
         }
         waits = {kind: wait for kind, wait in waits.items() if wait > 0}
         return compute_s + sum(waits.values()), waits
 
-    def transfer_s(self, sent_bytes: float, group: tuple[int, int], num_messages: int = 1) -> float:
-        """The time of collectives that send a number of bytes from each rank of a group, given by size and stride."""
-        if not sent_bytes or group[0] == 1:
+    def message_s(self, sent_bytes: float, price: Price, num_messages: int = 1) -> float:
+        """The time of messages in which each rank sends so many bytes."""
+        if not sent_bytes:
             return 0.0
-        link = self.cluster.link(*group)
-        return sent_bytes / (self.constants.links * link.bandwidth) + num_messages * self._latency_s(group)
-
-    def _all_to_all_s(self, sent_bytes: float, group: tuple[int, int]) -> float:
-        """The time of an exchange; what goes to other hosts takes the network's links."""
-        size, stride = group
-        if not sent_bytes or size == 1:
-            return 0.0
-        members = max(1, min(size, self.cluster.devices_per_host // stride))
-        near, far = self.cluster.host, self.cluster.network
-        outside = 0.0 if self.cluster.num_hosts == 1 else (size - members) / (size - 1)
-        slowest = max((1 - outside) / near.bandwidth, outside * far.shared_by / far.bandwidth)
-        return sent_bytes * slowest / self.constants.links + 2 * self._latency_s(group)
-
-    def message_s(self, sent_bytes: float, stride: int) -> float:
-        """The time of a message between neighbours of the pipeline, whose ranks are `stride` apart."""
-        near = stride < self.cluster.devices_per_host or self.cluster.num_hosts == 1
-        link = self.cluster.host if near else self.cluster.network
-        share = 1 if near else link.shared_by
-        return link.latency_s + sent_bytes * share / (self.constants.links * link.bandwidth)
+        return sent_bytes * price.byte_s / self.constants.links + num_messages * price.latency_s
 
     def memory_s(self, num_bytes: float) -> float:
         """The time to read or write a number of bytes."""
-        return num_bytes / (self.constants.memory * self.cluster.device.memory_bandwidth)
-
-    def _latency_s(self, group: tuple[int, int]) -> float:
-        return self.cluster.link(*group).latency_s * math.log2(max(2, group[0]))
+        return num_bytes / (self.constants.memory * self.place.device.memory_bandwidth)
 
 
 # ---- The step of a schedule under given costs, from the simulated program; long steps repeat their steady middle
@@ -250,8 +235,8 @@ def _program(order: Order, costs: schedule.Costs | None) -> schedule.Program:
     """The program of an order; a searched one is made for the costs."""
     options = dict(order.options)
     if costs is not None:
-        own = ("forward", "backward_input", "backward_weight", "transfer")
-        options |= {name: getattr(costs, name) for name in own}
+        own = ("forward", "backward_input", "backward_weight")
+        options |= {"transfer": costs.arrival, **{name: getattr(costs, name) for name in own}}
         share = costs.weight_memory_share
         options.setdefault("weight_memory_share", min(1.0, max(share) if isinstance(share, tuple) else share))  # type: ignore[arg-type]
     built = schedule.build(

@@ -231,6 +231,10 @@ class Placement:
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if self._runs_down(lap) else place
 
+    def copies_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage of the first route, or its copy on another."""
+        return tuple(self.rank_of(stage + route * self.stages_per_route) for route in range(self.num_routes))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         places = (self.num_ranks - 1 - rank if self._runs_down(lap) else rank for lap in range(self.stages_per_rank))
         return tuple(lap * self.num_ranks + place for lap, place in enumerate(places))

@@ -38,10 +38,10 @@ def cluster(devices: int) -> planner.Cluster:
     return planner.Cluster.named("cpu", devices)
 
 
-def run_of(settings: RunConfig) -> MeasuredRun:
+def run_of(settings: RunConfig, made_by: planner.Constants = MADE_BY) -> MeasuredRun:
     workload = planner.Workload(planner.ModelShape.of(settings.model), 256, 32, "fp32")
     candidate = candidate_of(settings)
-    step = planner.estimate(workload, candidate, cluster(candidate.layout.world_size), MADE_BY).step_s
+    step = planner.estimate(workload, candidate, cluster(candidate.layout.world_size), made_by).step_s
     return MeasuredRun(workload, candidate, step)
 
 
@@ -72,6 +72,38 @@ def test_a_runs_layout_is_its_settings():
     assert median_step_s([9.0, 9.0, 1.0, 3.0, 2.0]) == 2.0
     with pytest.raises(ValueError, match="at least 5 are needed"):
         median_step_s([1.0] * 4)
+
+
+@pytest.mark.shows(172)
+@pytest.mark.parametrize(
+    ("made_by", "fewer", "bound"),
+    [
+        (planner.Constants(compute=1.05, action_s=0.02), 1.0, "compute is at its bound of 1: "),
+        # With many actions, a step is shorter than its products and those of the others make it.
+        (MADE_BY, 0.6, "action_s is at its bound of 0: "),
+    ],
+)
+def test_a_constant_at_its_bound_is_said_in_the_result_and_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made_by: planner.Constants, fewer: float, bound: str
+):
+    words = ["plan", str(tmp_path / "0" / "run.toml"), "--cluster", "cpu", "--devices", "2", "--effort", "0.01"]
+    runs = []
+    for number, settings in enumerate(RUNS):
+        run = run_of(settings, made_by)
+        runs.append(replace(run, step_s=run.step_s * (fewer if number == 1 else 1.0)))
+        write_run(tmp_path / str(number), settings, runs[-1].step_s)
+        words += ["--calibrate", str(tmp_path / str(number))]
+    (found,) = calibrate(runs, cluster).at_bounds
+    assert found.startswith(bound)
+    assert main([*words, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert found in printed.err and json.loads(printed.out)["constants"]["at_bounds"] == [found]
+
+
+@pytest.mark.shows(172)
+def test_constants_within_their_bounds_are_not_called_otherwise():
+    assert calibrate([run_of(settings) for settings in RUNS], cluster).at_bounds == ()
+    assert planner.Constants().at_bounds == ()
 
 
 def write_run(folder: Path, settings: RunConfig, step_s: float) -> None:

@@ -7,11 +7,12 @@ import pytest
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError, hosts
+from penstock.planner.links import wiring
 from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape, find_model, models, published_model
 from penstock.planner.times import Order, _simulated, simulate_step
 from penstock.schedule import builders
-from penstock.settings import ModelConfig
+from penstock.settings import Layout, ModelConfig
 
 # Parameters in billions as their papers name them.
 SIZES = {
@@ -95,10 +96,11 @@ def test_a_clusters_file_changes_a_known_host(tmp_path: Path):
     found = Cluster.read(path)
     assert (found.name, found.num_hosts, found.device.memory_bytes) == ("ours", 4, 94 * 2**30)
     assert found.device.peak("bf16") == hosts()["h100"].device.peak("bf16")
-    # Eight ranks of a host reach other hosts by two adapters of 12.5 GB/s; a lone rank has a quarter of one.
-    assert found.link(16, 1).bandwidth == pytest.approx(25e9)
-    assert found.link(4, 8).bandwidth == pytest.approx(12.5e9 / 4)
-    assert found.link(8, 1) == found.host
+    # Eight ranks of a host reach other hosts by two adapters of 12.5 GB/s; each of eight groups has an eighth of them.
+    assert wiring(found, Layout(dp=32)).places[0].gradients.byte_s == pytest.approx(1 / 25e9)
+    apart = wiring(found, Layout(dp=4, tp=8)).places[0]
+    assert apart.gradients.byte_s == pytest.approx(4 / 12.5e9)
+    assert apart.tensor.byte_s == pytest.approx(1 / found.host.bandwidth)
 
 
 @pytest.mark.shows(146)
