@@ -181,6 +181,7 @@ class Engine(ModelState, WeightEndpoint):
                 ranks each their own.
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
                 of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
+                Parameters of its own are refused: the last layer holds them.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, two for each
                 rank of the pipeline, or fewer where the batch has fewer sequences.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from penstock.data import NO_LABEL, PackedBatch
@@ -56,9 +56,22 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
     return float((microbatch["labels"] != NO_LABEL).sum())
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
+def checked_loss(loss: Any, output: Any, trained: Set[Tensor]) -> Tensor:
+    """Refuse what no step can learn from, and what it would give gradients that nobody uses.
+
+    Raises: ValueError unless `loss` is one number with its graph, in which beyond the model's `output` there is nothing
+    that requires a gradient but what is `trained` on this rank.
+    """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        outputs = list(_tensors_of(output))
+        for leaf in _leaves(loss, {own.grad_fn for own in outputs}):
+            if leaf not in trained and not any(leaf is own for own in outputs):
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                raise ValueError(
+                    f"loss_fn reaches a {kind} of shape {list(leaf.shape)} that requires a gradient and belongs to no "
+                    "layer of this rank, so it would never be trained; let the last layer hold it and give it beside "
+                    "its output, such as (logits, scale), or freeze it (requires_grad_(False))"
+                )
         return loss
     given = f"{type_in_words(loss)}"
     if isinstance(loss, Tensor):
@@ -67,6 +80,28 @@ def checked_loss(loss: Any) -> Tensor:
         f"loss_fn gave {given}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
         "`forward` gives whatever else is to be made of the outputs"
     )
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors in what the last stage gives."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    for part in vars(output).values() if is_dataclass(output) else parts:
+        yield from _tensors_of(part)
+
+
+def _leaves(loss: Tensor, ends: Set[Any]) -> Iterator[Tensor]:
+    """The tensors in which a backward of the loss would leave gradients, those behind the graph's `ends` left out."""
+    seen, left = {None, *ends}, [loss.grad_fn]
+    while left:
+        if (node := left.pop()) in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        left += [further for further, _ in node.next_functions]
 
 
 class ZeroLossWeight(ValueError):

@@ -290,8 +290,10 @@ class Trainer:
     def feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
         """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
 
+        trained = set(self._parameters.values())
+
         def finish(factor: float, output: Any, microbatch: PackedBatch) -> Tensor:
-            return checked_loss(loss_fn(output, microbatch)) * factor
+            return checked_loss(loss_fn(output, microbatch), output, trained) * factor
 
         microbatches = agreed.split.microbatches
         feeds = [
