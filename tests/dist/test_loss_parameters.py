@@ -67,7 +67,7 @@ def ways(loss: Scaled) -> dict[str, Callable[..., Any]]:
 
 
 def first(microbatch: PackedBatch) -> bool:
-    return microbatch["tokens"][0] == batch(0)["tokens"][0]
+    return int(microbatch["tokens"][0]) == int(batch(0)["tokens"][0])
 
 
 def batch(step: int) -> PackedBatch:
@@ -174,21 +174,22 @@ def plain(precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
     optimizer = OPTIMIZER(list(masters.values()))
+    gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
     found = []
     for step in range(STEPS):
         losses, parts = [], split(batch(step), SPLIT).microbatches
         weight = sum(int((part["labels"] >= 0).sum()) for part in parts)
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
+        for name, master in masters.items():
+            master.grad = gradients[name].zero_()
         for part in parts:
-            x = part["tokens"]
+            x: Any = part["tokens"]
             for layer in model["layers"]:  # pyright: ignore
                 x = layer(x)
             loss = loss_fn(x, part) * (1.0 / weight)
             loss.backward()
             losses.append(loss.detach())
             for name, parameter in parameters.items():
-                masters[name].grad += parameter.grad
+                gradients[name] += parameter.grad  # pyright: ignore
                 parameter.grad = None
         optimizer.step()
         for name, parameter in parameters.items():

@@ -94,7 +94,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 
 def _leaves(loss: Tensor, ends: Set[Any]) -> Iterator[Tensor]:
     """The tensors in which a backward of the loss would leave gradients, those behind the graph's `ends` left out."""
-    seen, left = {None, *ends}, [loss.grad_fn]
+    seen, left = {None, *ends}, list[Any]([loss.grad_fn])
     while left:
         if (node := left.pop()) in seen:
             continue

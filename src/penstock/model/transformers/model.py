@@ -200,6 +200,17 @@ def _auto_class(config: Any) -> Any:
         return transformers.AutoModelForTokenClassification
     if named.endswith("ForMaskedLM"):
         raise ValueError(f"{named} predicts tokens from both sides")
+    if config.is_encoder_decoder and not named.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{named or type(config).__name__} has an encoder for what it reads and a decoder for what it answers; "
+            "possible are models of a decoder alone (...ForCausalLM), or its layers as your own (Engine.from_layers, "
+            "as in examples/encoder_decoder.py)"
+        )
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{named or type(config).__name__} is of the type {config.model_type!r}, of which the library has no "
+            "causal language model; possible are folders of a ...ForCausalLM"
+        )
     return transformers.AutoModelForCausalLM
 
 

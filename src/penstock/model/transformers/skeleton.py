@@ -7,6 +7,7 @@ Shapes: B sequences, L tokens of each, T tokens, D hidden size, V vocabulary.
 """
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,6 +189,8 @@ class Skeleton(nn.Module):
 
 _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
+_UNPACKED = re.compile(r"values to unpack \(expected (\d+)")
+"""How Python says that a stub's output was to be several values."""
 
 
 def list_of_layers(model: nn.Module, num_layers: int) -> str:
@@ -227,6 +230,15 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple
             logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
         except Exception as error:  # any error of a model that expects its own layers
             reason = " ".join(str(error).split())
+            if found := _UNPACKED.search(reason):
+                text = skeleton.model.config.get_text_config()  # pyright: ignore
+                kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or ()
+                of_kinds = f" (of the kinds {', '.join(sorted(set(kinds)))})" if kinds else ""
+                raise ValueError(
+                    f"{name} takes {found[1]} values from each of its layers{of_kinds}, so it cannot be cut into them; "
+                    "possible are models whose layers give hidden states alone, or its layers as your own "
+                    "(Engine.from_layers)"
+                ) from error
             raise ValueError(f"{name} cannot be cut into its layers: run without them, it says {reason!r}") from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
         raise ValueError(f"{name} changes the hidden states between its layers, so they cannot be cut")
