@@ -59,7 +59,7 @@ class Case:
     scheduler: Callable[[Any], Any] | None = None
     batch: Callable[[int], PackedBatch] = documents
     precision: str = "fp32"
-    num_steps: int = 3
+    num_steps: int = 2
     #: it is saved after two steps, and another engine goes on
     resumes: bool = False
     #: what the user does with the parameters between steps
