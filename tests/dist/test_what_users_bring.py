@@ -37,11 +37,7 @@ _PROBED = "layers run on fake tensors"
 _IN_PLACE = "a stage's input is a leaf"
 _DEFERRED = "a later stage drops the gradient of a weight that a linear layer computes, or its hooks"
 _SUMS = "the last bit depends on the cut: a weight's gradients of one microbatch are added one after the other"
-_MASTERS = "the next step undoes what the user changes in bf16"
 _NO_GRADIENT = "a middle stage has no gradient to send"
-_GROUPS = "running values in param_groups are overwritten"
-_FP64 = "the optimizer is tried on matrices of fp64"
-_DROPPED = "what a checkpoint does not keep is not said"
 FAULTS = {
     "ActNorm with a Python flag": _PROBED,
     "a counter of calls": _PROBED,
@@ -73,19 +69,9 @@ FAULTS = {
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own",
     "sparse gradients": "they are made dense, and stepped in another order",
     "a loss with a parameter": "it is never trained",
-    "schedule-free AdamW": _GROUPS,
-    "Prodigy": _GROUPS,
-    "schedule-free AdamW, saved and resumed": _GROUPS,
-    "Shampoo": _FP64,
-    "Shampoo, saved and resumed": _FP64,
     "factors in attributes of parameters": "the optimizer is given other parameters",
-    "a swap of weights for their means between steps, bf16": _MASTERS,
-    "a clamp between steps, bf16": _MASTERS,
-    "weights drawn anew between steps, bf16": _MASTERS,
-    "layers that rest for a step": "thawed parameters have lost their moments",
-    "a list of gradients in the state, saved and resumed": _DROPPED,
-    "Lookahead around AdamW, saved and resumed": _DROPPED,
-    "layers with extra state, saved and resumed": _DROPPED,
+    "layers with extra state, saved and resumed": "checkpoints leave the extra state of torch's modules out",
+    "noise in the optimizer's step": "its random numbers depend on the layout",
 }
 
 

@@ -1654,7 +1654,7 @@ class NormClipped(torch.optim.SGD):
 
 CASES["Lion"] = Case(THREE, optimizer=Lion)
 CASES["schedule-free AdamW"] = Case(THREE, optimizer=ScheduleFree, num_steps=5)
-CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4)
+CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4, refused="jointly", refused_from=2)
 CASES["Shampoo"] = Case(THREE, optimizer=Shampoo)
 CASES["momentum in 8 bits"] = Case(THREE, optimizer=EightBit)
 CASES["a list of gradients in the state"] = Case(THREE, optimizer=History)
@@ -1663,7 +1663,7 @@ CASES["Lookahead around AdamW"] = Case(
 )
 CASES["SAM with its closure"] = Case(THREE, optimizer=Sam, refused="closure")
 CASES["an optimizer that clips by the norm of all gradients"] = Case(
-    THREE, optimizer=partial(NormClipped, lr=0.5), refused="jointly"
+    THREE, optimizer=partial(NormClipped, lr=0.5), refused="jointly", refused_from=2
 )
 
 
@@ -1713,7 +1713,7 @@ class Noisy(torch.optim.SGD):
 
 CASES["Muon and AdamW in one optimizer"] = Case(THREE, optimizer=Both, refused="made 2 parameter groups")
 CASES["factors in attributes of parameters"] = Case(with_factors, optimizer=partial(Scaled, lr=0.1))
-CASES["noise in the optimizer's step"] = Case(THREE, optimizer=partial(Noisy, lr=0.1), refused="Noisy")
+CASES["noise in the optimizer's step"] = Case(THREE, optimizer=partial(Noisy, lr=0.1))
 
 
 class StepHook:
@@ -1858,11 +1858,17 @@ RESUMED = {
     "Shampoo": Shampoo,
     "momentum in 8 bits": EightBit,
     "a list of gradients in the state": History,
-    "Lookahead around AdamW": lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01), every=3),
 }
 CASES |= {
     f"{name}, saved and resumed": Case(THREE, optimizer=made, num_steps=4, resumes=True)
     for name, made in RESUMED.items()
 }
+CASES["Lookahead around AdamW, saved and resumed"] = Case(
+    THREE,
+    optimizer=lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01)),
+    num_steps=4,
+    resumes=True,
+    refused="keeps 'inner' of all parameters as an AdamW",
+)
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
 CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
