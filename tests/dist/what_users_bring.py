@@ -1658,9 +1658,8 @@ CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4, refused="jointly"
 CASES["Shampoo"] = Case(THREE, optimizer=Shampoo)
 CASES["momentum in 8 bits"] = Case(THREE, optimizer=EightBit)
 CASES["a list of gradients in the state"] = Case(THREE, optimizer=History)
-CASES["Lookahead around AdamW"] = Case(
-    THREE, optimizer=lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01)), num_steps=4
-)
+AHEAD = partial(Lookahead, make=partial(torch.optim.AdamW, lr=0.01))
+CASES["Lookahead around AdamW"] = Case(THREE, optimizer=AHEAD, num_steps=4, refused="'slow'", refused_from=2)
 CASES["SAM with its closure"] = Case(THREE, optimizer=Sam, refused="closure")
 CASES["an optimizer that clips by the norm of all gradients"] = Case(
     THREE, optimizer=partial(NormClipped, lr=0.5), refused="jointly", refused_from=2
@@ -1864,11 +1863,7 @@ CASES |= {
     for name, made in RESUMED.items()
 }
 CASES["Lookahead around AdamW, saved and resumed"] = Case(
-    THREE,
-    optimizer=lambda groups: Lookahead(groups, partial(torch.optim.AdamW, lr=0.01)),
-    num_steps=4,
-    resumes=True,
-    refused="keeps 'inner' of all parameters as an AdamW",
+    THREE, optimizer=AHEAD, num_steps=4, resumes=True, refused="the optimizer Lookahead"
 )
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
 CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
