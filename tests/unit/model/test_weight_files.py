@@ -267,11 +267,15 @@ def test_a_decoder_reads_back_from_the_config_json_that_it_writes(config: ModelC
         ("rope_theta", "rope_theta"),
     ],
 )
-def test_a_size_of_0_is_refused_and_none_is_the_default(key: str, ours: str) -> None:
+def test_a_size_of_0_is_refused_and_null_is_one_that_transformers_works_out(key: str, ours: str) -> None:
     content = config_to_json(BASE)
     with pytest.raises(ValueError, match=rf"{ours} = 0(\.0)? is not possible"):
         config_from_json({**content, key: 0})
-    assert config_from_json({**content, key: None}).num_layers == BASE.num_layers
+    if key in ("num_key_value_heads", "head_dim"):
+        assert config_from_json({**content, key: None}).num_layers == BASE.num_layers
+        return
+    with pytest.raises(ValueError, match=f"{key} is null; give .*, or leave it out"):
+        config_from_json({**content, key: None})
 
 
 def test_a_decoder_that_no_family_is_cannot_be_written() -> None:
