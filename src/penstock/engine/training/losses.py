@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
         yield output
         return
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    for part in vars(output).values() if is_dataclass(output) else parts:
+    for part in (getattr(output, own.name) for own in fields(output)) if is_dataclass(output) else parts:
         yield from _tensors_of(part)
 
 
