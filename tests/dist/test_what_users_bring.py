@@ -68,7 +68,6 @@ FAULTS = {
     "a running buffer that layers share": "each stage goes on with a copy of its own",
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own",
     "sparse gradients": "they are made dense, and stepped in another order",
-    "a loss with a parameter": "it is never trained",
     "factors in attributes of parameters": "the optimizer is given other parameters",
     "layers with extra state, saved and resumed": "checkpoints leave the extra state of torch's modules out",
     "noise in the optimizer's step": "its random numbers depend on the layout",

@@ -1289,7 +1289,7 @@ class Smoothed(nn.Module):
         return self.loss(logits, microbatch["labels"])
 
 
-CASES["a loss with a parameter"] = Case(model(Block, Block), loss=Temperature)
+CASES["a loss with a parameter"] = Case(model(Block, Block), loss=Temperature, refused="loss_fn reaches a parameter")
 CASES["a loss with a running buffer"] = Case(model(Block, Block), loss=Centered)
 CASES["a loss as a module with label smoothing"] = Case(model(Block, Block), loss=Smoothed)
 
