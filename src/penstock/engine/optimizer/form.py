@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -90,6 +91,28 @@ def put_together(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
         raise TypeError(f"the form of an optimizer's state is no text of ours ({error})") from None
     found = {key: _value(form, left, parameters) for key, form in forms}
     return left | found
+
+
+def deep_copy(value: Any, known: dict[int, Any]) -> Any:
+    """As `copy.deepcopy`, of tensors of other classes too, many of which cannot be cloned.
+
+    known: by identity, what is taken for a copy.
+    """
+    for own in _wrappers(value):
+        names, context = own.__tensor_flatten__()
+        inner = {name: deep_copy(getattr(own, name), known) for name in names}
+        known[id(own)] = type(own).__tensor_unflatten__(inner, context, own.size(), own.stride())
+    return copy.deepcopy(value, known)
+
+
+def _wrappers(value: Any) -> Iterator[Any]:
+    if is_traceable_wrapper_subclass(value):
+        yield value
+    elif isinstance(value, dict):
+        yield from _wrappers([*value.values()])
+    elif isinstance(value, list | tuple | deque):
+        for own in value:
+            yield from _wrappers(own)
 
 
 def _quoted(key: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from penstock.engine.optimizer.form import FORM, GROUP, OPTIMIZER, NoForm, described, put_together, taken_apart
+from penstock.engine.optimizer.form import (
+    FORM,
+    GROUP,
+    OPTIMIZER,
+    NoForm,
+    deep_copy,
+    described,
+    put_together,
+    taken_apart,
+)
 from penstock.engine.optimizer.steppers import (
     BY_ELEMENTS,
     BY_PARAMETERS,
@@ -158,14 +166,14 @@ class TorchStepper:
             if one.place.name in found:
                 optimizer.state[one.parameter] = found[one.place.name]
         for number, group in self._groups(with_parameters=True).items():
-            own = {"params": group["params"], **copy.deepcopy(dict(self._made_groups[number].values))}
+            own = {"params": group["params"], **deep_copy(dict(self._made_groups[number].values), {})}
             group.clear()
             group.update(own | found.get(self._group_owner(number), {}))
         attributes = found.get(self._owner, {})
         for key in self._made_attributes.changed(self._attributes(), self._names):
             if key not in attributes:
                 delattr(optimizer, key)
-        vars(optimizer).update(copy.deepcopy(dict(self._made_attributes.values), self._known()))
+        vars(optimizer).update(deep_copy(dict(self._made_attributes.values), self._known()))
         optimizer.state.update(attributes.pop("state", {}))
         vars(optimizer).update(attributes)
 
@@ -175,8 +183,8 @@ class TorchStepper:
             return put_back
         # Parameters are put back where they are; all else is replaced.
         known = self._known()
-        states, groups = copy.deepcopy((dict(optimizer.state), list(self._groups().values())), known)
-        attributes = {key: copy.deepcopy(value, known) for key, value in self._values_of_attributes().items()}
+        states, groups = deep_copy((dict(optimizer.state), list(self._groups().values())), known)
+        attributes = {key: deep_copy(value, known) for key, value in self._values_of_attributes().items()}
 
         def restore() -> None:
             put_back()
@@ -220,7 +228,7 @@ class TorchStepper:
         return f"{GROUP}{number}"
 
     def _known(self) -> dict[int, Any]:
-        """Parameters, which `copy.deepcopy` is to take for copied already."""
+        """Parameters, which `deep_copy` is to take for copied already."""
         return {id(one.parameter): one.parameter for one in self._stepped}
 
     def _groups(self, with_parameters: bool = False) -> dict[int, dict[str, Any]]:
@@ -260,7 +268,7 @@ class TorchStepper:
     def _as_made(self, values: Mapping[str, Any]) -> _AsMade:
         noted = {key: _Noted.of(value, self._names).kept() for key, value in values.items()}
         own = {key: value for key, value in values.items() if noted[key].tensors is not None}
-        return _AsMade(copy.deepcopy(own, self._known()), noted)
+        return _AsMade(deep_copy(own, self._known()), noted)
 
     def _apart(self, values: Mapping[Any, Any], device: torch.device, whose: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
