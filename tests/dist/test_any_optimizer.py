@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,6 +183,22 @@ def refused(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
     return found
 
 
+def refused_for_one_parameter(rank: int) -> list[str]:
+    """What joint optimizers are refused with where each rank steps one parameter, so that none meets another."""
+    found = []
+    for factory in JOINT.values():
+        torch.manual_seed(0)
+        layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)]
+        engine = Engine.from_layers(layers, WIDTH, Layout(pp=2), optimizer=factory, device="cpu")
+        with pytest.raises(StepError) as caught:
+            for _ in range(3):
+                # What is of all parameters may be alike at first.
+                one_step(engine)
+        found.append(str(caught.value))
+        closed(engine)
+    return found
+
+
 @pytest.mark.shows(162)
 def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is_refused_elsewhere() -> None:
     assert run_ranks(1, joined, [Case(Layout())], timeout_s=60.0) == [[[]] * 2]
@@ -192,6 +209,9 @@ def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is
         for (text, _), factory in zip(of_rank, [*JOINT.values()] * 2, strict=True):
             assert f"the optimizer {factory.__name__} steps parameters jointly (" in text  # type: ignore[attr-defined]
             assert "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false" in text
+    for prodigy, history in run_ranks(2, refused_for_one_parameter, timeout_s=60.0):
+        assert re.search(r"after it '(d_numerator|d|d_max)' of group 0 is [\d.e-]+ on rank 0 and [\d.e-]+ on", prodigy)
+        assert re.search(r"after it '(last|moved|pairs)' of optimizer 0 is .* on rank 0 and .* on", history)
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:

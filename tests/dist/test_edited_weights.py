@@ -32,11 +32,15 @@ def copied(parameter: nn.Parameter) -> None:
     parameter.data.copy_(parameter.data * 0.5)
 
 
+def pointed(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.9
+
+
 def begun_anew(parameter: nn.Parameter) -> None:
     nn.init.normal_(parameter.detach(), generator=torch.Generator().manual_seed(3))
 
 
-EDITS: tuple[Callable[[nn.Parameter], None], ...] = (clamped, copied, begun_anew)
+EDITS: tuple[Callable[[nn.Parameter], None], ...] = (clamped, copied, pointed, begun_anew)
 
 
 @torch.no_grad()

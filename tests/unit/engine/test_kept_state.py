@@ -219,6 +219,30 @@ def test_lists_and_dictionaries_and_tensors_of_other_classes_come_back(where: st
         one.close()
 
 
+@pytest.mark.shows(162)
+def test_state_of_another_optimizer_is_refused_with_nothing_loaded(tmp_path: Path) -> None:
+    momentum, adam = partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.Adam, lr=0.1)
+    engine, other = engine_of(optimizer=momentum), engine_of(optimizer=adam)
+    engine.train_batch(BATCH)
+    engine.save(tmp_path)
+    before = {name: p.detach().clone() for name, p in other.parameters().items()}
+    with pytest.raises(ValueError, match="has the state of SGD, but this engine's optimizer is Adam; load it with the"):
+        other.load(tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in other.parameters().items())
+    assert other.step == 0 and other.train_batch(BATCH).success
+
+
+@pytest.mark.shows(163)
+def test_a_weight_that_is_given_other_storage_is_trained_in_fp32_too() -> None:
+    engine = engine_of(optimizer=partial(torch.optim.SGD, lr=0.1))
+    engine.train_batch(BATCH)
+    weight = engine.parameters()["layers.2.weight"]
+    weight.data = torch.zeros_like(weight)
+    engine.train_batch(BATCH)
+    assert torch.equal(weight, -0.1 * engine.gradient("layers.2.weight")) and bool(weight.any())
+    engine.close()
+
+
 @pytest.mark.shows(112)
 def test_random_numbers_are_as_before_a_call_that_failed() -> None:
     engine = engine_of()

@@ -440,6 +440,7 @@ _FIELDS: dict[str, Any] = {
     "engine.optimizer.scaler.num_good_steps": int,
     "engine.optimizer.since": dict,
     "engine.optimizer.since.*": int,
+    "engine.optimizer.kinds": str,
     "engine.optimizer.paused": dict,
     "engine.optimizer.paused.*": int,
     "random": dict,
@@ -452,7 +453,7 @@ _FIELDS: dict[str, Any] = {
     "early_stop.best": float | None,
     "early_stop.num_worse": int,
 }
-_MAY_LACK = ("engine.optimizer.since", "engine.optimizer.paused", "loader", "early_stop")
+_MAY_LACK = ("engine.optimizer.since", "engine.optimizer.paused", "engine.optimizer.kinds", "loader", "early_stop")
 _SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
 
 

@@ -28,8 +28,8 @@ from penstock.settings import LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
-# What fits into a processor's cache beside its rounding.
-_AT_ONCE = 1 << 18
+# The elements that are compared at once.
+_AT_ONCE = 1 << 20
 WholeState = Mapping[str, tuple[bool, Tensor]]
 """``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor."""
 
@@ -250,6 +250,11 @@ class Optimizer:
         weight_decay = float(usual.get("weight_decay", 0.0))
         return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
 
+    @property
+    def kinds(self) -> str:
+        """The optimizers by the names of their classes, which tell whose state a checkpoint has."""
+        return ", ".join(sorted({rule.made_as for rule in self.groups.rules}))
+
     def compared(self) -> dict[str, str]:
         """The values that ranks which step one optimizer must agree on after a step, as text; see `check_alike`."""
         steppers = [own for own in self._steppers if isinstance(own, TorchStepper)]
@@ -379,6 +384,7 @@ class Optimizer:
             "num_steps": self.num_steps,
             "num_updates": self._num_updates,
             "learning_rate": self.learning_rate,
+            "kinds": self.kinds,
             "scaler": None if self.scaler is None else self.scaler.state(),
             **({"since": dict(self.since)} if self.since else {}),
             **({"paused": dict(self.paused)} if self.paused else {}),
@@ -400,8 +406,16 @@ class Optimizer:
     def take_edits(self) -> None:
         """Take over what was written into 16-bit parameters since the last step, by whatever way.
 
-        Where an element is no longer its master rounded, the master becomes the element; all others keep theirs.
+        Where an element is no longer its master rounded, the master becomes the element; all others keep theirs. A
+        parameter of any type that was given other storage (`parameter.data = ...`) has its values moved back.
         """
+        for bucket in self._stepped:
+            for place in bucket.places:
+                own, storage = place.parameter, bucket.parameters.untyped_storage()
+                if own.untyped_storage()._cdata != storage._cdata:
+                    view = place.view(bucket.parameters).view(own.shape)
+                    view.copy_(own)
+                    own.data = view
         mixed = [
             pair
             for bucket, master in zip(self._stepped, self._masters, strict=True)
@@ -410,10 +424,12 @@ class Optimizer:
         ]
         if not mixed:
             return
-        # One answer of the device for all.
-        is_same = torch.stack([(own == master.to(own.dtype)).all() for own, master in mixed]).tolist()
-        for own, master in (pair for pair, same in zip(mixed, is_same, strict=True) if not same):
-            master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
+        # Bits are compared four elements at once, and the device answers once for all.
+        wide, narrow = torch.int64, torch.int16
+        is_same = torch.stack([(own.view(wide) == master.to(own.dtype).view(wide)).all() for own, master in mixed])
+        for own, master in (pair for pair, same in zip(mixed, is_same.tolist(), strict=True) if not same):
+            kept = own.view(narrow) == master.to(own.dtype).view(narrow)
+            master.copy_(torch.where(kept, master, own.to(master.dtype)))
 
     @torch.no_grad()
     def renew_masters(self) -> None:

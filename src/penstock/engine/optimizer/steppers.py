@@ -188,6 +188,15 @@ class GroupRule:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
+    def made_as(self) -> str:
+        """The name of the optimizer's class. Raises: ConfigError if none is made."""
+        return self.kind.stepper.__name__ + " of Penstock" if self.kind.stepper else type(self._sample).__name__
+
+    @cached_property
+    def _sample(self) -> torch.optim.Optimizer:
+        return sample(self.kind, [self])
+
+    @cached_property
     def division(self) -> Division:
         """The parts that the optimizer steps independently: of torch's, as declared here; of others, parameters.
 
@@ -196,7 +205,7 @@ class GroupRule:
         """
         if self.kind.stepper is not None:
             return Division.ELEMENTS
-        optimizer = sample(self.kind, [self])
+        optimizer = self._sample
         if (reason := _why_not(optimizer)) is not None:
             raise ConfigError(
                 f"the optimizer {self.kind.label} {reason}; give one whose step takes nothing but parameters with "

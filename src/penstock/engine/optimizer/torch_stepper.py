@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from penstock.engine.optimizer.form import (
@@ -41,7 +42,7 @@ from penstock.parallel import Place
 from penstock.settings import ConfigError
 from penstock.settings.declare import type_in_words
 
-# Values that are compared among ranks after each step; what is larger is no running value.
+# Larger values are no running values, which all ranks have alike.
 _MOST_COMPARED = 64
 _WIDE = (torch.float32, torch.float64)
 
@@ -213,8 +214,9 @@ class TorchStepper:
             for key, value in values.items():
                 noted = _Noted.of(value, self._names)
                 if noted.tensors is not None:
-                    small = [t.tolist() for t in noted.tensors.values() if t.numel() <= _MOST_COMPARED]
-                    found[f"{self._kind.label}: {key!r} of {owner}"] = f"{noted.form or ''}{small or ''}"
+                    form = str(value) if isinstance(value, int | float | str) else noted.form or ""
+                    text = " ".join([form, *map(_text, noted.tensors.values())])
+                    found[f"{self._kind.label}: {key!r} of {owner}"] = text.strip()
         return found
 
     # ---- what it keeps of no parameter: running values of groups, and attributes
@@ -355,6 +357,13 @@ class _Noted:
         return own.keys() == theirs.keys() and all(torch.equal(own[path], theirs[path]) for path in own)
 
 
+def _text(tensor: Tensor) -> str:
+    """A tensor's values, or of a large one its shape and their sum."""
+    if tensor.numel() <= _MOST_COMPARED:
+        return str(tensor.tolist())
+    return f"a tensor of shape {list(tensor.shape)} and sum {tensor.to(torch.complex128).sum().item()}"
+
+
 @dataclass(frozen=True, eq=False)
 class _AsMade:
     """Values as they were made: copies of those that have a form, and notes of all."""
@@ -410,18 +419,17 @@ class _Origins(TorchDispatchMode):
     """Follows, in a step that is taken within its context, from which parameters each tensor is computed.
 
     Two parameters meet where an operation has values of both, or where a value of one was read by the host and another
-    is written before the one that it was read of.
+    is written before the one that it was read of. What compiled functions do inside is not seen.
     """
 
     #: the names of two parameters that meet; None if none do
     joined: tuple[str, str] | None
     #: the first byte of a parameter or a gradient, and its end -> the parameter's name, and True of the parameter
     _spans: list[tuple[int, int, str, bool]]
-    #: storage -> the parameters from which its values were computed
-    _of: dict[int, frozenset[str]]
+    #: first byte of a storage -> that storage, and the parameters from which its values were computed
+    _of: dict[int, tuple[StorageWeakRef, frozenset[str]]]
     #: parameters of which the host has read a value, and that were not written since
     _read: set[str]
-
     #: the first bytes of the spans
     _starts: list[int]
 
@@ -433,10 +441,16 @@ class _Origins(TorchDispatchMode):
                 if tensor is not None and tensor.numel():
                     start = tensor.data_ptr()
                     self._spans.append((start, start + tensor.nbytes, one.place.name, is_value))
-            for tensor in _dense(state.get(one.parameter, {})):
-                self._of[tensor.untyped_storage().data_ptr()] = frozenset({one.place.name})
         self._spans.sort()
         self._starts = [span[0] for span in self._spans]
+        for one in stepped:
+            for tensor in _dense(state.get(one.parameter, {})):
+                self._note(tensor, frozenset({one.place.name}))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled functions run as they do without this."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -459,19 +473,25 @@ class _Origins(TorchDispatchMode):
                     self._read.discard(span[2])
                     origins |= self._read
         for tensor in (*written, *given):
-            if self._span(tensor) is None and (pointer := tensor.untyped_storage().data_ptr()):
-                self._of[pointer] = origins
+            self._note(tensor, origins)
         if len(origins) > 1:
             first, second, *_ = sorted(origins)
             self.joined = first, second
 
     def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        spans = [(self._span(tensor), tensor) for tensor in tensors]
-        found = [
-            {span[2]} if span else self._of.get(tensor.untyped_storage().data_ptr(), frozenset())
-            for span, tensor in spans
-        ]
-        return frozenset().union(*found)
+        found: set[str] = set()
+        for tensor in tensors:
+            if (span := self._span(tensor)) is not None:
+                found.add(span[2])
+            elif (noted := self._of.get(tensor.untyped_storage().data_ptr())) is not None and not noted[0].expired():
+                found |= noted[1]
+        return frozenset(found)
+
+    def _note(self, tensor: Tensor, origins: frozenset[str]) -> None:
+        """Note from which parameters a tensor was computed; one that lies in a parameter is that parameter's."""
+        if self._span(tensor) is None:
+            storage = tensor.untyped_storage()
+            self._of[storage.data_ptr()] = StorageWeakRef(storage), origins
 
     def _span(self, tensor: Tensor) -> tuple[int, int, str, bool] | None:
         """The parameter or gradient in which a tensor lies."""

@@ -494,10 +494,17 @@ class ModelState:
     def state_to_load(self, found: CheckpointInfo) -> dict[str, LocalTensor]:
         """The same, with room for all that the checkpoint has of an optimizer's state of this rank's parameters.
 
-        Raises: DamagedCheckpoint if there cannot be as much of it.
+        Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
         """
         if not self.pipeline.options.learns:
             return self.state()
+        engine = found.extra.get("engine") if isinstance(found.extra, dict) else None
+        saved, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
+        if saved and saved != kinds:
+            raise ValueError(
+                f"checkpoint {found.path} has the state of {saved}, but this engine's optimizer is {kinds}; load it "
+                "with the optimizer that it was saved with"
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, own in self.parameters().items():
             shape = self.shards[name].full_shape if name in self.shards else tuple(own.shape)
