@@ -121,6 +121,10 @@ def test_ranks_that_send_at_once_share_their_adapter_and_a_lone_one_has_it():
     assert prices(Layout(pp=8, dp=2, order="pp-dp-cp-tp"))[3] == pytest.approx(2)
     two = wiring(shared, Layout(pp=8, dp=2, order="pp-dp-cp-tp")).places[0]
     assert two.gradients.byte_s == pytest.approx(1 / shared.host.bandwidth)
+    # Gradients go round the ranks of both axes, of which each host here has two, with an adapter each.
+    pairs = replace(Cluster.named("h100"), num_devices=4, devices_per_host=2)
+    both = wiring(pairs, Layout(dp=2, cp=2)).places[0]
+    assert both.gradients.byte_s == pytest.approx(1 / (2 * pairs.network.bandwidth))
     # The members of a ring on a host use its adapter together; in a ring of messages, one of them sends out.
     rings = wiring(shared, Layout(dp=16)).places[0], wiring(shared, Layout(cp=16)).places[0]
     assert rings[0].gradients.byte_s * 8e9 == pytest.approx(1) == rings[1].context.byte_s * 8e9
