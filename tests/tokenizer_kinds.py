@@ -1,11 +1,13 @@
 """Small tokenizers of each kind of decoder."""
 
+import tempfile
+from functools import cache
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, byte_level_alphabet
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, byte_level_alphabet, load_tokenizer
 
 EMOJI = "\N{WATER WAVE}"
 _SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -60,10 +62,14 @@ _MADE_BY = {
 KINDS = [*_MADE_BY, "bytes"]
 
 
+@cache
 def make(kind: str) -> Tokenizer:
     """A tokenizer of one of `KINDS`; <unk>, <s> and </s> are special in all but the one of bytes."""
     if kind == "bytes":
         return ByteTokenizer(end_token=True)
     made = _MADE_BY[kind]()
     made.add_special_tokens(_SPECIAL)
-    return FileTokenizer(made, kind, None, made.get_vocab_size())
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(f"{folder}/tokenizer.json")
+        # It is read here, and not again.
+        return load_tokenizer(folder)

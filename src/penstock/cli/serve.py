@@ -195,6 +195,8 @@ class Serve(ModelCommand):
             end_tokens=model.end_tokens,
             sampling=model.sampling,
         )
+        if served.reader is not None:
+            served.reader.encode([""])  # so that it is there for the first request
         rows, waiting = shape.num_rows, config.max_waiting
         mailboxes = Mailboxes(lambda publish: RequestQueue(rows, waiting, model.tokenizer, publish))
         return ServerParts(served, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), self._key())

@@ -11,13 +11,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from penstock.data.guard import ChatTemplate, Guard, GuardError, Rendering, tokenizer_of
+from penstock.data.guard import ChatTemplate, GuardError, Rendering, TransformersTokenizer
 from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
 from penstock.data.tokenizer import ended
 from penstock.io.files import parse_json
@@ -41,13 +41,11 @@ class ExampleReader:
 
     #: the folder or file of the tokenizer
     name: str
-    #: transformers' tokenizer
-    tokenizer: Any
+    tokenizer: TransformersTokenizer
     #: the most tokens of an example; None for no limit
     max_tokens: int | None = None
     end: str | None = None
     special_tokens: bool = True
-    guard: Guard = field(default_factory=Guard, compare=False)
     marks_learned, documents_per_item = True, 1
 
     @classmethod
@@ -59,24 +57,19 @@ class ExampleReader:
         Raises: `CorpusError` if it is none of transformers, or lacks the end token.
         """
         tokenizer = _load(name)
-        if end and end not in tokenizer.get_vocab():
+        if end and not tokenizer.has(end):
             raise CorpusError(f"the tokenizer {name!r} has no token {end!r} to end examples with")
-        return cls(name, tokenizer, max_tokens, tokenizer.eos_token if end is None else end, special_tokens, **own)
+        return cls(name, tokenizer, max_tokens, tokenizer.end if end is None else end, special_tokens, **own)
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return max(self.tokenizer.get_vocab().values(), default=-1) + 1
+        return self.tokenizer.vocab_size
 
     @property
     def fingerprint(self) -> str:
         """A hash that differs if any example would be read differently."""
-        parts = [
-            self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.get_vocab(),
-            self.tokenizer.chat_template,
-            {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()},
-            [self.max_tokens, self.end, self.special_tokens],
-        ]
+        parts = [self.tokenizer.fingerprint, self.max_tokens, self.end, self.special_tokens]
         return f"examples-{hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()}"
 
     def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
@@ -159,7 +152,7 @@ class ExampleReader:
 
     def tokenise(self, where: str, text: str) -> list[int]:
         """The token ids of a text. Raises: as `encoding_of`."""
-        return encoding_of(where, self.tokenizer, text, self.special_tokens)["input_ids"]
+        return encoding_of(where, self.tokenizer, text, self.special_tokens)[0]
 
 
 @dataclass(frozen=True)
@@ -173,13 +166,13 @@ class Chat:
 
     @property
     def template(self) -> str:
-        tokenizer = self.reader.tokenizer
-        if tokenizer.chat_template is None:
+        template = self.reader.tokenizer.template(self.options.get("tools"))
+        if template is None:
             raise CorpusError(
                 f"{self.where}: holds messages, but the tokenizer {self.reader.name!r} has no chat template; put a "
                 "chat_template.jinja into its folder, or give texts in place of messages"
             )
-        return tokenizer.get_chat_template(None, self.options.get("tools"))
+        return template
 
     def render(self, messages: Sequence[Message], answer_follows: bool = False) -> str:
         """The text of these messages, with the beginning of an answer if one follows."""
@@ -188,16 +181,15 @@ class Chat:
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], np.ndarray]:
         """The tokens of these messages, and whether each is within the template's marks."""
         text, spans = self._rendered(messages, return_assistant_tokens_mask=True)
-        encoded = encoding_of(self.where, self.reader.tokenizer, text, special_tokens=False)
-        learned = np.zeros(len(encoded["input_ids"]), np.bool_)
-        for start, end in spans:
-            first, last = encoded.char_to_token(start), encoded.char_to_token(end - 1)
+        tokens, borders = encoding_of(self.where, self.reader.tokenizer, text, False, spans)
+        learned = np.zeros(len(tokens), np.bool_)
+        for first, last in borders:
             if first is not None:
                 learned[first : len(learned) if last is None else last + 1] = True
-        return encoded["input_ids"], learned
+        return tokens, learned
 
     def tokenise(self, text: str) -> list[int]:
-        return encoding_of(self.where, self.reader.tokenizer, text, special_tokens=False)["input_ids"]
+        return encoding_of(self.where, self.reader.tokenizer, text, False)[0]
 
     def with_answers(self, messages: Sequence[Message], answers: Sequence[int]) -> Part | None:
         """The tokens of these messages, with those of the answers of these numbers learned.
@@ -222,7 +214,8 @@ class Chat:
         return tokens, learned
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendering:
-        template = ChatTemplate(self.template, self.reader.tokenizer, self.reader.guard)
+        tokenizer = self.reader.tokenizer
+        template = ChatTemplate(self.template, tokenizer.special_tokens, tokenizer.guard)
         try:
             return template.rendered(messages, self.options, **arguments)
         except GuardError as error:
@@ -232,16 +225,23 @@ class Chat:
             ) from None
 
 
-def encoding_of(where: str, tokenizer: Any, text: str, special_tokens: bool) -> Any:
-    """The tokenizer's encoding of a text. Raises: `CorpusError` if it cannot be written as UTF-8."""
+def encoding_of(
+    where: str, tokenizer: TransformersTokenizer, text: str, special_tokens: bool, spans: Sequence[tuple[int, int]] = ()
+) -> tuple[list[int], list[tuple[int | None, int | None]]]:
+    """The tokens of a text, and the first and last of each span; see `TransformersTokenizer.encode`.
+
+    Raises: `CorpusError` if it cannot be written as UTF-8, or the tokenizer fails on it.
+    """
     try:
         text.encode()
+        return tokenizer.encode(text, special_tokens, spans)
     except UnicodeEncodeError as error:
         raise CorpusError(f"{where}: cannot be written as UTF-8 ({error.reason}); give whole characters") from None
-    return tokenizer(text, add_special_tokens=special_tokens)
+    except GuardError as error:
+        raise CorpusError(f"{where}: the tokenizer {tokenizer.place.path!r} fails ({error})") from None
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> TransformersTokenizer:
     path = Path(name).expanduser()
     folder = path if path.is_dir() else path.parent
     if name == "bytes":
@@ -249,14 +249,9 @@ def _load(name: str) -> Any:
     if not path.exists():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give the folder of one")
     try:
-        tokenizer = tokenizer_of(folder)
+        return TransformersTokenizer.load(folder)
     except ValueError as error:
         raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {error}") from None
-    if tokenizer.is_fast:
-        # a saved tokenizer may truncate or pad its input, but examples must stay complete
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -3,18 +3,23 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from penstock.data.guard import Guard, GuardError, Place, unpacked
 from penstock.data.sources import CorpusError
 from penstock.io.files import read_bytes, read_json_object
 
 END_ENTRY = "<|end|>"
 """How the vocabulary of `ByteTokenizer` writes its end token."""
+
+_MOST_DECODED = 1 << 15
+"""Texts of a few tokens that are kept, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +66,60 @@ class ByteTokenizer:
         """The same tokenizer, which puts nothing around a text but its end token."""
         return self
 
+    def apart(self) -> "ByteTokenizer":
+        """The same tokenizer for another thread: neither waits for a long text of the other."""
+        return self
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer read from a `tokenizer.json`; optionally with an end token after every document.
+    """A tokenizer read from a `tokenizer.json`, which works in a process of its own; optionally with an end token.
 
-    Its members are those of `ByteTokenizer`. special_tokens: False where it puts nothing else around any text.
+    Its members are those of `ByteTokenizer`. special_tokens: False where it puts nothing else around any text. Methods
+    raise `GuardError` where it fails, or takes too much time or memory.
     """
 
-    tokenizer: Any
+    place: Place
     fingerprint: str
     end_token_id: int | None
     vocab_size: int
     special_tokens: bool = True
+    guard: Guard = field(default_factory=Guard, compare=False)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         return () if self.end_token_id is None else (self.end_token_id,)
 
     def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
-        end, around = list(self.end_tokens), special_tokens and self.special_tokens
-        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=around)
-        return [np.array(encoding.ids + end, dtype=np.uint32) for encoding in encodings]
+        for text in texts:
+            text.encode()  # raises UnicodeEncodeError
+        end = np.array(self.end_tokens, np.uint32)
+        given = {"texts": texts, "special_tokens": special_tokens and self.special_tokens}
+        arrays = (np.frombuffer(unpacked(ids), np.uint32) for ids in self._do("encode", given))
+        return [np.append(array, end) if len(end) else array for array in arrays]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return self._decoded(*tokens)
 
     def entry(self, token: int) -> str | None:
-        return self.tokenizer.id_to_token(token)
+        return self._do("entry", {"token": token})
 
     def without_special_tokens(self) -> "FileTokenizer":
         return replace(self, special_tokens=False, fingerprint=f"{self.fingerprint}-plain")
+
+    def apart(self) -> "FileTokenizer":
+        return replace(self, guard=Guard())
+
+    @cached_property
+    def _decoded(self) -> Callable[..., str]:
+        """The text of tokens; answers ask again and again for that of their last few."""
+        return lru_cache(_MOST_DECODED)(lambda *tokens: self._do("decode", {"tokens": tokens}))
+
+    def _do(self, work: str, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self.guard.do(work, arguments, self.place)
+        except GuardError as error:
+            raise GuardError(f"the tokenizer {self.place.path!r} fails ({error})") from None
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -115,27 +143,20 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
         )
     if not path.is_file():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
-    import tokenizers
-
     try:
-        content = read_bytes(path)
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises bare Exceptions
+        content, guard = read_bytes(path), Guard()
+        place = Place.of(path)
+        # The largest id decides, since added tokens may leave gaps.
+        vocab_size = guard.do("size", {}, place)
+        end_token_id = guard.do("id", {"text": end_token}, place) if isinstance(end_token, str) and end_token else None
+    except (OSError, ValueError) as error:
         raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error
-    # a saved tokenizer may truncate or pad its input, but documents must stay complete
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    end_token_id = None
-    if end_token:
-        if end_token is True:
-            raise CorpusError(f"name the end token's text: {str(path)!r} does not say which of its tokens it is")
-        end_token_id = tokenizer.token_to_id(end_token)
-        if end_token_id is None:
-            raise CorpusError(f"the tokenizer {str(path)!r} has no token {end_token!r} to end documents with")
+    if end_token is True:
+        raise CorpusError(f"name the end token's text: {str(path)!r} does not say which of its tokens it is")
+    if end_token and end_token_id is None:
+        raise CorpusError(f"the tokenizer {str(path)!r} has no token {end_token!r} to end documents with")
     fingerprint = hashlib.blake2b(content + str(end_token_id).encode(), digest_size=16).hexdigest()
-    # the largest id decides, since added tokens may leave gaps
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return FileTokenizer(tokenizer, fingerprint, end_token_id, vocab_size)
+    return FileTokenizer(place, fingerprint, end_token_id, vocab_size, guard=guard)
 
 
 def ended(text: str, end: str | None) -> str:

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from penstock.data.guard import GuardError
 from penstock.engine.generation.requests import TokenDelta
 from penstock.io.files import parse_json
 from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
@@ -28,19 +30,16 @@ from penstock.serve.replies import Reply
 _BODY_S = 30.0
 """Seconds that a client may take to send the body of a request."""
 
-_SHORT_BYTES = 4096
-"""Bytes of a body that is read sooner than another thread would be woken."""
-
 
 @dataclass(frozen=True, eq=False)
 class ServerParts:
-    """The parts that all paths share. key: None if clients need none; chats: held while one is read."""
+    """The parts that all paths share. key: None if clients need none; reading: held while a request is read."""
 
     model: ServedModel
     mailboxes: Mailboxes
     metrics: ServerMetrics
     key: str | None
-    chats: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def application(parts: ServerParts) -> Starlette:
@@ -141,14 +140,9 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
     if parts.mailboxes.refused is not None:
         raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
     body = await _body(request, parts.model.config.max_body_bytes)
-    if read is read_chat:
-        # One at a time, as templates are rendered: those that wait must not take all threads.
-        async with parts.chats:
-            asked = await run_in_threadpool(_read, read, body, parts)
-    elif len(body) <= _SHORT_BYTES:
-        asked = _read(read, body, parts)
-    else:
-        # Long texts take long to tokenise; other requests go on meanwhile.
+    # A model's template and tokenizer may take long. One at a time, as they work: those that wait must not take all
+    # threads.
+    async with parts.reading:
         asked = await run_in_threadpool(_read, read, body, parts)
     mailbox = parts.mailboxes.submit(asked)
     parts.metrics.num_prompt_tokens += asked.num_prompt_tokens
@@ -224,7 +218,8 @@ class _Answering:
             async for deltas in self._deltas():
                 for delta in deltas:
                     self._reply.add(self._mailbox.places[delta.number], delta)
-            response = json_response(self._reply.whole())
+            with _failing():
+                response = json_response(self._reply.whole())
         except RefusalError as refusal:
             self._parts.metrics.requests["ended", refusal.status] += 1
             response = refusal_response(refusal)
@@ -241,7 +236,8 @@ class _Answering:
                 for delta in deltas:
                     place = self._mailbox.places[delta.number]
                     self._reply.add(place, delta)
-                    events.append(self._reply.part(place, delta))
+                    with _failing():
+                        events.append(self._reply.part(place, delta))
                 await _send_event(send, *filter(None, events))
             closing = self._reply.closing()
             await _send_event(send, *([] if closing is None else [closing]))
@@ -257,6 +253,15 @@ class _Answering:
             if deltas and not self._reply.num_tokens:
                 self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
             yield deltas
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Refuse an answer whose tokens the tokenizer cannot write."""
+    try:
+        yield
+    except GuardError as error:
+        raise RefusalError(500, str(error), None, "tokenizer") from None
 
 
 async def _send_event(send: Send, *contents: dict[str, Any]) -> None:

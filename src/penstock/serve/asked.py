@@ -60,6 +60,11 @@ class ServedModel:
             raise RefusalError(404, message, "model", "model_not_found")
 
     @cached_property
+    def reader(self) -> Tokenizer | None:
+        """The tokenizer for prompts: answers go on while it reads a long one."""
+        return None if self.tokenizer is None else self.tokenizer.apart()
+
+    @cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of the tokenizer's single tokens."""
         return TokenTexts(self.tokenizer)
@@ -337,9 +342,12 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> list[int]:
-    if model.tokenizer is None:
+    if model.reader is None:
         raise invalid(name, f"{name} is a text, but the model has no tokenizer; give token ids to /v1/completions")
-    tokens = model.tokenizer.encode([text], special_tokens)[0].tolist()
+    try:
+        tokens = model.reader.encode([text], special_tokens)[0].tolist()
+    except GuardError as error:
+        raise invalid(name, f"{name} cannot be read: {error}") from None
     if not tokens:
         raise invalid(name, f"{name} is empty; a model continues what has at least one token")
     return tokens

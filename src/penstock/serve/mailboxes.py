@@ -39,6 +39,9 @@ class Mailbox:
         if delta.ending is Ending.NOT_FINITE:
             self.fail(RefusalError(500, f"the logits of this answer {NOT_FINITE}", None, "not_finite"))
             return
+        if delta.failure is not None:
+            self.fail(RefusalError(500, delta.failure, None, "tokenizer"))
+            return
         is_first, self._has_begun = not self._has_begun, True
         self._deltas.append(delta)
         self._num_open -= delta.ending is not None

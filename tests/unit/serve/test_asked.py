@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from penstock.settings import ServeConfig
 TOKENIZER = ByteTokenizer()
 
 
-TEMPLATE = ChatTemplate("{{ messages[0].content }}", SimpleNamespace(special_tokens_map={}))
+TEMPLATE = ChatTemplate("{{ messages[0].content }}")
 
 
 def model(**changes: Any) -> ServedModel:

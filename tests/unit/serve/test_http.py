@@ -38,7 +38,7 @@ def serve() -> Iterator[Serve]:
     running = ExitStack()
 
     def start(**settings: Any) -> int:
-        template = ChatTemplate(LOOP, SimpleNamespace(special_tokens_map={}), Guard(most_s=1))
+        template = ChatTemplate(LOOP, {}, Guard(most_s=1))
         model = ServedModel("m", ServeConfig(**settings), 0, None, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, boxes, ServerMetrics(lambda: boxes.queue.counts), None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock import schedule
+from penstock.data.guard import GuardError
 from penstock.engine.generation.answers import AnswerText, Decodes
 from penstock.engine.training.microbatches import check_callable
 from penstock.runtime.recovery import Alarm
@@ -131,13 +132,14 @@ class QueueError(RuntimeError):
 class TokenDelta:
     """One new token of an answer, with the text that can be shown from now on; the last one bears the ending.
 
-    Where that is NOT_FINITE, token and text mean nothing.
+    Where that is NOT_FINITE, token and text mean nothing. failure: why the tokenizer cannot write the answer's text.
     """
 
     number: int
     token: Token
     text: str
     ending: Ending | None
+    failure: str | None = None
 
 
 @dataclass(eq=False)
@@ -242,13 +244,20 @@ class RequestQueue:
                 if text is None:
                     continue
                 token, ending = sequence.generated[-1], sequence.ending
-                shown = text.add(token.id)
-                if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
-                    ending = Ending.STOPPED
-                    self._stopped.append(sequence.number)
+                shown, failure = "", None
+                try:
+                    shown = text.add(token.id)
+                    if text.stopped and ending not in (Ending.STOPPED, Ending.NOT_FINITE):
+                        ending = Ending.STOPPED
+                        self._stopped.append(sequence.number)
+                    shown += "" if ending is None else text.finish()
+                except GuardError as error:
+                    failure = str(error)
+                    if ending is None:
+                        ending = Ending.STOPPED
+                        self._stopped.append(sequence.number)
                 if ending is not None:
-                    shown += text.finish()
                     del self._texts[sequence.number]
-                deltas.append(TokenDelta(sequence.number, token, shown, ending))
+                deltas.append(TokenDelta(sequence.number, token, shown, ending, failure))
         if deltas:
             self.publish(deltas)
