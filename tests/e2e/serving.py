@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.e2e.scripts import free_port
 from tests.e2e.training import Started
+from tests.hostile_tokenizers import READS
 from tests.hugging_face import make_model, make_tokenizer
 
 KEY = "a-key-for-tests"
@@ -31,6 +32,15 @@ def write_model(folder: Path) -> Path:
     make_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def let_tokenizer_panic(model: Path) -> Path:
+    """Give a model's tokenizer a pattern that panics on `MANY`, and finds nothing in other texts."""
+    content, (hostile, _) = json.loads((model / "tokenizer.json").read_text()), READS["a pattern that backtracks"]
+    own = [hostile["pre_tokenizer"], content["pre_tokenizer"]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": own}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    return model
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.output import ResultsFile
 from tests.e2e.training import write_run
+from tests.hostile_tokenizers import MANY, READS, WRITES, write
 from tests.hugging_face import make_model
 
 SECRET = "a secret of somebody's"
@@ -133,11 +134,23 @@ TRAIN, REFUSED, DONE = train(), 2, 0
 ADAPTED = anew("--adapter.pretrained", "INSIDE/adapter")
 ADAPTER, ADAPTER_WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 PLAN = given("plan", "--model", "llama-2-7b", "--cluster", "INSIDE/cluster.toml")
+SAY = given("generate", "INSIDE/model", MANY, "--max-new-tokens", "2")
 TRACE = given("trace", "INSIDE/step.json", "--output", "INSIDE/step.html")
 
 
 def in_model(name: str, content: bytes | str) -> Act:
     return lambda p: p.put(f"model/{name}", content)
+
+
+def tokenizer(kind: str = "a pattern that backtracks") -> Act:
+    """A tokenizer that fails on `MANY`, of which the prompts and a file of texts are made."""
+    content = WRITES if kind == "writes" else READS[kind][0]
+    texts = json.dumps({"text": MANY, "prompt": MANY}) + "\n"
+    return both(lambda p: write(p.model, content), put("many.jsonl", texts), put("many.txt", MANY * 5))
+
+
+def with_tokenizer(*more: str) -> Words:
+    return anew("--data.tokenizer", "INSIDE/model", "--model.vocab_size", "256", *more)
 
 
 def in_run(name: str, content: bytes | str) -> Act:
@@ -292,6 +305,23 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "settings of generation of 20 GiB": (endless(f"model/{GENERATION}"), generate(), REFUSED),
     "a tokenizer of 20 GiB": (endless("model/tokenizer.json"), generate(), REFUSED),
     "an index of 20 GiB": (endless(f"model/{INDEX}"), score, REFUSED),
+    # their tokenizers
+    "a tokenizer that expands a prompt": (tokenizer("a normalizer that expands"), SAY, REFUSED),
+    "a tokenizer that panics on a prompt": (tokenizer(), SAY, REFUSED),
+    "one that panics on a scored text": (tokenizer(), given("score", "INSIDE/model", "INSIDE/many.jsonl"), REFUSED),
+    "one that panics on a text held out": (
+        tokenizer(),
+        given("convert", "INSIDE/model", "INSIDE/x", "--to", "huggingface", "--quantize", "int8",
+              "--held-out", "INSIDE/many.txt"),
+        REFUSED,
+    ),
+    "one that panics on a corpus": (tokenizer(), with_tokenizer("--data.corpus", "INSIDE/many.txt"), REFUSED),
+    "one that makes millions of tokens": (
+        tokenizer("one that makes millions of a letter"), with_tokenizer("--data.corpus", "INSIDE/many.txt"), REFUSED
+    ),
+    "a tokenizer that expands an answer": (
+        tokenizer("writes"), given("generate", "INSIDE/model", "b", "--max-new-tokens", "2"), REFUSED
+    ),
     # adapters
     "a deep adapter": (both(adapter(), put(ADAPTER, DEEP)), ADAPTED, REFUSED),
     "an adapter's pickle": (

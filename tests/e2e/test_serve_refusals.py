@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.serve.server import allow_connections
-from tests.e2e.serving import KEY, MAX_LENGTH, Served, serving, write_model
+from tests.e2e.serving import KEY, MAX_LENGTH, Served, let_tokenizer_panic, serving, write_model
+from tests.hostile_tokenizers import MANY
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "tiny", "prompt": "the cat", "max_tokens": 4, "seed": 1}
@@ -286,6 +287,19 @@ def test_a_request_with_two_lengths_is_refused(served: Served, good: str, path: 
     assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1
     assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
     assert answer(served) == good
+
+
+@pytest.mark.shows(167)
+def test_a_tokenizer_that_fails_on_a_prompt_refuses_it_and_the_server_lives_on(tmp_path: Path) -> None:
+    with serving(let_tokenizer_panic(write_model(tmp_path))) as served:
+        status, before = served.post(COMPLETIONS, GOOD)
+        assert status == 200
+        for path, asked in ((COMPLETIONS, but(prompt=MANY)), (CHAT, said(MANY))):
+            status, refused = served.post(path, asked)
+            assert (status, set(refused["error"])) == (400, {"message", "type", "param", "code"}), refused
+            assert "the tokenizer" in refused["error"]["message"] and "\n" not in refused["error"]["message"]
+            status, after = served.post(COMPLETIONS, GOOD)
+            assert (status, after["choices"]) == (200, before["choices"])
 
 
 def test_a_key_in_a_file_is_as_good_and_more_answers_than_fit_are_refused_for_good(tmp_path: Path) -> None:

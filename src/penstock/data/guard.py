@@ -27,7 +27,7 @@ from typing import Any
 MOST_S = 5
 """Seconds of a processor that a piece of work may take, at most, beside those for a long text."""
 
-# For each byte of what it is given. Slow tokenizers read 50,000 in a second; 270 bytes of memory were measured for each.
+# For each byte of what it is given. Slow tokenizers read 50,000 in a second, and take 270 bytes of memory for each.
 _MORE_S, _MORE_MEMORY_BYTES = 2e-5, 1024
 _MOST_MEMORY_BYTES = 1 << 30
 _MOST_CHARACTERS = 64 << 20
@@ -40,7 +40,7 @@ class GuardError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenizerFiles:
     """A tokenizer's file, or the folder of one of transformers', as it was when it was found."""
 
     path: str
@@ -48,7 +48,7 @@ class Place:
     stamp: Sequence[tuple[str, int, int]]
 
     @classmethod
-    def of(cls, path: Path) -> Place:
+    def of(cls, path: Path) -> TokenizerFiles:
         """The place of a file or a folder."""
         files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in _TEXTS)
         found = [(file.name, file.stat()) for file in files if file.is_file()]
@@ -76,11 +76,11 @@ class Guard:
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _owner: int = field(default=0, init=False)
     #: what the process has opened
-    _opened: Place | None = field(default=None, init=False)
+    _opened: TokenizerFiles | None = field(default=None, init=False)
     #: held while the process works
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def do(self, work: str, arguments: Mapping[str, Any], place: Place | None = None) -> Any:
+    def do(self, work: str, arguments: Mapping[str, Any], place: TokenizerFiles | None = None) -> Any:
         """Do a piece of work, by its name in `_WORK`: arguments and result are values of JSON.
 
         place: of the tokenizer that does it, which is opened unless the last piece was done by it.
@@ -321,7 +321,7 @@ class TransformersTokenizer:
     fingerprint: differs if any text or conversation would be tokenised differently.
     """
 
-    place: Place
+    place: TokenizerFiles
     guard: Guard = field(compare=False)
     vocab_size: int
     end: str | None
@@ -338,7 +338,7 @@ class TransformersTokenizer:
         from penstock.io.files import check_texts
 
         check_texts(folder)
-        place, guard = Place.of(folder), Guard()
+        place, guard = TokenizerFiles.of(folder), Guard()
         return cls(place, guard, *guard.do("describe", {}, place))
 
     def template(self, tools: Any = None) -> str | None:

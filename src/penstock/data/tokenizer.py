@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.guard import Guard, GuardError, Place, unpacked
+from penstock.data.guard import Guard, GuardError, TokenizerFiles, unpacked
 from penstock.data.sources import CorpusError
 from penstock.io.files import read_bytes, read_json_object
 
@@ -79,7 +79,7 @@ class FileTokenizer:
     raise `GuardError` where it fails, or takes too much time or memory.
     """
 
-    place: Place
+    place: TokenizerFiles
     fingerprint: str
     end_token_id: int | None
     vocab_size: int
@@ -145,7 +145,7 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
     try:
         content, guard = read_bytes(path), Guard()
-        place = Place.of(path)
+        place = TokenizerFiles.of(path)
         # The largest id decides, since added tokens may leave gaps.
         vocab_size = guard.do("size", {}, place)
         end_token_id = guard.do("id", {"text": end_token}, place) if isinstance(end_token, str) and end_token else None

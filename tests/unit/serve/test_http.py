@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.data.guard import ChatTemplate, Guard
+from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.generation.requests import RequestQueue
 from penstock.model import Limits
 from penstock.serve import app, server
@@ -24,6 +26,7 @@ from penstock.serve.mailboxes import Mailboxes
 from penstock.serve.metrics import ServerMetrics
 from penstock.serve.server import http_thread, listening_socket
 from penstock.settings import ServeConfig
+from tests.hostile_tokenizers import MANY, READS, write
 
 LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"
 TALK = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode()
@@ -37,9 +40,9 @@ def serve() -> Iterator[Serve]:
     """Starts a server; gives its port."""
     running = ExitStack()
 
-    def start(**settings: Any) -> int:
+    def start(tokenizer: Any = None, **settings: Any) -> int:
         template = ChatTemplate(LOOP, {}, Guard(most_s=1))
-        model = ServedModel("m", ServeConfig(**settings), 0, None, template, Limits(300, 64), 2, (), {})
+        model = ServedModel("m", ServeConfig(**settings), 0, tokenizer, template, Limits(300, 64), 2, (), {})
         boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
         parts = ServerParts(model, boxes, ServerMetrics(lambda: boxes.queue.counts), None)
         listener = listening_socket("127.0.0.1", 0)
@@ -285,3 +288,22 @@ def test_a_template_without_end_is_refused_while_others_are_answered(serve: Serv
     assert [status for status, _ in answers] == [400, 400]
     for _, content in answers:
         assert content["error"]["message"].endswith("refuses the messages (it computes for more than 1 s)")
+
+
+@pytest.mark.shows(167)
+@pytest.mark.parametrize("kind", ["a normalizer that expands", "a pattern that backtracks"])
+def test_a_prompt_on_which_the_tokenizer_fails_is_refused(serve: Serve, tmp_path: Path, kind: str) -> None:
+    port = serve(load_tokenizer(str(write(tmp_path, READS[kind][0]))))
+    refused: list[tuple[int, Any]] = []
+    body = json.dumps({"model": "m", "prompt": MANY}).encode()
+    asking = threading.Thread(target=lambda: refused.append(ask(port, "POST", "/v1/completions", body)))
+    asking.start()
+    while asking.is_alive():
+        assert ask(port, "GET", "/health")[0] == 200
+        time.sleep(0.05)
+    [(status, content)] = refused
+    assert (status, content["error"]["param"], content["error"]["type"]) == (400, "prompt", "invalid_request_error")
+    assert content["error"]["message"].startswith("prompt cannot be read: the tokenizer ")
+    # A text that it can read is told its length, as ever.
+    long = json.dumps({"model": "m", "prompt": "b" * 80}).encode()
+    assert "80 tokens" in ask(port, "POST", "/v1/completions", long)[1]["error"]["message"]

@@ -6,6 +6,7 @@ from collections.abc import Sized
 
 import pytest
 
+from penstock.data.guard import GuardError
 from penstock.engine.generation.requests import RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import CompletionRequest
@@ -50,6 +51,31 @@ def test_each_request_gets_its_own_tokens_in_order(stream: bool) -> None:
         assert await taken(first) == [0, 2, 4, 5]
         assert await taken(second) == [1, 3]
         assert boxes.leave(first) == boxes.leave(second) == 0
+
+    asyncio.run(run())
+
+
+class Fails:
+    """A tokenizer that cannot write the token 1."""
+
+    def decode(self, tokens: list[int]) -> str:
+        if 1 in tokens:
+            raise GuardError("the tokenizer fails")
+        return "a" * len(tokens)
+
+
+def test_an_answer_that_the_tokenizer_cannot_write_ends_alone() -> None:
+    async def run() -> None:
+        boxes = Mailboxes(lambda publish: RequestQueue(2, 1, Fails(), publish))
+        boxes.open(asyncio.get_running_loop())
+        # The first has the tokens 0 and 2, and the other begins with 1.
+        first, second = boxes.submit(asked()), boxes.submit(asked())
+        await asyncio.to_thread(compute, boxes)
+        assert await taken(first) == [0, 2]
+        with pytest.raises(RefusalError, match="the tokenizer fails") as caught:
+            await taken(second)
+        assert (caught.value.status, caught.value.code) == (500, "tokenizer")
+        assert sum(boxes.queue.counts) == 0
 
     asyncio.run(run())
 
