@@ -16,8 +16,9 @@ from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
 from penstock.engine import TrainResult
 from penstock.model import cross_entropy_sum
-from penstock.settings import LearningRate, OptimizerConfig, Precision, ScheduleConfig, WeightDecay
+from penstock.settings import LearningRate, OptimizerConfig, Precision, SamplingParams, ScheduleConfig, WeightDecay
 from tests.dist.launch import run_ranks
+from tests.dist.test_own_modules import Embedded, Head, Turned
 
 WIDTH, VOCAB, STEPS = 8, 32, 3
 SPLIT = MicroBatchSpec(num=3)
@@ -236,6 +237,31 @@ def test_each_tensor_of_own_layers_keeps_its_dtype_and_is_trained_as_by_plain_py
                     compare(value, theirs[name], f"{name} of {case} after step {step + 1}")
         held = {name for of_rank in by_rank for own in of_rank[number]["states"] for name in own}
         assert held == set(states[0])
+
+
+# ---- generation
+
+
+def generated(rank: int, layout: Layout) -> list[Any]:
+    """The tokens and log-probabilities of layers that generate, all in one dtype, which is no setting's."""
+    found: list[Any] = []
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(3)
+        model = [Embedded(VOCAB, WIDTH), Turned(WIDTH, WIDTH), Turned(WIDTH, WIDTH), Head(WIDTH, VOCAB)]
+        engine = Engine.from_layers([layer.to(dtype) for layer in model], WIDTH, layout, device="cpu", timeout_s=30.0)
+        answers = engine.generate([[3, 4, 5], [6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0))
+        found += [(answer.tokens, answer.log_probs) for answer in answers]
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(164)
+def test_own_layers_generate_in_their_dtype_however_they_are_cut() -> None:
+    alone = run_ranks(1, generated, Layout())[0]
+    assert len(set(map(str, alone))) > 2
+    for num_ranks in (2, 3):
+        assert all(found == alone for found in run_ranks(num_ranks, generated, Layout(pp=num_ranks)))
 
 
 def exactly(one: Tensor, other: Tensor, what: str) -> None:

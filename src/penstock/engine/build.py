@@ -542,6 +542,16 @@ def dtype_under(precision: Precision, dtype: torch.dtype) -> torch.dtype:
     return parameter_dtype(precision) if dtype is torch.float32 else dtype
 
 
+def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype:
+    """The dtype of what layers pass on: the precision's, or that of the parameters of a user's own first layer."""
+    first = units[0]
+    if first.is_own:
+        with torch.device("meta"):
+            own = [p.dtype for p in first.build().parameters() if p.is_floating_point()]
+        return dtype_under(precision, own[0]) if own else parameter_dtype(precision)
+    return parameter_dtype(precision)
+
+
 def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
     """Bytes of a weight on device; of a quantised one with its share of scales and of what stays as it is."""
     quantized = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}

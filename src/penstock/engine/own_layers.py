@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from penstock.data import PackedBatch
-from penstock.engine.build import autocast_of, keep_linears_eager
+from penstock.engine.build import autocast_of, dtype_under, keep_linears_eager
 from penstock.model import (
     BoundLayer,
     Given,
@@ -176,7 +176,7 @@ class OwnLayers:
             layers = [(unit.name, unit.build()) for unit in self._units]
             boundary = next(iter(self._stages.values())).boundary
             autocast = autocast_of(self._precision, torch.device("cpu"))
-            found, self.num_classes = find_messages(layers, shapes, boundary, autocast())
+            found, self.num_classes = find_messages(layers, shapes, boundary, autocast(), self._precision)
             self._keys, self._has_messages = shapes, any(message is not None for message, _ in found)
             for number, stage in self._stages.items():
                 members = self._cut[number % len(self._cut)]
@@ -225,6 +225,7 @@ def find_messages(
     keys: _KeyShapes,
     boundary: Boundary,
     autocast: AbstractContextManager[Any],
+    precision: Precision,
 ) -> tuple[list[_Found], int | None]:
     """Find what each layer but the last gives, and the width of the rows that the last one gives.
 
@@ -239,7 +240,7 @@ def find_messages(
         torch.compiler.set_stance("force_eager"),
         _quiet("torch._subclasses.fake_tensor"),
     ):
-        runs = [_FakeRun(keys, number, boundary.hidden_size, boundary.dtype) for number in range(2)]
+        runs = [_FakeRun(keys, number, boundary.hidden_size, boundary.dtype, precision) for number in range(2)]
         with autocast:
             found, run = [_found(name, module, runs) for name, module in layers[:-1]], runs[0]
             try:
@@ -274,10 +275,14 @@ class _FakeRun:
     #: width and dtype of the plain stream
     hidden_size: int
     dtype: torch.dtype
+    #: to which parameters and buffers in fp32 are cast
+    precision: Precision
     #: what the last layer gave
     value: Any
 
-    def __init__(self, keys: _KeyShapes, number: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, keys: _KeyShapes, number: int, hidden_size: int, dtype: torch.dtype, precision: Precision
+    ) -> None:
         lengths = _LENGTHS[number]
         groups = sorted({group for *_, group in keys} - {"tokens"})
         others = dict(zip(groups, _PRIMES[number], strict=False))
@@ -286,7 +291,7 @@ class _FakeRun:
             key: torch.zeros((self.num_rows[group], *trailing), dtype=dtype) for key, dtype, trailing, group in keys
         }
         self.sequences = Sequences.from_lengths(lengths)
-        self.hidden_size, self.dtype = hidden_size, dtype
+        self.hidden_size, self.dtype, self.precision = hidden_size, dtype, precision
         self.value = self.keys["tokens"]
 
     def call(self, module: nn.Module) -> None:
@@ -294,8 +299,7 @@ class _FakeRun:
         args, kwargs = parameters.arguments(self.value, self.sequences, self.keys)
         every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         own = {
-            name: torch.empty(tensor.shape, dtype=self.dtype if tensor.dtype is torch.float32 else tensor.dtype)
-            for name, tensor in every
+            name: torch.empty(tensor.shape, dtype=dtype_under(self.precision, tensor.dtype)) for name, tensor in every
         }
         self.value = functional_call(module, own, tuple(args), kwargs, tie_weights=False)
 

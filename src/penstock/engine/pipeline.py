@@ -27,8 +27,8 @@ from penstock.engine.build import (
     check_ties,
     check_whole_model,
     cut_units,
-    parameter_dtype,
     stepped_whole,
+    stream_dtype,
     units_for,
 )
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
@@ -208,7 +208,7 @@ class Pipeline:
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
-        self.boundary = Boundary(hidden_size, parameter_dtype(self.options.precision), self.layout.tp)
+        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
