@@ -71,6 +71,9 @@ FAULTS = {
     "factors in attributes of parameters": "the optimizer is given other parameters",
     "layers with extra state, saved and resumed": "checkpoints leave the extra state of torch's modules out",
     "noise in the optimizer's step": "its random numbers depend on the layout",
+    "a counting buffer that is not persistent, recomputed": "it counts the recomputation",
+    "spectral norm, recomputed": "the recomputation sees later buffers",
+    "noise from a generator of the layer's own, recomputed": "the recomputation draws other noise",
 }
 
 

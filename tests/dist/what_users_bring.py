@@ -1263,6 +1263,26 @@ class Temperature(nn.Module):
         return token_cross_entropy(logits / self.temperature, microbatch)
 
 
+class HeadWithTemperature(nn.Module):
+    """A head that gives the loss a temperature beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.temperature = head(), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(x), self.temperature
+
+
+def tempered(output: tuple[Tensor, Tensor], microbatch: PackedBatch) -> Tensor:
+    return token_cross_entropy(output[0] / output[1], microbatch)
+
+
+CASES["a parameter of the loss in the last layer"] = Case(
+    lambda: [embedding(), Block(), Block(), HeadWithTemperature()], loss=lambda: tempered
+)
+
+
 class Centered(nn.Module):
     """A loss with a running center of the logits in a buffer."""
 
@@ -1867,3 +1887,16 @@ CASES["Lookahead around AdamW, saved and resumed"] = Case(
 )
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
 CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
+
+# ---- layers that are called once more, to recompute them
+
+RECOMPUTED: dict[str, Make] = {
+    "dropout": lambda: nn.Sequential(square(), nn.Dropout(0.3)),
+    "a counting buffer that is not persistent": Warming,
+    "spectral norm": NEW_SPECTRAL_NORM,
+    "noise from a generator of the layer's own": OwnGenerator,
+}
+CASES |= {
+    f"{name}, recomputed": Case(model(make, make, make), options={"recompute": "full"})
+    for name, make in RECOMPUTED.items()
+}
