@@ -205,3 +205,21 @@ def unequally_frozen(rank: int) -> str:
 def test_ranks_that_freeze_unequally_are_refused_by_name() -> None:
     first, second = run_ranks(2, unequally_frozen, timeout_s=60.0)
     assert first == second
+
+
+@pytest.mark.shows(107, 162)
+def test_the_built_in_optimizer_counts_the_updates_of_a_thawed_parameter_as_torchs_does() -> None:
+    engine = opened(Case(Layout()), BUILT_IN)
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in engine.parameters().items()}
+    reference = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for trained in PHASES:
+        freeze(engine, trained)
+        for _ in range(2):
+            one_step(engine)
+            for name, parameter in theirs.items():
+                parameter.grad = engine.gradient(name).clone() if name.startswith(trained) else None
+            reference.step()
+    for name, parameter in engine.parameters().items():
+        # The built-in AdamW is torch's fused kernel.
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=1e-7)
+    engine.close()
