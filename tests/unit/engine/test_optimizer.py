@@ -175,7 +175,7 @@ def test_masters_follow_parameters_that_were_set_from_elsewhere() -> None:
     with torch.no_grad():
         for parameter in stage.parameters.values():
             parameter.fill_(2.0)
-    optimizer.renew_masters()
+    optimizer.take_edits()
     assert all(bool((optimizer.state()[f"optimizer.master.{name}"] == 2.0).all()) for name in SHAPES)
 
 

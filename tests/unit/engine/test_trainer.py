@@ -55,7 +55,6 @@ def step_with_weights(precision: Precision, weights: dict[str, Tensor]) -> tuple
     with torch.no_grad():
         for name, parameter in engine.parameters().items():
             parameter.copy_(weights[name])
-    engine.trainer.optimizer.renew_masters()
     result = engine.train_batch(batch_of((12, 7, 9, 14)), micro_batches=MicroBatchSpec(num=2))
     trained = [name for name, p in engine.parameters().items() if p.requires_grad]
     return result, {name: engine.gradient(name).float().clone() for name in trained}

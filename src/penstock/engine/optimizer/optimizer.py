@@ -431,13 +431,6 @@ class Optimizer:
             kept = own.view(narrow) == master.to(own.dtype).view(narrow)
             master.copy_(torch.where(kept, master, own.to(master.dtype)))
 
-    @torch.no_grad()
-    def renew_masters(self) -> None:
-        """Take the masters' values from the parameters, after these were set from elsewhere."""
-        for bucket, master in zip(self._stepped, self._masters, strict=True):
-            if master.dtype != bucket.parameters.dtype:
-                master.copy_(bucket.parameters[bucket.owned])
-
     def gradient_norm(self) -> float:
         """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
 
