@@ -251,8 +251,10 @@ def _first(kinds: Iterable[Hosts], num_devices: int) -> tuple[Hosts, ...]:
         if number < kind.number and rest:
             return ()
         if number := min(number, kind.number):
+            num_devices -= number * kind.devices_per_host
+            if found and replace(found[-1], number=kind.number) == kind:
+                number += found.pop().number
             found.append(replace(kind, number=number))
-            num_devices -= found[-1].num_devices
     return () if num_devices else tuple(found)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from penstock.planner.cluster import Cluster, Device, DeviceLink, Hosts
 from penstock.settings import Layout
@@ -124,7 +126,7 @@ class _Wires:
 
     def host_of(self, rank: int) -> tuple[int, int, Hosts]:
         """The number of a rank's host, the rank's place on it, and its kind."""
-        at = max(place for place, (first, _) in enumerate(self.starts) if rank >= first)
+        at = bisect_right(self.starts, rank, key=itemgetter(0)) - 1
         first, host = self.starts[at]
         number, local = divmod(rank - first, self.kinds[at].devices_per_host)
         return host + number, local, self.kinds[at]

@@ -263,8 +263,8 @@ class _Search:
             family.name.endswith("interleaved") and num % ranks and num < ranks
         ):
             return None
-        # Some rank keeps at least the mean of what the devices have; the closed form's error is the margin's business.
-        needed = rank.state_bytes + family.live(ranks, num, stages) * rank.kept_bytes
+        # The fullest rank keeps at least so much of the mean; the closed form's error is the margin's business.
+        needed = rank.fullness * (rank.state_bytes + family.live(ranks, num, stages) * rank.kept_bytes)
         if self.least is None or needed < self.least[0]:
             self.least = needed, candidate
         if needed > _MARGIN * self.cluster.memory_bytes:
@@ -393,6 +393,8 @@ class _RankCosts:
     reduce_s: float
     state_bytes: float
     kept_bytes: float
+    #: the most that a rank has of a mean rank's layers, over what its device has of a mean device's memory
+    fullness: float
 
     @classmethod
     def of(cls, workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> _RankCosts:
@@ -421,7 +423,10 @@ class _RankCosts:
         message_s = message * max((edge.byte_s for edge in wires.edges[:-1]), default=0.0) / constants.links
         sent = (1 if zero else 2) * GRADIENT_BYTES * dense * (1 - 1 / candidate.copies)
         reduce_s = min(clock.message_s(sent, clock.place.gradients) for clock in clocks.values())
-        return cls(seconds, least_s, message_s, reduce_s, state_bytes(workload, candidate, dense, experts).total, kept)
+        shares = (ranks * seconds / whole_s[place] / place.device.memory_bytes for place in places)
+        fullness = cluster.memory_bytes * max(shares)
+        state = state_bytes(workload, candidate, dense, experts).total
+        return cls(seconds, least_s, message_s, reduce_s, state, kept, fullness)
 
 
 def schedules() -> tuple[str, ...]:
