@@ -50,8 +50,8 @@ class UncheckedEnd(transport._ChannelEnd):
     def receive(self, buffer: Tensor) -> Any:
         return _NO_ENVELOPE, [self.backends[0].recv([buffer], self.peer, 0)]
 
-    def send(self, tensor: Tensor) -> None:
-        self.sends.add((tensor, _NO_ENVELOPE, [self.backends[0].send([tensor], self.peer, 0)]))
+    def send(self, tensor: Tensor, header: bytes = b"") -> None:
+        self.sends.add((tensor, [_NO_ENVELOPE], [self.backends[0].send([tensor], self.peer, 0)]))
 
 
 def prepare(side: str, rank: int) -> Callable[[], dict[str, float]]:

@@ -23,6 +23,7 @@ from penstock.runtime import (
     StageDecoder,
     TransportError,
 )
+from penstock.runtime.message import Message
 from penstock.runtime.transport import Line
 from penstock.schedule import Placement, PlacementKind, Scheduler, partition
 from penstock.settings import ModelConfig, SamplingParams
@@ -96,6 +97,12 @@ class ThreadTransport:
         self.lines.queue(channel).put(tensor)
         with self.lines.lock:
             self.lines.num_messages += 1
+
+    def receive_message(self, channel: Line) -> "ThreadReceipt":
+        raise AssertionError("a ring sends tensors")
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        raise AssertionError("a ring sends tensors")
 
     def num_pending(self) -> int:
         sent = (queue.qsize() for line, queue in self.lines.queues.items() if line.source == self.rank)

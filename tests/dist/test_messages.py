@@ -18,7 +18,6 @@ from penstock.data import Extent, split
 from penstock.engine import EngineOptions
 from penstock.model import Parameters, Sequences, cross_entropy_sum
 from penstock.runtime import StepError
-from penstock.runtime.message import Form, Message, MessagePart
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
@@ -185,51 +184,6 @@ def test_several_tensors_between_stages_change_no_bit(model: str) -> None:
         together = {name: weight for _, part in ranks for name, weight in part.items()}
         assert together.keys() == own.keys()
         assert all(torch.equal(weight, own[name]) for name, weight in together.items()), case
-
-
-# ---- what cannot be found, or declared
-
-
-class Reads(nn.Module):
-    """Gives two tensors by a way that needs data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 6)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        assert float(tokens.sum()) >= 0.0
-        x = self.embedding(tokens)
-        return x, x * 2
-
-
-class Declares(Reads):
-    gives = Message(
-        Form.TUPLE, (MessagePart("tokens", (6,), torch.float32), MessagePart("tokens", (6,), torch.float32))
-    )
-
-
-class Adds(nn.Linear):
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        return super().forward(x + other)
-
-
-def declared(rank: int, first: type[nn.Module], pp: int) -> Any:
-    torch.manual_seed(0)
-    engine = Engine.from_layers([first(), Adds(6, 6), nn.Linear(6, 16)], 6, Layout(pp=pp), EngineOptions(device="cpu"))
-    try:
-        return engine.train_batch(mappings()[2][0], micro_batches=MicroBatchSpec(num=2)).loss
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-
-
-@pytest.mark.shows(105)
-def test_what_cannot_be_found_without_data_is_declared_or_refused_by_name() -> None:
-    loss = declared(0, Declares, 1)
-    assert isinstance(loss, float)
-    assert run_ranks(3, declared, Declares, 3) == [loss] * 3
-    for found in [[declared(0, Reads, 1)], run_ranks(3, declared, Reads, 3)]:
-        assert any("layers.1 takes 'other', which has no default" in str(text) for text in found), found
 
 
 # ---- ranks that disagree about a message

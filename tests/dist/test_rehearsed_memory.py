@@ -17,7 +17,7 @@ from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router
-from penstock.runtime import Recorder, Transport
+from penstock.runtime import Message, Recorder, Transport
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
 from penstock.schedule.recording import Record
@@ -89,6 +89,12 @@ class MeteredTransport:
     def send(self, channel: Line, tensor: torch.Tensor) -> None:
         self._meter.claim(MemoryKind.TRANSPORT, [tensor])
         self._inner.send(channel, tensor)
+
+    def receive_message(self, channel: Line) -> Receipt:
+        return self._inner.receive_message(channel)
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        self._inner.send_message(channel, message)
 
     def num_pending(self) -> int:
         return self._inner.num_pending()

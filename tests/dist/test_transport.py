@@ -148,9 +148,9 @@ def with_a_dead_link(rank: int) -> str:
     """Rank 1 -> rank 2 carries nothing: the test of the links names it."""
     original = module._ChannelEnd.send
 
-    def send(self: Any, tensor: torch.Tensor) -> None:
+    def send(self: Any, tensor: torch.Tensor, header: bytes = b"") -> None:
         if self.channel[:2] != (1, 2):
-            original(self, tensor)
+            original(self, tensor, header)
 
     module._ChannelEnd.send = send
     try:

@@ -71,7 +71,7 @@ from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
-from penstock.settings import Groups, Layout
+from penstock.settings import ConfigError, Groups, Layout
 
 Finish = Callable[[Any, PackedBatch], Tensor]
 """A function from the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
@@ -208,7 +208,8 @@ class Pipeline:
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
-        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp)
+        is_open = all(unit.is_own for unit in self.units)
+        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
@@ -220,7 +221,7 @@ class Pipeline:
         self.gives_results = self.grid.pp_rank == output_rank
         self.output_ranks = tuple(self.layout.rank_of(dp=dp, pp=output_rank) for dp in range(self.layout.dp))
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
-        own_layers = OwnLayers(self.units, self.cut, self.stages, self.options.precision, self.device)
+        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
         self.own_layers = None if own_layers.are_plain else own_layers
         self._check_whole_model()
         self.recovery = Recovery(
@@ -286,6 +287,11 @@ class Pipeline:
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         """The units of every stage, and the schedule, which may depend on the units' measured times."""
         lengths, choice = self.options.measure_lengths, self.options.choice
+        if lengths is not None and any(unit.is_own for unit in self.units):
+            raise ConfigError(
+                "measure_lengths: to measure layers is to run them, and your own run on a batch's data alone; leave it "
+                "out, and the cut follows their parameters, or give schedule.cut"
+            )
         if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
             return cut_units(self.units, self.placement, self.options), choice
         # One rank measures, so the units are not sharded: only the proportions of their times count.
@@ -346,6 +352,8 @@ class Pipeline:
         present = self.units[-1].present
 
         def finish_own(output: Any) -> Tensor:
+            if self.own_layers is not None:
+                self.own_layers.note_output(output, own)
             return finish(output if present is None else present(output), own)
 
         return Feed(

@@ -69,7 +69,6 @@ def times_here(
             if i == 0:
                 x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
             stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
-            # The layers may be a user's own, whose statistics move in steps alone.
             stages[0].set_training(False)
             known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
         found.append(known[kind])

@@ -78,8 +78,6 @@ class Given:
     keys: Mapping[str, Tensor] = field(default_factory=dict)
     #: None outside of training
     randomness: Randomness | None = None
-    #: key of the batch, or "sequences" -> the microbatch's number of them; empty where all layers give the plain stream
-    num_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 NOTHING_GIVEN = Given()

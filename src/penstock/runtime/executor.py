@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import Deadlock, MessageMismatch, PipelineError, TransportError
+from penstock.runtime.message import Message
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
@@ -40,8 +41,8 @@ class Feed:
 Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
 Waiting = Generator[Receipt, None, Any]  # yields the receipts that it cannot take yet
 Handler = Callable[[Record], Waiting | None]
-Tensors = tuple[Tensor, ...]  # of one message; a plain stream is one tensor
-MakeLane = Callable[[Action, Wire, Tensors | None, Pairs], Lane[None]]
+Parcel = Tensor | Message  # what one stage gives another, either way
+MakeLane = Callable[[Action, Wire, Parcel | None, Pairs], Lane[None]]
 
 _PAIRS = Pairs()
 
@@ -82,10 +83,10 @@ class Executor:
     _feeds: Sequence[Feed] = field(default=(), init=False)
     #: the running step's tapes
     _tapes: Tapes = field(default_factory=Tapes, init=False)
-    #: posted receives, as a list, or the result of a neighbour on this rank, as a tuple
-    _arrivals: dict[Key, list[Receipt] | Tensors] = field(default_factory=dict, init=False)
+    #: posted receives, or the results of neighbours on this rank
+    _arrivals: dict[Key, Receipt | Parcel] = field(default_factory=dict, init=False)
     #: results that their send has not taken yet
-    _departures: dict[Key, Tensors] = field(default_factory=dict, init=False)
+    _departures: dict[Key, Parcel] = field(default_factory=dict, init=False)
     #: microbatch -> the result of the last stage's `finish`
     _results: dict[int, Tensor] = field(default_factory=dict, init=False)
 
@@ -182,16 +183,13 @@ class Executor:
         lanes: list[Lane[None]] = []
         for action, wire, lane in actions:
             arriving = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
-            if isinstance(arriving, list):
+            if arriving is not None and not isinstance(arriving, Parcel):
                 assert wire.source is not None and wire.arriving is not None
                 sender = Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source)
                 self.recorder.awaits(record, sender)
-                message: list[Tensor] = []
-                for receipt in arriving:
-                    while not receipt.ready():
-                        yield receipt
-                    message.append(receipt.wait())
-                arriving = tuple(message)
+                while not arriving.ready():
+                    yield arriving
+                arriving = arriving.wait()
             lanes.append(lane(action, wire, arriving, pairs))
         self.recorder.started(record)
         if pairs.overlap:
@@ -201,7 +199,7 @@ class Executor:
             for lane in lanes:
                 drain(lane)
 
-    def _forward(self, action: Action, wire: Wire, x: Tensors | None, pairs: Pairs) -> Lane[None]:
+    def _forward(self, action: Action, wire: Wire, x: Parcel | None, pairs: Pairs) -> Lane[None]:
         feed = self._feeds[action.microbatch]
         tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
         arrived = feed.tokens if x is None else x
@@ -210,7 +208,7 @@ class Executor:
         result = yield from self.stages[action.stage].forward(tape, arrived, feed.sequences, finish, feed.given)
         self._hand_on(action, wire, result)
 
-    def _backward(self, action: Action, wire: Wire, grad: Tensors | None, pairs: Pairs) -> Lane[None]:
+    def _backward(self, action: Action, wire: Wire, grad: Parcel | None, pairs: Pairs) -> Lane[None]:
         """A B, or an I, whose gradients of weights wait for their W."""
         stage, whole = self.stages[action.stage], action.op is Op.B
         tape = self._tapes[action.stage, action.microbatch]
@@ -237,7 +235,7 @@ class Executor:
             return
         stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
         try:
-            leaving = stage.leaving(result, wire.direction, feed.num_tokens, feed.given.num_rows)
+            leaving = stage.leaving(result, wire.direction, feed.num_tokens)
         except ValueError as error:
             where = f"{action} on rank {self.rank}, microbatch {action.microbatch}"
             raise PipelineError(f"{where}: {error}") from None
@@ -248,9 +246,12 @@ class Executor:
         else:
             self._departures[key] = leaving
 
-    def _transmit(self, channel: Channel, tensors: Tensors) -> None:
-        for tensor in tensors:
-            self.transport.send(channel, tensor.contiguous())
+    def _transmit(self, channel: Channel, parcel: Parcel) -> None:
+        if isinstance(parcel, Tensor):
+            self.transport.send(channel, parcel.contiguous())
+        else:
+            parts = tuple(tensor.contiguous() for tensor in parcel.tensors)
+            self.transport.send_message(channel, parcel.of_tensors(parts))
 
     def _send(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.leaving is not None
@@ -260,11 +261,12 @@ class Executor:
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
-        receipts: list[Receipt] = []
-        for shape, dtype in stage.arriving(wire.direction, feed.num_tokens, feed.given.num_rows):
-            receipts.append(self.transport.receive(wire.arriving, shape, dtype))
-        self._arrivals[wire.direction, action.stage, action.microbatch] = receipts
+        awaited = self.stages[action.stage].awaited(self._feeds[action.microbatch].num_tokens)
+        if awaited is None:
+            receipt = self.transport.receive_message(wire.arriving)
+        else:
+            receipt = self.transport.receive(wire.arriving, *awaited)
+        self._arrivals[wire.direction, action.stage, action.microbatch] = receipt
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:

@@ -1,28 +1,28 @@
-"""A layer's output for the next, where it is not the plain stream: several tensors, or one with other rows.
+"""Messages: the tensors that a layer of a user's own gives the next, and the form in which it gives them.
 
-The plain stream's shape is that of `Boundary` in `stage.py`.
-
-The shapes follow from the microbatch's metadata, so that receives are posted early: each tensor has as many rows as the
-microbatch has tokens, sequences, or rows of one of its keys. A message's tensors travel over one channel, in order.
+Nothing is known of it before the layer has run on real data, so a message says itself what it holds, and its receiver
+reads that before it takes the tensors. The package's own layers give the plain stream instead, whose shape both ends
+know beforehand: that of `Boundary` in `stage.py`.
 """
 
 import enum
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.schedule import Direction
 from penstock.settings.declare import type_in_words
-
-SEQUENCES = "sequences"
-"""The name by which a microbatch's sequences are counted, beside the keys of the batch."""
-
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shape and dtype of each of several tensors."""
+
+HEADER_END = b"\n"
+
+GIVEN = "a tensor, or a tuple or mapping of tensors"
+"""What a layer may give the next."""
 
 
 class Form(enum.Enum):
@@ -33,60 +33,59 @@ class Form(enum.Enum):
     MAPPING = "a mapping"
 
 
-@dataclass(frozen=True)
-class MessagePart:
-    """One tensor of a message."""
-
-    #: the key of the batch that has as many rows, or "sequences"
-    rows: str
-    #: the shape after the first dimension
-    trailing_shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def shape(self, num_rows: Mapping[str, int]) -> tuple[int, ...]:
-        return (num_rows[self.rows], *self.trailing_shape)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
     """The tensors that a layer gives the next one: a tuple by position, a mapping by the names of its parameters."""
 
-    form: Form
-    parts: tuple[MessagePart, ...]
+    tensors: tuple[Tensor, ...]
+    form: Form = Form.TUPLE
     #: the names of a mapping's tensors
     names: tuple[str, ...] = ()
 
-    def flat(self, value: Any) -> tuple[Tensor, ...]:
-        """The tensors in order. Raises: ValueError if `value` does not have this form."""
-        if self.form is Form.ONE and isinstance(value, Tensor):
-            return (value,)
-        if self.form is Form.TUPLE and isinstance(value, tuple | list) and len(value) == len(self.parts):
-            return tuple(value)
-        if self.form is Form.MAPPING and isinstance(value, Mapping) and set(value) == set(self.names):
-            return tuple(value[name] for name in self.names)
-        raise ValueError(f"{type_in_words(value)} instead of {self}")
+    @classmethod
+    def of(cls, value: Any) -> "Message":
+        """The message that a layer's output is. Raises: ValueError if it is none, in words that follow "gave"."""
+        if isinstance(value, Tensor):
+            found = cls((value,), Form.ONE)
+        elif isinstance(value, tuple):
+            found = cls(value)
+        elif isinstance(value, Mapping):
+            found = cls(tuple(value.values()), Form.MAPPING, tuple(value))
+        else:
+            raise ValueError("None" if value is None else type_in_words(value))
+        if not found.tensors:
+            raise ValueError(f"an empty {type(value).__name__}")
+        for place, tensor in zip(found.names or range(len(found.tensors)), found.tensors, strict=True):
+            if not isinstance(tensor, Tensor):
+                wrong = "None" if tensor is None else type_in_words(tensor)
+                raise ValueError(f"{found.form.value} with {wrong} at {place!r}")
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise ValueError(f"a tensor that is not dense, of layout {tensor.layout}")
+            if tensor.is_meta or hasattr(tensor, "fake_mode"):
+                raise ValueError("a tensor without data")
+            if not isinstance(place, int | str):
+                raise ValueError(f"a mapping with {place!r} as a name")
+        return found
 
-    def formed(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The value of which `flat` gives these tensors."""
+    @property
+    def value(self) -> Any:
+        """The output of which `of` makes this message."""
         if self.form is Form.MAPPING:
-            return dict(zip(self.names, tensors, strict=True))
-        return tensors[0] if self.form is Form.ONE else tensors
+            return dict(zip(self.names, self.tensors, strict=True))
+        return self.tensors[0] if self.form is Form.ONE else self.tensors
 
-    def shapes(self, num_rows: Mapping[str, int], direction: Direction = Direction.FORWARD) -> Shapes:
-        """Shape and dtype of each tensor, or, the other way, of the gradients of those that can have one."""
-        return tuple(
-            (part.shape(num_rows), part.dtype)
-            for part in self.parts
-            if direction is Direction.FORWARD or part.dtype.is_floating_point or part.dtype.is_complex
-        )
+    def of_tensors(self, tensors: tuple[Tensor, ...]) -> "Message":
+        """The same form of other tensors."""
+        return replace(self, tensors=tensors)
 
-    def check(self, tensors: tuple[Tensor, ...], num_rows: Mapping[str, int]) -> None:
-        """Refuse tensors of other shapes. Raises: ValueError."""
-        for tensor, (shape, dtype) in zip(tensors, self.shapes(num_rows), strict=True):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise ValueError(f"{list(tensor.shape)} of {tensor.dtype} instead of {list(shape)} of {dtype}")
+    def header(self) -> bytes:
+        """The form, and shape and dtype of each tensor, as `read_header` reads them."""
+        parts = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self.tensors]
+        return json.dumps([self.form.name, self.names, parts]).encode() + HEADER_END
 
-    def __str__(self) -> str:
-        named = zip(self.names, self.parts, strict=True) if self.names else enumerate(self.parts)
-        each = ", ".join(f"{name}: a row per {part.rows}, {list(part.trailing_shape)}" for name, part in named)
-        return f"{self.form.value} ({each})"
+
+def read_header(header: bytearray) -> tuple[Message, Shapes]:
+    """The message that has this header, without its tensors, and their shapes and dtypes; more may follow its end."""
+    form, names, parts = json.loads(header[: header.index(HEADER_END)])
+    shapes = tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in parts)
+    return Message((), Form[form], tuple(names)), shapes

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.profiler import record_function
 
 from penstock.model import (
@@ -38,7 +38,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
-from penstock.runtime.message import Form, Message, Shapes
+from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -65,11 +65,8 @@ class UnitCall:
     module: nn.Module
     #: True under activation checkpointing
     recompute: bool
-    #: the unit's input and output; None for the plain stream
-    takes: Message | None = None
-    gives: Message | None = None
-    #: the reason why it could not be found; empty if it could
-    not_found: str = ""
+    #: the reason why a stream alone is not enough, as far as the batch goes; empty if it is
+    lacks: str = field(default="", init=False)
     #: by which `forward` is called
     parameters: Parameters = field(init=False)
     #: False for units that never draw a random number
@@ -79,40 +76,33 @@ class UnitCall:
         self.parameters = Parameters.of(self.module)
         self.draws = bool(getattr(self.module, "has_randomness", True))
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """Parameters without a default that neither the unit before nor a key of the batch fills."""
-        filled = set(() if self.takes is None else self.takes.names)
-        if self.takes is not None and self.takes.form is Form.TUPLE:
-            filled = set(self.parameters.names[: len(self.takes.parts) - 1])
-        return [name for name in self.parameters.missing(keys) if name not in filled]
-
-    def flat(self, output: Any, num_rows: Mapping[str, int] | None = None) -> tuple[Tensor, ...]:
-        """The tensors of an output that is more than the plain stream.
-
-        Raises: PipelineError if it has another form, or, where the numbers of rows are given, another shape.
-        """
-        assert self.gives is not None
-        try:
-            tensors = self.gives.flat(output)
-            if num_rows is not None:
-                self.gives.check(tensors, num_rows)
-            return tensors
-        except ValueError as error:
-            raise PipelineError(f"{self.name} gave {error}") from None
-
-    def unknown(self, output: Any) -> PipelineError:
-        """The error of a unit that gives what nothing is known of."""
-        reason = f" ({self.not_found})" if self.not_found else ""
-        return PipelineError(
-            f"{self.name} gave {type_in_words(output)}; layers give a tensor, or a tuple or mapping of tensors whose "
-            f"shapes are found without data{reason} or declared as the layer's `gives`"
+    def lacking(self, keys: Iterable[str]) -> str:
+        """A sentence, if the unit needs more than a stream alone and these keys of the batch."""
+        if not (missing := self.parameters.missing(keys)):
+            return ""
+        return (
+            f"{self.name} takes {missing[0]!r}, which has no default and is no key of the batch; its keys are "
+            f"{sorted(keys)}"
         )
+
+    def message(self, output: Any, hidden_size: int) -> Message:
+        """The unit's output as it goes on to the next. Raises: PipelineError naming the unit."""
+        try:
+            message = Message.of(output)
+        except ValueError as error:
+            raise PipelineError(f"{self.name} gave {error}; possible for the next layer are {GIVEN}") from None
+        if message.form is Form.ONE and output.shape[-1:] != (hidden_size,):
+            raise PipelineError(
+                f"{self.name} gave {list(output.shape)} of {output.dtype}; from layer to layer go rows of "
+                f"[{hidden_size}], the hidden size, or several tensors as a tuple or mapping"
+            )
+        return message
 
     def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The unit's output for the stream, or the several tensors, that the unit before gave."""
         if not self.recompute:
             return self.run(x, sequences, given)
-        is_done = False
+        is_done, versions = False, _versions(x)
 
         def run(x: Any) -> Any:
             nonlocal is_done
@@ -128,10 +118,18 @@ class UnitCall:
 
         # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
         run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
-        return recomputed(run, x)
+        output = recomputed(run, x)
+        if _versions(x) != versions:
+            raise PipelineError(
+                f"{self.name} changes its input in place, so that its activations cannot be computed again from it; "
+                "let it work on a copy, or leave the layer out of recompute"
+            )
+        return output
 
     def run(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """Call the module."""
+        if self.lacks and isinstance(x, Tensor):
+            raise ValueError(self.lacks)
         if self.draws and given.randomness is not None:
             given.randomness.begin(self.name)
         try:
@@ -139,8 +137,8 @@ class UnitCall:
             with record_function(self.name) if profiler_is_active() else _NO_PROFILER:
                 return self.module(*args, **kwargs)
         except TypeError as error:
-            if self.takes is not None:
-                given_here = f"the {len(self.takes.parts)} tensors of the layer before"
+            if not isinstance(x, Tensor):
+                given_here = f"the {len(x)} tensors of the layer before"
             elif _ARGUMENTS.search(words_of(error)):
                 given_here = f"the stream and {sorted(given.keys)}"
             else:
@@ -159,6 +157,14 @@ class UnitCall:
         if type(error) in _PLAIN:
             raise type(error)(f"{place}: {error}") from error
         note_layer(error, place)
+
+
+def _versions(x: Any) -> list[int]:
+    """Numbers that change where a tensor of a layer's input is changed in place; none where no backward follows."""
+    if not torch.is_grad_enabled():
+        return []
+    tensors = (x,) if isinstance(x, Tensor) else x.values() if isinstance(x, Mapping) else x
+    return [tensor._version for tensor in tensors]
 
 
 _NO_PROFILER = nullcontext()
@@ -185,7 +191,7 @@ class GraphSegment:
     def backward(self, grad: Tensor | tuple[Tensor, ...] | None) -> Lane[Any]:
         """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
 
-        An input of several that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane
+        An input of a message that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane
         never yields.
         """
         if grad is None:
@@ -195,7 +201,8 @@ class GraphSegment:
             if None in roots:
                 entered = [(root, own) for root, own in zip(roots, grads, strict=True) if root is not None]
                 roots, grads = [root for root, _ in entered], [own for _, own in entered]
-            enter_graph(roots, grads)  # pyright: ignore[reportArgumentType]  # each has a graph
+            if roots:
+                enter_graph(roots, grads)  # pyright: ignore[reportArgumentType]  # each has a graph
         if self.is_stream:
             return None if self.leaves[0] is None else self.leaves[0].grad
         found = (leaf for leaf in self.leaves if leaf is not None)
@@ -259,12 +266,15 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensor between two stages: the residual stream [T, D] in one dtype."""
+    """The way between two stages: of the residual stream [T, D] in one dtype, or where it is open of any `Message`."""
 
     hidden_size: int
     dtype: torch.dtype
     #: under sequence parallelism, the ranks among which the rows of a microbatch are divided
     num_sharing: int = 1
+    #: True where a user's own layers give anything that a `Message` can hold, and only the rows of a single tensor have
+    #: this width
+    is_open: bool = False
 
     def shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape that a rank sends: ceil(T / num_sharing) rows."""
@@ -314,9 +324,6 @@ class Stage:
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
     exchanges: bool
-    #: the input and the output, where they are not the plain stream
-    takes: Message | None = None
-    gives: Message | None = None
     #: number over the whole model
     index: int
     #: (full name, module) in order
@@ -385,26 +392,24 @@ class Stage:
     def forward(
         self,
         tape: Tape | None,
-        x: Tensor | tuple[Tensor, ...],
+        x: Tensor | Message,
         sequences: Sequences,
         finish: Finish | None = None,
         given: Given = NOTHING_GIVEN,
     ) -> Lane[Any]:
         """Forward of one microbatch; `tape` is None where no backward follows.
 
-        Returns the output [T, D], or the several tensors that the next layer takes, without their graph; on the last
-        stage what `finish` makes of the output (the scaled loss, a scalar).
+        Returns the output [T, D], or where the boundary is open a `Message`, without its graph; on the last stage what
+        `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
-        if self.takes is None and not isinstance(x, Tensor):
-            [x] = x
         for run in self._runs:
             if isinstance(run, list):
                 x = self._segment(run, x, tape, sequences, finish, given)
                 continue
             name, unit = run
             context = partial(named_context, name, self.autocast)
-            x = yield from Driven(unit.forward_lane(tape, x, sequences), context)
+            x = yield from Driven(unit.forward_lane(tape, x, sequences), context)  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
                 x = self._segment([], x, tape, sequences, finish, given)
         return x
@@ -412,90 +417,92 @@ class Stage:
     def _segment(
         self,
         calls: list[UnitCall],
-        x: Any,
+        x: Tensor | Message,
         tape: Tape | None,
         sequences: Sequences,
         finish: Finish | None,
         given: Given,
     ) -> Any:
         """One segment: units that launch no collective, and on the last stage what follows them."""
-        is_stream, is_last = isinstance(x, Tensor), not calls or calls is self._runs[-1]
-        leaves, values = [], []
-        for tensor in (x,) if is_stream else x:
-            leaves.append(leaf_of(tensor) if tape is not None and _can_have_gradient(tensor) else None)
-            values.append(tensor if leaves[-1] is None else leaves[-1])
-        h = values[0] if is_stream or self.takes is None else self.takes.formed(tuple(values))
+        tensors, is_last = (x,) if isinstance(x, Tensor) else x.tensors, not calls or calls is self._runs[-1]
+        values, leaves = self._entered(tensors, tape)
+        h = values[0] if isinstance(x, Tensor) else x.of_tensors(values).value
+        output = None
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given)
-                # The loss may take any output of the last layer, and what leaves is checked by the executor.
-                if not is_last or call is not calls[-1]:
-                    self._check(call, h, sequences, given)
+                leaves_stage = is_last and call is calls[-1]
+                # The loss may take any output of the last layer.
+                if finish is None or not leaves_stage:
+                    output = self._checked(call, h, sequences, leaves_stage)
             if is_last and finish is not None:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
-                h = finish(h)
-        if is_last and finish is None and self.gives is not None:
-            outputs = calls[-1].flat(h)
-        elif isinstance(h, Tensor):
-            outputs = h
-        else:
-            raise calls[-1].unknown(h)
+                h = output = finish(h)
+        if self.boundary.is_open:
+            for tensor, value in zip(tensors, values, strict=True):
+                if value is not tensor and value._version:
+                    # A neighbour on this rank may need it as it was, and autograd then says so.
+                    increment_version(tensor)
+        outputs = output.tensors if isinstance(output, Message) else (h,)
         if tape is not None:
-            tape.record(leaves, (outputs,) if isinstance(outputs, Tensor) else outputs, is_stream)
-        return outputs.detach() if isinstance(outputs, Tensor) else tuple(output.detach() for output in outputs)
+            tape.record(leaves, outputs, isinstance(x, Tensor))
+        detached = tuple(tensor.detach() for tensor in outputs)
+        return output.of_tensors(detached) if isinstance(output, Message) else detached[0]
 
-    def _check(self, call: UnitCall, h: Any, sequences: Sequences, given: Given) -> None:
-        """Refuse what cannot go on to the next layer. Raises: PipelineError naming the layer."""
-        if call.gives is not None:
-            call.flat(h, given.num_rows)
-            return
-        if not isinstance(h, Tensor):
-            raise call.unknown(h)
-        shape, dtype = self.boundary.shape(sequences.num_tokens), self.boundary.dtype
-        # Where nothing is known of the layers' outputs, any may be the last of a stage.
-        if h.shape != shape or (call.not_found and h.dtype != dtype):
-            raise PipelineError(
-                f"{call.name} gave {list(h.shape)} of {h.dtype} for {sequences.num_tokens} tokens; from layer to "
-                f"layer goes {list(shape)} of {dtype}, the hidden size being {self.boundary.hidden_size}"
-            )
+    def _entered(
+        self, tensors: tuple[Tensor, ...], tape: Tape | None
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """A segment's inputs as its first unit is given them, and the leaves where their gradients end."""
+        if tape is None:
+            return tensors, []
+        leaves = [leaf_of(tensor) if _can_have_gradient(tensor) else None for tensor in tensors]
+        entered = []
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            if leaf is not None and self.boundary.is_open:
+                # Autograd allows no work in place on a leaf; inside a stage the unit would be given none.
+                entered.append(torch.ops.aten._unsafe_view(leaf, leaf.shape))
+            else:
+                entered.append(tensor if leaf is None else leaf)
+        return tuple(entered), leaves
 
-    def arriving(self, direction: Direction, num_tokens: int, num_rows: Mapping[str, int]) -> Shapes:
-        """Shape and dtype of each tensor of a microbatch's input in that direction; a plain stream is one tensor."""
-        message = self.takes if direction is Direction.FORWARD else self.gives
-        if message is None:
-            return ((self.boundary.shape(num_tokens), self.boundary.dtype),)
-        return message.shapes(num_rows, direction)
+    def _checked(self, call: UnitCall, h: Any, sequences: Sequences, leaves_stage: bool) -> Tensor | Message:
+        """The unit's output, if it can go on. Raises: PipelineError naming the unit."""
+        if self.boundary.is_open:
+            return call.message(h, self.boundary.hidden_size)
+        shape = self.boundary.shape(sequences.num_tokens)
+        # `leaving` names the stage.
+        if isinstance(h, Tensor) and (leaves_stage or h.shape == shape):
+            return h
+        got = f"{list(h.shape)} of {h.dtype}" if isinstance(h, Tensor) else type_in_words(h)
+        raise PipelineError(
+            f"{call.name} gave {got} for {sequences.num_tokens} tokens; from layer to layer goes {list(shape)} of "
+            f"{self.boundary.dtype}, the hidden size being {self.boundary.hidden_size}"
+        )
 
-    def leaving(
-        self,
-        result: Tensor | tuple[Tensor, ...] | None,
-        direction: Direction,
-        num_tokens: int,
-        num_rows: Mapping[str, int],
-    ) -> tuple[Tensor, ...]:
-        """The tensors of a microbatch's result, if they have the shapes with which the neighbour posted its receives.
+    def awaited(self, num_tokens: int) -> tuple[tuple[int, int], torch.dtype] | None:
+        """Shape and dtype of what a microbatch brings, either way; None for a message that says what it holds."""
+        if self.boundary.is_open:
+            return None
+        return self.boundary.shape(num_tokens), self.boundary.dtype
+
+    def leaving(self, result: Tensor | Message | None, direction: Direction, num_tokens: int) -> Tensor | Message:
+        """A microbatch's result, if it is what its neighbour awaits.
 
         Raises:
             ValueError: saying what the stage gives, and what its neighbour awaits.
         """
-        message = self.gives if direction is Direction.FORWARD else self.takes
-        if message is None:
-            awaited = ((self.boundary.shape(num_tokens), self.boundary.dtype),)
-        else:
-            awaited = message.shapes(num_rows, direction)
-        tensors = result if isinstance(result, tuple) else (result,)
-        for tensor, (shape, dtype) in zip(tensors, awaited, strict=True):
-            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
-                got = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
-                end, (name, _) = (
-                    ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
-                )
-                raise ValueError(
-                    f"stage {self.index}, whose {end} layer is {name}, gives {got}; its neighbour awaits {list(shape)} "
-                    f"of {dtype}"
-                )
-        return tensors  # pyright: ignore[reportReturnType]  # each is a tensor
+        if isinstance(result, Message):
+            return result
+        shape, dtype = self.boundary.shape(num_tokens), self.boundary.dtype
+        if result is None or result.shape != shape or result.dtype != dtype:
+            got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
+            end, (name, _) = ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
+            raise ValueError(
+                f"stage {self.index}, whose {end} layer is {name}, gives {got}; its neighbour awaits {list(shape)} "
+                f"of {dtype}"
+            )
+        return result
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
@@ -551,10 +558,8 @@ class Stage:
                 if getattr(module, "needs_all_pipelines", False):
                     module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
 
-    def backward(
-        self, tape: Tape, grad: Tensor | tuple[Tensor, ...] | None, split: bool = False, pairs: Pairs = ALONE
-    ) -> Lane[Any]:
-        """Backward of one microbatch from the gradient of its output [T, D] (None: of the loss).
+    def backward(self, tape: Tape, grad: Any, split: bool = False, pairs: Pairs = ALONE) -> Lane[Any]:
+        """Backward of one microbatch from the gradient of its output [T, D] or of a `Message` (None: of the loss).
 
         What it leaves of the weights' gradients on the tape is for `weight_backward`, which comes next: with `split`
         all, without it those behind the last collective. A stage computes the others while a collective is under way,
@@ -564,14 +569,14 @@ class Stage:
             split: leave all weight gradients on the tape.
             pairs: how this lane takes turns with the other one of a fused pair, if that runs meanwhile.
 
-        Returns the gradient of the stage's input [T, D], None where the stage takes token ids.
+        Returns the gradient of the stage's input [T, D] or of a `Message`, None where the stage takes token ids.
         """
         fill = self.exchanges and not split
         deferred = None
         if self.weight_gradients is not None and (split or fill):
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
-        if self.gives is None and isinstance(grad, tuple):
-            [grad] = grad
+        if isinstance(grad, Message):
+            grad = grad.tensors
         owes_turn = False
         while tape.segments:
             entry = tape.segments.pop()
@@ -600,7 +605,7 @@ class Stage:
                     yield
                     self.weight_backward(tape)
             grad = lane.result
-        return grad
+        return Message(grad) if isinstance(grad, tuple) else grad
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""

@@ -1,8 +1,9 @@
 """Point-to-point messages between the ranks of a pipeline.
 
 A channel is one direction of one edge: (source rank, destination rank, forward or backward). Messages of a channel
-arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides; a send never
-blocks and its tensor is released once it has left. Two implementations share the interface: `DistributedTransport` over
+arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides, or, of what a
+user's own layers give, for a message that says itself what it holds; a send never blocks and its tensor is released
+once it has left. Two implementations share the interface: `DistributedTransport` over
 torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread and
 `run_together` (of the executor) lets each go on as far as its messages allow.
 """
@@ -27,6 +28,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from penstock.parallel import Handle
 from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError, first_line
+from penstock.runtime.message import HEADER_END, Message, read_header
 from penstock.schedule import Channel, Direction, Placement
 from penstock.schedule.rules import channels_of
 
@@ -51,13 +53,13 @@ def describe_message(channel: Line) -> str:
     return f"{what} from rank {channel.source} to rank {channel.destination}"
 
 
-def described(tensor: "Tensor | _QueueReceipt") -> str:
+def described(shape: Sequence[int], dtype: torch.dtype) -> str:
     """The shape and dtype of a message in words."""
-    return f"{list(tensor.shape)} of {tensor.dtype}"
+    return f"{list(shape)} of {dtype}"
 
 
-class Receipt(Handle[Tensor], Protocol):
-    """A posted receive. Its `wait` gives the message, which the caller owns.
+class Receipt(Handle[Any], Protocol):
+    """A posted receive. Its `wait` gives the tensor or `Message`, which the caller owns.
 
     Raises, in `wait`:
         TransportError: the message does not come in time.
@@ -81,6 +83,14 @@ class Transport(Protocol):
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         """Start sending; the tensor must not be written to any more and is released when it has left."""
+        ...
+
+    def receive_message(self, channel: Line) -> Receipt:
+        """Post the receive of the channel's next message, which is a `Message` and says what it holds."""
+        ...
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        """Start sending, as `send` does."""
         ...
 
     def num_pending(self) -> int:
@@ -108,7 +118,7 @@ class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
 
     #: messages sent and not received yet
-    queues: defaultdict[Line, deque[Tensor]] = field(default_factory=partial(defaultdict, deque))
+    queues: defaultdict[Line, deque[Tensor | Message]] = field(default_factory=partial(defaultdict, deque))
     #: messages sent so far
     num_messages: int = 0
 
@@ -125,13 +135,24 @@ class InProcessTransport:
     _posted: defaultdict[Line, deque["_QueueReceipt"]] = field(default_factory=partial(defaultdict, deque), init=False)
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
-        receipt = _QueueReceipt(self, channel, tuple(shape), dtype)
-        self._posted[channel].append(receipt)
+        return self._post(_QueueReceipt(self, channel, (tuple(shape), dtype)))
+
+    def receive_message(self, channel: Line) -> "_QueueReceipt":
+        return self._post(_QueueReceipt(self, channel, None))
+
+    def _post(self, receipt: "_QueueReceipt") -> "_QueueReceipt":
+        self._posted[receipt.channel].append(receipt)
         return receipt
 
     def send(self, channel: Line, tensor: Tensor) -> None:
+        self._put(channel, tensor)
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        self._put(channel, message)
+
+    def _put(self, channel: Line, parcel: Tensor | Message) -> None:
         self.hub.num_messages += 1
-        self.hub.queues[channel].append(tensor)
+        self.hub.queues[channel].append(parcel)
 
     def num_pending(self) -> int:
         return sum(map(len, self._posted.values())) + sum(
@@ -155,24 +176,24 @@ class InProcessTransport:
 class _QueueReceipt:
     #: the transport on which it is posted
     transport: InProcessTransport
-    #: the channel, and what is expected from it
+    #: the channel, and the shape and dtype expected from it; None for a message that says what it holds
     channel: Line
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    expected: tuple[tuple[int, ...], torch.dtype] | None
 
     def ready(self) -> bool:
         return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queues[self.channel])
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Tensor | Message:
         if not self.ready():
             raise TransportError(f"the next of the {describe_message(self.channel)} is not there yet")
         self.transport._posted[self.channel].popleft()
-        tensor = self.transport.hub.queues[self.channel].popleft()
-        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+        came = self.transport.hub.queues[self.channel].popleft()
+        if isinstance(came, Tensor) and (came.shape, came.dtype) != self.expected:
+            expected = "what it holds" if self.expected is None else described(*self.expected)
             raise MessageMismatch(
-                f"{describe_message(self.channel)}: expected {described(self)}, got {described(tensor)}"
+                f"{describe_message(self.channel)}: expected {expected}, got {described(came.shape, came.dtype)}"
             )
-        return tensor
+        return came
 
 
 # ---- over torch.distributed: one communicator a channel, all made at start in one order, tested at once
@@ -197,6 +218,9 @@ _ANNOUNCEMENT_BYTES = 128
 _MOST_INSIDE_BYTES = 64 << 10
 """The largest message inside an announcement: to copy it twice takes less time than gloo takes for a second message."""
 _ANNOUNCEMENT_TAG = 0
+_HEADER_TAG = 2
+_MOST_HEADER_BYTES = 16 << 10
+"""The names, shapes and dtypes of some hundred tensors."""
 
 MakeBackend = Callable[[Store, int], Any]
 
@@ -227,6 +251,8 @@ class DistributedTransport:
     _makers: Sequence[MakeBackend]
     #: messages that are posted and not waited for
     _num_awaited: int
+    #: channel -> those that say what they hold and have not been read yet, oldest first
+    _unread: defaultdict[Line, deque["_PostedMessage"]]
     #: True after a failed step, until the links are renewed
     _abandoned: bool
 
@@ -258,7 +284,7 @@ class DistributedTransport:
     def renew(self, generation: int) -> None:
         """Make all links anew, once they have been cut, and test them; all ranks call it."""
         self.close()
-        self._num_awaited, self._abandoned = 0, False
+        self._num_awaited, self._abandoned, self._unread = 0, False, defaultdict(deque)
         store = PrefixStore(str(generation), self._store)
         watch_s = None if self.device.type == "cuda" else self.timeout_s
         self._links = {line: _ChannelEnd(line, self.rank, store, self._makers, watch_s) for line in self._lines}
@@ -292,6 +318,32 @@ class DistributedTransport:
     def send(self, channel: Line, tensor: Tensor) -> None:
         self._check_usable()
         self._links[channel].send(tensor)
+
+    def receive_message(self, channel: Line) -> "_PostedMessage":
+        self._check_usable()
+        self._num_awaited += 1
+        posted = _PostedMessage(self, channel, *self._links[channel].receive_header())
+        self._unread[channel].append(posted)
+        self.read_arrived()
+        return posted
+
+    def read_arrived(self) -> None:
+        """Post the receives of the tensors of all messages that have said what they hold, before others compute."""
+        for unread in self._unread.values():
+            while unread and unread[0].has_come():
+                unread.popleft().read()
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        self._check_usable()
+        if not message.tensors:
+            # The gradient of token ids and their like: something has to travel that can be waited for.
+            message = message.of_tensors((torch.zeros(1, device=self.device),))
+        header = message.header()
+        if len(header) > _MOST_HEADER_BYTES:
+            raise ValueError(f"{len(message.tensors)} tensors are too many for a message; give some of them as one")
+        for tensor in message.tensors:
+            self._links[channel].send(tensor, header)
+            header = b""
 
     def abandon(self) -> None:
         """Take no more messages: receives that are posted cannot be taken back, and would swallow the next step's."""
@@ -347,8 +399,9 @@ class _PostedReceive:
             announcement.wait()
             came = ctypes.string_at(self.envelope.data_ptr(), _ANNOUNCEMENT_BYTES)
             if came != _announcement(self.buffer):
+                expected = described(self.buffer.shape, self.buffer.dtype)
                 raise MessageMismatch(
-                    f"{describe_message(self.channel)}: expected {described(self.buffer)}, got {came.decode().rstrip()}"
+                    f"{describe_message(self.channel)}: expected {expected}, got {came.decode().rstrip()}"
                 )
             for work in apart:
                 work.wait()
@@ -365,12 +418,60 @@ class _PostedReceive:
         return self.buffer
 
 
+@dataclass(eq=False, slots=True)
+class _PostedMessage:
+    """A posted receive of a message that says what it holds; its tensors are received once it is read.
+
+    Messages are read in the order in which they were sent, whichever is waited for first: so are their tensors.
+    """
+
+    #: the transport that counts it
+    transport: DistributedTransport
+    #: the channel
+    channel: Line
+    #: where the header is received, as memory and as a tensor, and the handle of the backend
+    header: bytearray
+    envelope: Tensor
+    work: dist.Work
+    #: the form of the message, and its tensors, once it has been read
+    form: Message | None = None
+    parts: Sequence[_PostedReceive] = ()
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Message:
+        unread = self.transport._unread[self.channel]
+        while self.form is None:
+            unread.popleft().read()
+        self.transport.read_arrived()
+        message = self.form.of_tensors(tuple(part.wait() for part in self.parts))
+        self.transport._num_awaited -= 1
+        return message
+
+    def has_come(self) -> bool:
+        """True once the header is there as a whole: gloo's works cannot be asked."""
+        return HEADER_END in self.header
+
+    def read(self) -> None:
+        """Wait for the header, and post the receives of the tensors."""
+        start = time.monotonic()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransportError(
+                f"no {describe_message(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
+            ) from error
+        self.form, shapes = read_header(self.header)
+        self.parts = [self.transport.receive(self.channel, shape, dtype) for shape, dtype in shapes]
+
+
 def _announcement(tensor: Tensor) -> bytes:
     """The bytes that go with this tensor. Raises: ValueError for more dimensions than they can tell."""
-    text = described(tensor).encode().ljust(_ANNOUNCEMENT_BYTES)
+    text = described(tensor.shape, tensor.dtype)
     if len(text) > _ANNOUNCEMENT_BYTES:
-        raise ValueError(f"{described(tensor)} has too many dimensions for a message; eight are always possible")
-    return text
+        raise ValueError(f"{text} has too many dimensions for a message; eight are always possible")
+    return text.encode().ljust(_ANNOUNCEMENT_BYTES)
 
 
 def _envelope(content: bytearray) -> Tensor:
@@ -435,27 +536,42 @@ class _ChannelEnd:
             raise self._lost("received", error) from error
         return envelope, works
 
-    def send(self, tensor: Tensor) -> None:
+    def receive_header(self) -> tuple[bytearray, Tensor, dist.Work]:
+        """Post the receive of what a message says of itself; returns its memory too."""
+        envelope = _envelope(header := bytearray(_MOST_HEADER_BYTES))
+        try:
+            return header, envelope, self.backends[-1].recv([envelope], self.peer, _HEADER_TAG)
+        except RuntimeError as error:
+            raise self._lost("received", error) from error
+
+    def send(self, tensor: Tensor, header: bytes = b"") -> None:
+        """Start sending a tensor, behind the header of the message that begins with it, if that has one."""
         assert self.peer == 1, f"this rank is not the source of the {describe_message(self.channel)}"
         assert tensor.is_contiguous(), f"{describe_message(self.channel)} are sent in one piece"
         inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
         if inside:
             content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        envelope = _envelope(content)
+        envelopes = [_envelope(content)]
         try:
+            works = []
+            if header:
+                envelopes.append(_envelope(bytearray(header)))
+                works.append(self.backends[-1].send([envelopes[-1]], self.peer, _HEADER_TAG))
             apart = [] if inside else [self.backends[0].send([tensor], self.peer, _tag(tensor))]
-            works = [self.backends[-1].send([envelope], self.peer, _ANNOUNCEMENT_TAG), *apart]
+            works += [self.backends[-1].send([envelopes[0]], self.peer, _ANNOUNCEMENT_TAG), *apart]
         except RuntimeError as error:
             raise self._lost("sent", error) from error
-        self.sends.add((tensor, envelope, works))
+        self.sends.add((tensor, envelopes, works))
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
         return TransportError(f"{describe_message(self.channel)} can no longer be {done} ({first_line(error)})")
 
 
-_Sent = tuple[Tensor, Tensor, Sequence[dist.Work]]
-"""A message under way, its announcement, in which it may be too, and the backend's handles, the message's last."""
+_Sent = tuple[Tensor, Sequence[Tensor], Sequence[dist.Work]]
+"""A tensor under way, what goes beside it in host memory, in which it may be too, and the backend's handles.
+
+The tensor's is the last."""
 
 _Sends = deque[_Sent]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import BatchError, Engine, MicroBatchSpec, PackedBatch
+from penstock import BatchError, Engine, PackedBatch
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig
 
@@ -61,22 +61,3 @@ def test_a_batch_that_lacks_a_key_is_refused_after_one_that_had_it_too() -> None
         assert engine.train_batch(batch(images=images)).success
         with pytest.raises(ValueError, match=r"layers\.1 takes 'images', which has no default and is no key"):
             engine.train_batch(batch())
-
-
-class Reads(nn.Module):
-    """Needs its data, so that its output is not known before; gives another dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.double() if x.sum().item() < float("inf") else x
-
-
-@pytest.mark.shows(103)
-def test_an_output_of_another_dtype_is_refused_with_one_stage_as_between_stages() -> None:
-    class Single(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input.float())
-
-    engine = Engine.from_layers([nn.Embedding(16, 8), Reads(), Single(8, 16)], hidden_size=8)
-    with pytest.raises(RuntimeError, match=r"layers.1 gave .* of torch.float64 .* goes .* of torch.float32"):
-        engine.train_batch(batch(), micro_batches=MicroBatchSpec(num=1))
-    engine.close()

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -26,9 +26,8 @@ from penstock.runtime import (
     Stage,
     run_together,
 )
-from penstock.runtime.message import Form, Message, MessagePart
 from penstock.runtime.transport import Line, Receipt
-from penstock.schedule import Action, Direction, Op
+from penstock.schedule import Action, Op
 
 HIDDEN = 4
 
@@ -320,23 +319,6 @@ def test_what_the_neighbour_does_not_await_never_leaves_and_its_stage_says_so(
         f"gives {came}; its neighbour awaits [5, 4] of torch.float32"
     )
     assert pipeline.hub.num_messages == (1 if flow is Op.F else 3), "those before it alone"
-
-
-@pytest.mark.parametrize("flow", list(Direction))
-def test_each_part_of_a_message_must_have_the_shape_that_the_neighbour_awaits(flow: Direction) -> None:
-    stage = Stage(3, [("first", nn.Identity()), ("last", nn.Identity())], Boundary(HIDDEN, torch.float32))
-    part = MessagePart("tokens", (HIDDEN,), torch.float32)
-    stage.takes = stage.gives = Message(Form.TUPLE, (part, replace(part, rows="images")))
-    rows = {"tokens": 5, "images": 2}
-    good = torch.ones(5, HIDDEN), torch.ones(2, HIDDEN)
-    assert stage.leaving(good, flow, 5, rows) is good
-    end = "last" if flow is Direction.FORWARD else "first"
-    for bad, came in ((good[0], "[5, 4] of torch.float32"), (good[1].double(), "[2, 4] of torch.float64")):
-        with pytest.raises(ValueError) as caught:
-            stage.leaving((good[0], bad), flow, 5, rows)
-        assert str(caught.value) == (
-            f"stage 3, whose {end} layer is {end}, gives {came}; its neighbour awaits [2, 4] of torch.float32"
-        )
 
 
 @pytest.mark.shows(12)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.rehearsal.meter import Meter
 from penstock.parallel.renewable import RenewableGroup
+from penstock.runtime.message import Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Channel
 from penstock.schedule.recording import CollectiveKind
@@ -179,6 +180,12 @@ class CountedTransport:
         self._traffic.sent(channel, tensor)
         self._meter.claim(MemoryKind.TRANSPORT, [tensor])
         self._leaving[channel] = tensor
+
+    def receive_message(self, channel: Line) -> Receipt:
+        raise AssertionError("a rehearsal's layers give the plain stream")
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        raise AssertionError("a rehearsal's layers give the plain stream")
 
     def num_pending(self) -> int:
         return len(self._leaving)

@@ -22,7 +22,7 @@ from penstock.model.attention.kernels import forget_masks
 from penstock.runtime import Boundary, Feed, Stage, Tape
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import ActionCost, UnitCost
-from penstock.settings import Precision, Quantize
+from penstock.settings import ConfigError, Precision, Quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,18 @@ class RehearsedPlace:
         boundary: Boundary,
         options: EngineOptions,
     ) -> dict[int, Stage]:
-        """The stages of these numbers, whose tensors have no values."""
+        """The stages of these numbers, whose tensors have no values; what they give each other is the plain stream.
+
+        Raises: ConfigError for layers of a user's own that have values, which a rehearsal would take from them.
+        """
+        for unit in units:
+            module = unit.build() if unit.is_own else nn.Module()
+            if not all(own.is_meta for own in (*module.parameters(), *module.buffers())):
+                raise ConfigError(
+                    f"a rehearsal runs layers without data, and {unit.name} has values that it would lose; make your "
+                    'layers for it under torch.device("meta")'
+                )
+        boundary = replace(boundary, is_open=False)
         units = [replace(unit, initialise=lambda module, seed: None) for unit in units]
         with _disable_current_modes():
             stages = build_stages(units, cut, numbers, boundary, options, torch.device("meta"))

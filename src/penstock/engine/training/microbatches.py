@@ -321,9 +321,7 @@ def _check_parts(pipeline: Pipeline, batch: PackedBatch, parts: Split, reads_lab
         for microbatch in parts.microbatches:
             pipeline.context.spread(microbatch)
     if pipeline.own_layers is not None:
-        pipeline.own_layers.prepare_for(batch)
-        if reads_labels:
-            check_labels(batch, pipeline.own_layers.num_classes)
+        pipeline.own_layers.prepare_for(batch, check_labels if reads_labels else None)
 
 
 def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
