@@ -284,11 +284,11 @@ def _packed(ids: list[int], text: str) -> str:
     return b64encode(array("I", ids)).decode()
 
 
-def _decode(tokenizer: Any, tokens: list[int]) -> str:
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    if len(text) > _MOST_CHARACTERS:
+def _decode(tokenizer: Any, several: list[list[int]]) -> list[str]:
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in several]
+    if sum(map(len, texts)) > _MOST_CHARACTERS:
         raise ValueError(f"it writes more than {_MOST_CHARACTERS} characters")
-    return text
+    return texts
 
 
 _WORK: Mapping[str, Callable[..., Any]] = {

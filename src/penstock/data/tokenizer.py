@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,20 @@ class FileTokenizer:
         return [np.append(array, end) if len(end) else array for array in arrays]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._decoded(*tokens)
+        found = self._texts.get(key := tuple(tokens))
+        if found is None:
+            [found] = self._do("decode", {"several": [key]})
+            self._texts[key] = found
+        return found
+
+    def prepare(self, several: Iterable[Sequence[int]]) -> None:
+        """Decode several at once, in one piece of work; those that fail are left to `decode`."""
+        if len(self._texts) > _MOST_DECODED:
+            self._texts.clear()
+        new = [key for key in dict.fromkeys(map(tuple, several)) if key not in self._texts]
+        with suppress(GuardError):
+            if new:
+                self._texts.update(zip(new, self._do("decode", {"several": new}), strict=True))
 
     def entry(self, token: int) -> str | None:
         return self._do("entry", {"token": token})
@@ -111,9 +125,9 @@ class FileTokenizer:
         return replace(self, guard=Guard())
 
     @cached_property
-    def _decoded(self) -> Callable[..., str]:
-        """The text of tokens; answers ask again and again for that of their last few."""
-        return lru_cache(_MOST_DECODED)(lambda *tokens: self._do("decode", {"tokens": tokens}))
+    def _texts(self) -> dict[tuple[int, ...], str]:
+        """The texts of tokens; answers ask again and again for that of their last few."""
+        return {}
 
     def _do(self, work: str, arguments: Mapping[str, Any]) -> Any:
         try:

@@ -132,6 +132,16 @@ def test_long_and_many_texts_have_the_tokens_of_the_library(tmp_path: Path) -> N
         ours.encode(["a\ud800"])
 
 
+def test_the_texts_of_a_batch_are_one_piece_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tokenizer(tmp_path)
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_tokenizer(str(tmp_path))
+    assert isinstance(ours, FileTokenizer)
+    several = [[], [5], [5, 9], [80, 81, 82]]
+    ours.prepare(several)
+    monkeypatch.setattr(Guard, "do", lambda *_: pytest.fail("it was asked again"))
+    assert [ours.decode(tokens) for tokens in several] == [theirs.decode(tokens) for tokens in several]
+
+
 def test_another_tokenizer_in_the_same_place_is_read_anew(tmp_path: Path, guard: Guard) -> None:
     """By one process, which keeps the last that it has opened."""
     first = opened(tmp_path / "a", HUGE, guard)

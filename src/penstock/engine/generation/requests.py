@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock import schedule
 from penstock.data.guard import GuardError
+from penstock.data.tokenizer import FileTokenizer
 from penstock.engine.generation.answers import AnswerText, Decodes
 from penstock.engine.training.microbatches import check_callable
 from penstock.runtime.recovery import Alarm
@@ -239,10 +240,11 @@ class RequestQueue:
         """Publish new tokens with their text, and end answers that hold one of their stop strings."""
         deltas: list[TokenDelta] = []
         with self._changed:
-            for sequence in grown:
-                text = self._texts.get(sequence.number)
-                if text is None:
-                    continue
+            found = [(sequence, text) for sequence in grown if (text := self._texts.get(sequence.number)) is not None]
+            if isinstance(self.tokenizer, FileTokenizer):
+                pairs = (text.decoded_for(sequence.last_token) for sequence, text in found)
+                self.tokenizer.prepare(tokens for pair in pairs for tokens in pair)
+            for sequence, text in found:
                 token, ending = sequence.generated[-1], sequence.ending
                 shown, failure = "", None
                 try:
