@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, StepError, token_cross_entropy
 from penstock.cli.main import STOPPED, main
+from penstock.parallel import connect
+from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.settings.declare import words_of
 from tests.dist.launch import run_ranks
 from tests.e2e.training import Started, exact_metrics, last_step, run, wait_until, write_run
 from tests.fork_server import run_command
@@ -338,6 +342,23 @@ def test_an_error_without_words_in_a_layer_or_a_loss_is_heard_by_all_ranks_and_t
     for said in (said for said in one if not said.startswith("step")):
         assert "Mute: Mute whose __str__ raises ArithmeticError" in said, said
     assert len(one) == 4
+
+
+def fails_on_rank_0(rank: int) -> str:
+    def act() -> None:
+        if rank == 0:
+            raise Mute
+
+    grid = connect(Layout(pp=2), torch.device("cpu"))
+    with pytest.raises((Mute, RuntimeError)) as caught:
+        on_all_ranks(act, partial(gather_json, group=grid.control))
+    return words_of(caught.value)
+
+
+@pytest.mark.shows(168)
+def test_an_error_without_words_outside_of_a_step_is_heard_by_all_ranks():
+    said = "Mute whose __str__ raises ArithmeticError"
+    assert run_ranks(2, fails_on_rank_0) == [said, f"rank 0: {said}"]
 
 
 # ---- Runs that were stopped: not done, and the same command goes on
