@@ -33,17 +33,9 @@ from tests.dist.what_users_bring import CASES, WIDTH, Case
 WORLDS = (1, 2, 3)
 SPLIT = MicroBatchSpec(num=4)
 # Cases that are not yet as they should be, each with what is wrong.
-_DEFERRED = "a later stage drops the gradient of a weight that a linear layer computes, or its hooks"
 _SUMS = "the last bit depends on the cut: a weight's gradients of one microbatch are added one after the other"
 FAULTS = {
     "tokens changed in place": "microbatches share a version counter",
-    "weight norm, old": _DEFERRED,
-    "spectral norm, old": _DEFERRED,
-    "pruned weights": _DEFERRED,
-    "a linear layer called with another weight": _DEFERRED,
-    "hooks on parameters' gradients": _DEFERRED,
-    "hooks after gradients are accumulated": _DEFERRED,
-    "hooks on gradients with a split backward": _DEFERRED,
     "the gradient of an energy as a layer": _SUMS,
     "a linear layer's weight beside it": _SUMS,
     "transposed and expanded views between layers": "the last bit depends on the cut: views are made contiguous",

@@ -212,25 +212,34 @@ def share_casts(module: nn.Module, casts: WeightCasts) -> int:
 class PendingGradient:
     """The weight and bias gradient of one use of one linear layer, not computed yet; it holds both factors."""
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
+    weight: Tensor | None
+    bias: Tensor | None
     x_TI: Tensor
     grad_TO: Tensor
     matmul: Matmul
 
-    def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with this use's part of its gradient, in the parameter's dtype."""
+    def parts(self) -> tuple[Tensor | None, Tensor | None]:
+        """This use's part of the weight's and the bias's gradient, in their dtypes; None for what is None."""
+        weight = bias = None
         if self.weight is not None:
-            yield self.weight, self.matmul.weight_gradient(self.grad_TO, self.x_TI).to(self.weight.dtype)
+            weight = self.matmul.weight_gradient(self.grad_TO, self.x_TI).to(self.weight.dtype)
         if self.bias is not None:
-            yield self.bias, self.grad_TO.sum(0).to(self.bias.dtype)
+            bias = self.grad_TO.sum(0).to(self.bias.dtype)
+        return weight, bias
+
+    def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with this use's part of its gradient."""
+        for parameter, part in zip((self.weight, self.bias), self.parts(), strict=True):
+            if parameter is not None and part is not None:
+                yield parameter, part
 
 
 @dataclass(eq=False)
 class WeightGradients:
     """Switches the linear layers of one stage between computing and deferring; the queues are on the tapes.
 
-    A deferred gradient reaches its parameter through `drain`, not through autograd, so parameter hooks do not fire.
+    A deferred gradient reaches its parameter through `drain`, not through autograd. That of a weight which is computed
+    from parameters, or of a parameter with hooks, is never deferred.
     """
 
     #: takes the gradients of the backward that runs now; None while nothing is deferred
@@ -253,12 +262,12 @@ class WeightGradients:
         16-bit parameters with an fp32 `main_grad` accumulate there, all others in `parameter.grad`. Several uses of one
         parameter are summed first, as autograd does.
         """
-        num_uses: dict[nn.Parameter, int] = {}
+        num_uses: dict[Tensor, int] = {}
         for pending in queue:
             for parameter in (pending.weight, pending.bias):
                 if parameter is not None:
                     num_uses[parameter] = num_uses.get(parameter, 0) + 1
-        sums: dict[nn.Parameter, Tensor] = {}
+        sums: dict[Tensor, Tensor] = {}
         queue.reverse()
         while queue:
             # Popped, so that both factors are freed as soon as their product is computed.
@@ -280,7 +289,7 @@ class Deferring(Protocol):
     gradients: WeightGradients | None
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+def gradient_of(parameter: Tensor) -> Tensor | None:
     """The tensor in which the parameter's gradient accumulates; None where none has been made yet."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None or parameter.dtype == torch.float32 else main_grad
@@ -315,7 +324,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "Linear") -> Tensor:
         # A frozen layer needs no input for its backward.
         ctx.save_for_backward(x if weight.requires_grad or bias is not None else None, weight)
-        ctx.layer = layer
+        # The layer's attributes may be others by the time of its backward.
+        ctx.layer, ctx.parameters = layer, (weight, bias)
         return layer.product(x)
 
     @staticmethod
@@ -323,30 +333,40 @@ class _LinearFunction(torch.autograd.Function):
         (grad,), (x, weight), layer = grads, ctx.saved_tensors, ctx.layer
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_TO = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = grad_bias = None
+        grad_x = None
         if needs_x:
             grad_x = layer.matmul.input_gradient(grad_TO, weight.to(grad_TO.dtype)).view(
                 *grad.shape[:-1], weight.shape[1]
             )
         if not (needs_weight or needs_bias):
             return grad_x, None, None, None
-        pending = PendingGradient(
-            layer.weight if needs_weight else None,
-            layer.bias if needs_bias else None,
-            # Detached, since a view could keep its base's graph.
-            x.detach().reshape(-1, x.shape[-1]),
-            grad_TO,
-            layer.matmul,
-        )
-        if layer.gradients is not None and layer.gradients.queue is not None:
-            layer.gradients.queue.append(pending)
-        else:
-            for parameter, part in pending.compute():
-                if parameter is layer.weight:
-                    grad_weight = part
-                else:
-                    grad_bias = part
-        return grad_x, grad_weight, grad_bias, None
+        own, bias = ctx.parameters
+        now = own if needs_weight else None, bias if needs_bias else None
+        if layer.gradients is not None and (queue := layer.gradients.queue) is not None:
+            later = _if_it_can_wait(now[0], ctx, 1), _if_it_can_wait(now[1], ctx, 2)
+            if later[0] is not None or later[1] is not None:
+                # Detached, since a view could keep its base's graph.
+                queue.append(PendingGradient(*later, x.detach().reshape(-1, x.shape[-1]), grad_TO, layer.matmul))
+            now = now[0] if later[0] is None else None, now[1] if later[1] is None else None
+        return grad_x, *PendingGradient(*now, x.reshape(-1, x.shape[-1]), grad_TO, layer.matmul).parts(), None
+
+
+def _if_it_can_wait(tensor: Tensor | None, ctx: Any, place: int) -> Tensor | None:
+    """That input of the function if this backward adds its gradient to the input's own, and nobody sees it; else None.
+
+    Other gradients go the way of autograd: where the weight is computed from others, where a hook is to have its
+    gradient, or where somebody asks for gradients within a backward. The engine's own hook comes with `main_grad`.
+    """
+    if tensor is None or not tensor.is_leaf:
+        return None
+    num_hooks = len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+    if num_hooks > hasattr(tensor, "main_grad"):
+        return None
+    try:
+        return tensor if torch._C._will_engine_execute_node(ctx.next_functions[place][0]) else None
+    except RuntimeError:
+        # This tensor's gradient is itself what `torch.autograd.grad` was asked for.
+        return None
 
 
 class Linear(nn.Linear):

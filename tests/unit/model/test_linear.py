@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from penstock.model import Driven, Linear, PendingGradient, Sequences, WeightGradients, decoder_units, defer
 from penstock.model.lanes import recomputed
@@ -193,6 +194,90 @@ def test_gradients_are_added_into_a_view_that_exists() -> None:
         y.sum().backward()
     owner.drain(queue)
     assert torch.equal(bucket, torch.full((4,), 4.0))
+
+
+class Computed(nn.Module):
+    """A linear layer that is called with weights and biases which other parameters give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)
+        self.other, self.gain = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        self.own = nn.ParameterDict({"weight": torch.randn(8, 8), "bias": torch.randn(8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = {"weight": self.other.weight * self.gain, "bias": self.other.bias * self.gain}
+        x = torch.func.functional_call(self.other, own, (self.linear(x),))
+        return torch.func.functional_call(self.other, dict(self.own), (x,)).tanh()
+
+
+class Solved(nn.Module):
+    """A fixed point whose backward asks for gradients itself (a deep equilibrium)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        again = self.linear(at).tanh()
+        y = self.linear(x).tanh()
+        y.register_hook(lambda grad: grad + torch.autograd.grad(again, at, grad)[0])
+        return y
+
+
+class Climbs(nn.Module):
+    """A step of learning within forward, whose gradient is a part of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        (step,) = torch.autograd.grad(self.linear(x).pow(3).sum(), self.linear.weight, create_graph=True)
+        return x @ (self.rate * step)
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def hooked(kind: str) -> nn.Module:
+    module = nn.Linear(8, 8)
+    for parameter in module.parameters():
+        if kind == "before":
+            parameter.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        else:
+            parameter.register_post_accumulate_grad_hook(halve)
+    return module
+
+
+@pytest.mark.parametrize("make", [Computed, Solved, Climbs, partial(hooked, "before"), partial(hooked, "after")])
+@pytest.mark.parametrize("late", [False, True], ids=["each in turn", "all forwards first"])
+def test_what_autograd_alone_can_place_does_not_wait(make, late: bool) -> None:
+    torch.manual_seed(0)
+    first, module = nn.Linear(8, 8), make()
+    whole = nn.Sequential(first, module)
+    batches = [torch.randn(5, 8) for _ in range(3)]
+    for x in batches:
+        whole(x).square().sum().backward()
+    plain = gradients(whole)
+    whole.zero_grad()
+
+    owner = WeightGradients()
+    switch_linears(whole)
+    defer(whole, owner)
+    losses = [whole(x).square().sum() for x in batches] if late else [None for _ in batches]
+    for x, loss in zip(batches, losses, strict=True):
+        queue: list[PendingGradient] = []
+        loss = whole(x).square().sum() if loss is None else loss
+        with owner.deferred_to(queue):
+            loss.backward()
+        assert any(pending.weight is first.weight for pending in queue)
+        owner.drain(queue)
+    assert_same_bits(gradients(whole), plain)
 
 
 def test_only_what_runs_inside_the_lane_waits() -> None:

@@ -120,7 +120,7 @@ class PendingGroupedGradient(PendingGradient):
     layer: "GroupedLinear"
     groups: RowGroups
 
-    def compute(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield nothing: no gradient is left for the caller to add."""
         weight = self.layer.weight
         total_EOI = gradient_of(weight)
