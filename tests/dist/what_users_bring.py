@@ -1886,7 +1886,9 @@ CASES["Lookahead around AdamW, saved and resumed"] = Case(
     THREE, optimizer=AHEAD, num_steps=4, resumes=True, refused="the optimizer Lookahead"
 )
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
-CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
+CASES["layers with extra state, saved and resumed"] = Case(
+    model(Keeps, Keeps), num_steps=4, resumes=True, refused="layers.1 keeps an extra state"
+)
 
 # ---- layers that are called once more, to recompute them
 

@@ -327,7 +327,7 @@ class Engine(ModelState, WeightEndpoint):
         grid = self.pipeline.grid
         self.check_call("save", path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
-            saved, state = Checkpointer(path, grid, {}, keep, self.ties, standalone=True), self.state_to_save()
+            state, saved = self.state_to_save(), Checkpointer(path, grid, {}, keep, self.ties, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, state, values, wait=True)
         self.watchers.saw("on_checkpoint", self.step, Path(path) / folder_name(self.step))

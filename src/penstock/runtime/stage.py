@@ -4,7 +4,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -388,6 +388,21 @@ class Stage:
             for own, buffer in part._buffers.items()
             if buffer is not None and own not in part._non_persistent_buffers_set
         ]
+
+    def check_no_extra_state(self) -> None:
+        """Raises: ValueError if a module keeps what belongs to its state dict, but is no tensor."""
+        for name, module in self.units:
+            for path, part in module.named_modules():
+                if type(part).get_extra_state is nn.Module.get_extra_state:
+                    continue
+                state = part.get_extra_state()
+                size = state.numel() if isinstance(state, Tensor) else len(state) if isinstance(state, Sized) else 1
+                if state is not None and size:
+                    raise ValueError(
+                        f"{name}{path and f'.{path}'} keeps an extra state (get_extra_state of {type(part).__name__}), "
+                        "which checkpoints do not hold; let it keep numbers in a buffer (register_buffer), or save it "
+                        "beside the checkpoint and leave get_extra_state out"
+                    )
 
     def forward(
         self,

@@ -486,10 +486,16 @@ class ModelState:
     def state_to_save(self) -> dict[str, LocalTensor]:
         """The same, for a checkpoint; all ranks call it.
 
-        Raises: ValueError on all ranks if one has an optimizer that keeps what no checkpoint can hold.
+        Raises: ValueError on all ranks if one has an optimizer or a module that keeps what no checkpoint can hold.
         """
         gather = partial(gather_json, group=self.pipeline.grid.control)
-        return on_all_ranks(self.state, gather, ValueError, message="{error}")
+
+        def state() -> dict[str, LocalTensor]:
+            for stage in self.pipeline.stages.values():
+                stage.check_no_extra_state()
+            return self.state()
+
+        return on_all_ranks(state, gather, ValueError, message="{error}")
 
     def state_to_load(self, found: CheckpointInfo) -> dict[str, LocalTensor]:
         """The same, with room for all that the checkpoint has of an optimizer's state of this rank's parameters.
