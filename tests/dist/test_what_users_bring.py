@@ -33,16 +33,11 @@ from tests.dist.what_users_bring import CASES, WIDTH, Case
 WORLDS = (1, 2, 3)
 SPLIT = MicroBatchSpec(num=4)
 # Cases that are not yet as they should be, each with what is wrong.
-_SUMS = "the last bit depends on the cut: a weight's gradients of one microbatch are added one after the other"
 FAULTS = {
     "tokens changed in place": "microbatches share a version counter",
-    "the gradient of an energy as a layer": _SUMS,
-    "a linear layer's weight beside it": _SUMS,
-    "transposed and expanded views between layers": "the last bit depends on the cut: views are made contiguous",
     "the embedding's weight by way of a list": "another stage's weight is read as it was at the start",
     "a running buffer that layers share": "each stage goes on with a copy of its own",
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own, as docs/how/reproducibility.md says",
-    "sparse gradients": "they are made dense, and stepped in another order",
     "factors in attributes of parameters": "the optimizer is given other parameters",
     "noise in the optimizer's step": "its random numbers depend on the layout",
     "a counting buffer that is not persistent, recomputed": "it counts the recomputation",

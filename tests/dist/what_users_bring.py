@@ -601,7 +601,11 @@ class Averaged(nn.Module):
         return x.mean(0, keepdim=True).expand_as(x)
 
 
-CASES["transposed and expanded views between layers"] = Case(model(Turned, Averaged, Turned))
+# Stages are handed tensors in rows, and other orders of memory are multiplied in another order.
+CASES["transposed and expanded views between layers"] = Case(model(Turned, Averaged, Turned), tolerance=1e-6)
+CASES["transposed and expanded views within a stage"] = Case(
+    lambda: [nn.Sequential(embedding(), Turned(), Averaged(), Turned(), square()), nn.Tanh(), nn.Tanh(), head()]
+)
 
 # ---- layers: autograd, hooks, checkpoints, compilers
 
@@ -769,9 +773,52 @@ class InnerGradient(nn.Module):
         return x - 0.1 * slope
 
 
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient a hook finds by more of autograd within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(3):
+                z = self.one(z, x)
+        at = z.requires_grad_()
+        again, z = self.one(at, x.detach()), self.one(z.detach(), x)
+
+        def solved(gradient: Tensor) -> Tensor:
+            total = gradient
+            for _ in range(3):
+                total = gradient + torch.autograd.grad(again, at, total, retain_graph=True)[0]
+            return total
+
+        z.register_hook(solved)
+        return z
+
+    def one(self, z: Tensor, x: Tensor) -> Tensor:
+        return (0.5 * self.linear(z) + x).tanh()
+
+
+class Divergence(nn.Module):
+    """Adds the diagonal of a field's Jacobian for each token, by torch.func, as flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        jacobian = torch.vmap(torch.func.jacrev(lambda one: self.linear(one).tanh()))(x)
+        return x + jacobian.diagonal(dim1=-2, dim2=-1)
+
+
+CASES["a Jacobian by vmap and jacrev"] = Case(model(Divergence, Divergence, Divergence))
+CASES["a deep equilibrium"] = Case(model(Equilibrium, Equilibrium, Equilibrium))
 CASES["an ensemble by vmap and functional_call"] = Case(model(Ensemble, Ensemble))
 CASES["a step of learning within forward"] = Case(model(Adapts, Adapts))
-CASES["the gradient of an energy as a layer"] = Case(model(InnerGradient, InnerGradient, InnerGradient))
+# The two gradients of a weight are added to the sum one after the other.
+CASES["the gradient of an energy as a layer"] = Case(model(*[InnerGradient] * 3), tolerance=1e-6)
 
 # ---- layers: frozen, unused, random
 
@@ -1231,7 +1278,7 @@ def summed(output: Tensor, microbatch: PackedBatch) -> Tensor:
 
 
 CASES["a low-rank term in a subclass of nn.Linear"] = Case(model(Adapted, Adapted, Adapted))
-CASES["a linear layer's weight beside it"] = Case(model(WeightBeside, WeightBeside, WeightBeside))
+CASES["a linear layer's weight beside it"] = Case(model(*[WeightBeside] * 3), tolerance=1e-6)
 CASES["one weight in two linear layers of a layer"] = Case(model(TiedWithin, TiedWithin, TiedWithin))
 CASES["weights kept short within forward"] = Case(
     model(Renormed, Renormed, Renormed), refused="inplace operation", refused_from=2
@@ -1242,7 +1289,10 @@ CASES["a teacher that follows its student"] = Case(
 CASES["an embedding with max_norm and padding"] = Case(
     lambda: [nn.Embedding(VOCAB, WIDTH, padding_idx=0, max_norm=1.0), Block(), Block(), head()]
 )
-CASES["sparse gradients"] = Case(lambda: [nn.Embedding(VOCAB, WIDTH, sparse=True), Block(), Block(), head()])
+# They are summed as dense ones.
+CASES["sparse gradients"] = Case(
+    lambda: [nn.Embedding(VOCAB, WIDTH, sparse=True), Block(), Block(), head()], tolerance=1e-6
+)
 CASES["a running buffer that layers share"] = Case(sharing, refused="mean", refused_from=2)
 CASES["a module that layers share, with a table made on first use"] = Case(sharing_a_table)
 CASES["a loss within the head"] = Case(lambda: [embedding(), Block(), Block(), LossWithin()], loss=lambda: summed)
@@ -1902,3 +1952,12 @@ CASES |= {
     f"{name}, recomputed": Case(model(make, make, make), options={"recompute": "full"})
     for name, make in RECOMPUTED.items()
 }
+
+# ---- weights that are computed from parameters, in other schedules
+
+COMPUTED = model(OLD_WEIGHT_NORM, pruned, Hyper, Hyper)
+CASES |= {
+    f"computed weights, {schedule}": Case(COMPUTED, options={"schedule": schedule})
+    for schedule in ("zb-h1", "zb-v", "combined-1f1b")
+}
+CASES["computed weights, recomputed"] = Case(COMPUTED, options={"recompute": "full"})

@@ -187,6 +187,8 @@ class WeightCasts:
                 return None
         weights = tuple([layer.weight for layer in layers])
         if weights not in self._packed:
+            if not all(_stays(weight) for weight in weights):
+                return None
             self._packed[weights] = layers[0].matmul.packed(*joint_values(layers))
         return self._packed[weights]
 
@@ -196,8 +198,15 @@ class WeightCasts:
             return weight.to(dtype)
         found = self._kept.get(weight)
         if found is None or found.dtype != dtype:
-            found = self._kept[weight] = weight.detach().to(dtype)
+            found = weight.detach().to(dtype)
+            if _stays(weight):
+                self._kept[weight] = found
         return found
+
+
+def _stays(weight: Tensor) -> bool:
+    """False for a weight that is computed from parameters: each use has a new one, of which nothing is kept."""
+    return isinstance(weight, nn.Parameter)
 
 
 def share_casts(module: nn.Module, casts: WeightCasts) -> int:
@@ -326,6 +335,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad or bias is not None else None, weight)
         # The layer's attributes may be others by the time of its backward.
         ctx.layer, ctx.parameters = layer, (weight, bias)
+        ctx.x_in_columns = x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == len(x)
         return layer.product(x)
 
     @staticmethod
@@ -335,11 +345,12 @@ class _LinearFunction(torch.autograd.Function):
         grad_TO = grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if needs_x:
-            grad_x = layer.matmul.input_gradient(grad_TO, weight.to(grad_TO.dtype)).view(
-                *grad.shape[:-1], weight.shape[1]
-            )
-        if not (needs_weight or needs_bias):
-            return grad_x, None, None, None
+            weight = weight.to(grad_TO.dtype)
+            if ctx.x_in_columns and layer.matmul is TORCH:
+                # As autograd does: the gradient has the order of x.
+                grad_x = (weight.t() @ grad_TO.t()).t()
+            else:
+                grad_x = layer.matmul.input_gradient(grad_TO, weight).view(*grad.shape[:-1], weight.shape[1])
         own, bias = ctx.parameters
         now = own if needs_weight else None, bias if needs_bias else None
         if layer.gradients is not None and (queue := layer.gradients.queue) is not None:
@@ -348,6 +359,8 @@ class _LinearFunction(torch.autograd.Function):
                 # Detached, since a view could keep its base's graph.
                 queue.append(PendingGradient(*later, x.detach().reshape(-1, x.shape[-1]), grad_TO, layer.matmul))
             now = now[0] if later[0] is None else None, now[1] if later[1] is None else None
+        if now[0] is None and now[1] is None:
+            return grad_x, None, None, None
         return grad_x, *PendingGradient(*now, x.reshape(-1, x.shape[-1]), grad_TO, layer.matmul).parts(), None
 
 
@@ -405,6 +418,9 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return self.product(x)
+        if torch._C._are_functorch_transforms_active():
+            # Gradients within `torch.func` and `torch.vmap` are not the step's.
+            return F.linear(x, self.weight, self.bias)
         return _LinearFunction.apply(x, self.weight, self.bias, self)  # pyright: ignore[reportReturnType]
 
     def product(self, x: Tensor) -> Tensor:

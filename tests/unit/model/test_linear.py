@@ -1,6 +1,7 @@
 """Weight gradients that wait are bit for bit those that do not."""
 
 import itertools
+import weakref
 from functools import partial
 
 import pytest
@@ -9,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from penstock.model import Driven, Linear, PendingGradient, Sequences, WeightGradients, decoder_units, defer
+from penstock.model import (
+    Driven,
+    Linear,
+    PendingGradient,
+    Sequences,
+    WeightCasts,
+    WeightGradients,
+    decoder_units,
+    defer,
+    share_casts,
+)
 from penstock.model.lanes import recomputed
 from penstock.model.linear import TORCH, fastest_matmul, switch_linears
 from penstock.settings import ModelConfig
@@ -88,6 +99,35 @@ def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape:
         assert not queue
     # A gradient that waits is added use by use to a sum of its own: the same order as autograd's.
     assert_same_bits(gradients(module), plain)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_input_in_columns_has_a_gradient_in_columns_as_from_autograd(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, found = nn.Linear(96, 80, bias), []
+    x = torch.randn(96, 72).t().requires_grad_()
+    for switches in (False, True):
+        if switches:
+            switch_linears(layer)
+            defer(layer, WeightGradients())
+        found.append(torch.autograd.grad(layer(x).exp().sum(), x)[0])
+    assert found[0].stride() == found[1].stride() == (1, 72)
+    assert torch.equal(*found)
+
+
+def test_nothing_is_kept_of_weights_that_are_computed() -> None:
+    layer = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)
+    switch_linears(layer)
+    defer(layer, WeightGradients())
+    casts, weights = WeightCasts(), []
+    assert share_casts(layer, casts) == 1
+    with casts.kept(packed=True), torch.inference_mode():
+        for dtype in (torch.float32, torch.float64):
+            for _ in range(2):
+                layer(torch.randn(3, 8, dtype=dtype))
+                weights.append(weakref.ref(layer.weight))
+        layer(torch.randn(3, 8))
+        assert [weight() for weight in weights] == [None] * 4
 
 
 @pytest.mark.parametrize("recompute", [False, True])
