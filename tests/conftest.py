@@ -12,6 +12,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
+import tests.fork_server  # noqa: F401 - the thresholds of its collections are those of the tests' own processes
 from tests.covering import EVERY
 from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
 

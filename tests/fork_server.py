@@ -21,8 +21,13 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+# A tenth of a run's time else goes into looking for garbage among what was imported. This module is the first that the
+# server imports, and what it forks inherits the thresholds.
+gc.set_threshold(50_000, 20, 100)
+
 # What every rank or command would import itself, torch._dynamo at its first optimizer: seconds each.
 _IMPORTED_ONCE = (
+    __name__,
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "penstock.engine.engine",

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import endurance  # pyright: ignore[reportMissingImports]
 
+pytestmark = pytest.mark.subject("tools/*.py", "src/penstock/**/*.py")
 # The long form takes 2000 steps and an hour: make endurance.
 STEPS, CALLS = 120, 90
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import faults  # pyright: ignore[reportMissingImports]
 
+pytestmark = pytest.mark.subject("tools/*.py", "src/penstock/**/*.py")
 NUM_STEPS = 4
 
 

@@ -13,6 +13,7 @@ from penstock import PackedBatch
 from tests.e2e.scripts import run_ranks_of
 from tests.e2e.test_own_layers import ROOT
 
+pytestmark = pytest.mark.subject("examples/**/*", "src/penstock/**/*.py")
 EXAMPLE = ROOT / "examples" / "async_grpo.py"
 LINE = r"(\w+) round +(\d+), +\d+ s: +(\d+\.\d)% right, answers by age (\{.*\}), (\d+) too old; \S+ \+ \S+ s a round"
 BOUND = 5

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.scripts import run_ranks_of
 
+pytestmark = pytest.mark.subject("examples/**/*", "src/penstock/**/*.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

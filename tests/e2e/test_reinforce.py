@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.scripts import run_ranks_of
 from tests.e2e.test_own_layers import ROOT
 
+pytestmark = pytest.mark.subject("examples/**/*", "src/penstock/**/*.py")
 EXAMPLE = ROOT / "examples" / "reinforce.py"
 LINE = r"round +(\d+), +\d+ s: +(\d+\.\d)% right, entropy (\d\.\d\d), importance weights 1 ± (\S+)"
 

@@ -206,6 +206,8 @@ def _data_bytes() -> int:
 
 
 def _import(work: str, wanted: Any) -> None:
+    # Transformers imports torch where it can, for seconds; neither templates nor tokenizers compute with it.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     if work == "render":
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401
     elif os.path.isdir(wanted[0]):
