@@ -1,6 +1,7 @@
 """`penstock schedule`: what it prints, what it writes, and how it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
     assert code == 2
     assert out == ""
     assert err.count("\n") == 1
-    assert err.startswith("penstock: ")
+    assert re.match(r"penstock( schedule( \w+)?)?(:| )", err)
     for word in words:
         assert word in err
 

@@ -111,7 +111,7 @@ def test_a_recorded_step_that_is_no_file_is_called_what_it_is(trace, tmp_path: P
     file.rmdir()
     os.mkfifo(file)
     for run in (tmp_path, file):
-        assert trace(run) == (2, "", f"penstock: {file}: no regular file\n")
+        assert trace(run) == (2, "", f"penstock: {file} is no regular file\n")
 
 
 def test_the_page_names_the_command_that_made_it(run_folder: Path, trace, tmp_path: Path):
