@@ -18,7 +18,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch, StepError
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import LocalTensor
-from penstock.settings import ModelConfig, OptimizerConfig, ParameterGroup, Precision
+from penstock.settings import ConfigError, ModelConfig, OptimizerConfig, ParameterGroup, Precision
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 from tests.dist.users_optimizers import History, Prodigy, ScheduleFree, Shampoo
@@ -186,7 +186,7 @@ def refused(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
 def refused_for_one_parameter(rank: int) -> list[str]:
     """What joint optimizers are refused with where each rank steps one parameter, so that none meets another."""
     found = []
-    for factory in JOINT.values():
+    for factory in (Prodigy, lambda groups: History(groups)):
         torch.manual_seed(0)
         layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)]
         engine = Engine.from_layers(layers, WIDTH, Layout(pp=2), optimizer=factory, device="cpu")
@@ -210,8 +210,35 @@ def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is
             assert f"the optimizer {factory.__name__} steps parameters jointly (" in text  # type: ignore[attr-defined]
             assert "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false" in text
     for prodigy, history in run_ranks(2, refused_for_one_parameter, timeout_s=60.0):
-        assert re.search(r"after it '(d_numerator|d|d_max)' of group 0 is [\d.e-]+ on rank 0 and [\d.e-]+ on", prodigy)
-        assert re.search(r"after it '(last|moved|pairs)' of optimizer 0 is .* on rank 0 and .* on", history)
+        numbers = r"[\d.e-]+ on rank 0 and [\d.e-]+ on 1, but"
+        assert re.search(rf"Prodigy keeps '(d_numerator|d|d_max)' of group 0, which after a step is {numbers}", prodigy)
+        own = r"'(last|moved)' of optimizer 0, which after a step is a Tensor, another on rank 1 than on 0, but"
+        assert re.search(rf"the optimizer History keeps {own}", history)
+
+
+class Late(torch.optim.SGD):
+    """Adds noise to all steps but the first."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        for p in self.param_groups[0]["params"] if self.num_steps > 1 else ():
+            p.add_(torch.randn_like(p))
+
+
+def test_a_step_that_draws_from_torchs_generator_is_refused_and_leaves_weights_and_generator() -> None:
+    engine = opened(Case(Layout()), partial(Late, lr=0.1))
+    one_step(engine)
+    before = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="the optimizer Late draws random numbers from torch's generator in its step"):
+        one_step(engine)
+    assert all(torch.equal(p, before[name]) for name, p in engine.parameters().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    closed(engine)
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:

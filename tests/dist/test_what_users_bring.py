@@ -38,8 +38,6 @@ FAULTS = {
     "the embedding's weight by way of a list": "another stage's weight is read as it was at the start",
     "a running buffer that layers share": "each stage goes on with a copy of its own",
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own, as docs/how/reproducibility.md says",
-    "factors in attributes of parameters": "the optimizer is given other parameters",
-    "noise in the optimizer's step": "its random numbers depend on the layout",
     "a counting buffer that is not persistent, recomputed": "it counts the recomputation",
     "spectral norm, recomputed": "the recomputation sees later buffers",
     "noise from a generator of the layer's own, recomputed": "the recomputation draws other noise",

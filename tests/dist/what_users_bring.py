@@ -1724,12 +1724,14 @@ class NormClipped(torch.optim.SGD):
 
 CASES["Lion"] = Case(THREE, optimizer=Lion)
 CASES["schedule-free AdamW"] = Case(THREE, optimizer=ScheduleFree, num_steps=5)
-CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4, refused="jointly", refused_from=2)
+CASES["Prodigy"] = Case(THREE, optimizer=Prodigy, num_steps=4, refused="keeps 'd_numerator'", refused_from=2)
 CASES["Shampoo"] = Case(THREE, optimizer=Shampoo)
 CASES["momentum in 8 bits"] = Case(THREE, optimizer=EightBit)
 CASES["a list of gradients in the state"] = Case(THREE, optimizer=History)
 AHEAD = partial(Lookahead, make=partial(torch.optim.AdamW, lr=0.01))
-CASES["Lookahead around AdamW"] = Case(THREE, optimizer=AHEAD, num_steps=4, refused="'slow'", refused_from=2)
+CASES["Lookahead around AdamW"] = Case(
+    THREE, optimizer=AHEAD, num_steps=4, refused="the optimizer Lookahead keeps 'slow'", refused_from=2
+)
 CASES["SAM with its closure"] = Case(THREE, optimizer=Sam, refused="closure")
 CASES["an optimizer that clips by the norm of all gradients"] = Case(
     THREE, optimizer=partial(NormClipped, lr=0.5), refused="jointly", refused_from=2
@@ -1762,11 +1764,11 @@ class Scaled(torch.optim.SGD):
                     p.sub_(p.grad, alpha=group["lr"] * getattr(p, "rate_factor", 1.0))
 
 
-def with_factors() -> list[nn.Module]:
-    layers = THREE()
-    for p in layers[1].parameters():
+def with_factors(layers: Callable[[], list[nn.Module]] = THREE) -> list[nn.Module]:
+    made = layers()
+    for p in (*made[0].parameters(), *made[1].parameters()):
         p.rate_factor = 0.1  # type: ignore[attr-defined]
-    return layers
+    return made
 
 
 class Noisy(torch.optim.SGD):
@@ -1780,9 +1782,35 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p), alpha=1e-3)
 
 
+class NoisyByName(torch.optim.SGD):
+    """The same, drawn from a seed of the parameter's own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                step = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                generator = torch.Generator().manual_seed(1000 * p.number + step)
+                p.add_(torch.randn(p.shape, generator=generator), alpha=1e-3)
+
+
+def with_numbers() -> list[nn.Module]:
+    layers = THREE()
+    for number, p in enumerate(p for layer in layers for p in layer.parameters()):
+        p.number = number  # type: ignore[attr-defined]
+    return layers
+
+
 CASES["Muon and AdamW in one optimizer"] = Case(THREE, optimizer=Both, refused="made 2 parameter groups")
 CASES["factors in attributes of parameters"] = Case(with_factors, optimizer=partial(Scaled, lr=0.1))
-CASES["noise in the optimizer's step"] = Case(THREE, optimizer=partial(Noisy, lr=0.1))
+CASES["factors of tied parameters"] = Case(partial(with_factors, tied), optimizer=partial(Scaled, lr=0.1))
+CASES["noise in the optimizer's step"] = Case(
+    THREE, optimizer=partial(Noisy, lr=0.1), refused="the optimizer Noisy draws random numbers"
+)
+CASES["noise from a parameter's own seed in the optimizer's step"] = Case(
+    with_numbers, optimizer=partial(NoisyByName, lr=0.1)
+)
 
 
 class StepHook:

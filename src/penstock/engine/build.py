@@ -264,7 +264,7 @@ def stepped_whole(
             if name in shards:
                 rule = groups.rules[groups.number(name, parameter)]
                 raise ValueError(
-                    f"the optimizer {rule.kind.label} steps whole parameters, but {shards[name].axis} ranks share "
+                    f"the optimizer {rule.made_as} steps whole parameters, but {shards[name].axis} ranks share "
                     f"{name}; set {shards[name].axis} = 1, or give it another optimizer"
                 )
             found[name] = parameter.numel()

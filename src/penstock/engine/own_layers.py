@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
 from penstock.model import BoundLayer, Given, Limits, Randomness, UnitSpec, switch_linears, switch_sequentials
+from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
 from penstock.settings import checked
 from penstock.settings.declare import type_in_words
@@ -87,7 +88,7 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
             modules[i] = module = copy.deepcopy(module)
         for name in shared:
             if not hasattr(module.get_parameter(name), _COPY_OF):
-                copied = nn.Parameter(named[name].detach().clone(), named[name].requires_grad)
+                copied = in_place_of(named[name], named[name].detach().clone())
                 setattr(copied, _COPY_OF, named[name])
                 place, _, own = name.rpartition(".")
                 setattr(module.get_submodule(place), own, copied)

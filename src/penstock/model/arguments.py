@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.model.sequences import Sequences
 
@@ -49,13 +50,24 @@ class Randomness:
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Leave torch's generators, at the end of this context, as they were at its beginning."""
-    states = [(generator, generator.get_state()) for generator in _generators(device)]
+def kept_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leave torch's generators, at the end of this context, as they were at its beginning.
+
+    Gives a function that tells, within the context, whether any was drawn from.
+    """
+    generators = _generators(device)
+    # States are real where tensors have no values.
+    with _disable_current_modes():
+        states = [generator.get_state() for generator in generators]
+
+    def were_drawn_from() -> bool:
+        with _disable_current_modes():
+            return not all(torch.equal(own.get_state(), state) for own, state in zip(generators, states, strict=True))
+
     try:
-        yield
+        yield were_drawn_from
     finally:
-        for generator, state in states:
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 

@@ -147,6 +147,13 @@ def matrices_apart(name: str, parameter: nn.Parameter) -> int:
     return 0 if parameter.ndim >= 2 else 1
 
 
+def in_place_of(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter of these values, with the attributes that a user has given the other."""
+    made = nn.Parameter(values, parameter.requires_grad)
+    vars(made).update({name: own for name, own in vars(parameter).items() if name != "main_grad"})
+    return made
+
+
 BucketKind = tuple[int, Reduction, torch.dtype, torch.device]
 """Parameter group, ranks, type and device: parameters of different kinds never share a bucket."""
 

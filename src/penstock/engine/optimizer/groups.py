@@ -97,8 +97,8 @@ def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]
         )
     if len(made.param_groups) != len(groups):
         raise ConfigError(
-            f"the optimizer factory {label} made {len(made.param_groups)} parameter groups of the {len(groups)} that "
-            "it was given; it must keep them"
+            f"the optimizer {type(made).__name__} made {len(made.param_groups)} parameter groups of the {len(groups)} "
+            "that it was given; it must keep them"
         )
     return made
 

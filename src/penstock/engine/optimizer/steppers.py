@@ -208,7 +208,7 @@ class GroupRule:
         optimizer = self._sample
         if (reason := _why_not(optimizer)) is not None:
             raise ConfigError(
-                f"the optimizer {self.kind.label} {reason}; give one whose step takes nothing but parameters with "
+                f"the optimizer {self.made_as} {reason}; give one whose step takes nothing but parameters with "
                 "their gradients"
             )
         return Division.ELEMENTS if type(optimizer) in BY_ELEMENTS else Division.PARAMETERS

@@ -38,7 +38,9 @@ from penstock.engine.optimizer.steppers import (
     copied,
     with_rates_of_its_own,
 )
+from penstock.model import kept_random_state
 from penstock.parallel import Place
+from penstock.parallel.gradients import in_place_of
 from penstock.settings import ConfigError
 from penstock.settings.declare import type_in_words
 
@@ -101,13 +103,25 @@ class TorchStepper:
                 # As torch's schedulers do.
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
         self._listed = None
-        if self._is_known:
-            optimizer.step()
-            return
+        with kept_random_state(self._stepped[0].parameter.device) as were_drawn_from:
+            if self._is_known:
+                optimizer.step()
+            else:
+                self._watched_step(optimizer)
+            if were_drawn_from():
+                raise ConfigError(
+                    f"the optimizer {self._label} draws random numbers from torch's generator in its step, which "
+                    "would depend on the layout; it can draw them from a torch.Generator that it seeds anew for each "
+                    "parameter and step"
+                )
+
+    def _watched_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step, and see that parameters do not meet in it. Raises: ConfigError if they do."""
         with _Origins(self._stepped, optimizer.state) as origins:
             optimizer.step()
         if origins.joined is not None:
-            raise joins_parameters(self._kind.label, f"{origins.joined[0]} and {origins.joined[1]} meet in it")
+            first, second = origins.joined
+            raise is_refused(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
         self._is_known = True
 
     # ---- what it keeps
@@ -130,7 +144,7 @@ class TorchStepper:
         for owner, values in self._shared().items():
             for kind, value in self._apart(values, torch.device("cpu"), "of all parameters").items():
                 if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
-                    raise joins_parameters(self._kind.label, f"it keeps {kind!r} of them all")
+                    raise is_refused(self._label, f"keeps {kind!r} of all parameters together")
                 found[kind, owner] = OwnedState(None, value)
         return found
 
@@ -207,17 +221,22 @@ class TorchStepper:
             own = [] if self._optimizer is None else self._optimizer.state.values()
             return sum(value.nbytes for values in own for value in values.values() if isinstance(value, Tensor))
 
-    def compared(self) -> dict[str, str]:
-        """The values that ranks which step its parameters must agree on, as text: those that it keeps of all."""
+    def compared(self) -> dict[str, tuple[str, str]]:
+        """The values that ranks which step its parameters must agree on, as text, and what they are in a sentence."""
         found = {}
         for owner, values in self._shared().items() if self._is_split else ():
             for key, value in values.items():
                 noted = _Noted.of(value, self._names)
                 if noted.tensors is not None:
-                    form = str(value) if isinstance(value, int | float | str) else noted.form or ""
-                    text = " ".join([form, *map(_text, noted.tensors.values())])
-                    found[f"{self._kind.label}: {key!r} of {owner}"] = text.strip()
+                    shown = str(value) if isinstance(value, int | float) else type_in_words(value)
+                    text = " ".join([noted.form or "", *map(_text, noted.tensors.values())])
+                    found[f"{self._label} keeps {key!r} of {owner}"] = text, shown
         return found
+
+    @property
+    def _label(self) -> str:
+        """The name of the optimizer's class, whatever function makes it."""
+        return next(iter(self._rules.values())).made_as
 
     # ---- what it keeps of no parameter: running values of groups, and attributes
 
@@ -282,7 +301,7 @@ class TorchStepper:
                     found = taken_apart({key: value}, self._names, device)
                 except NoForm:
                     raise ConfigError(
-                        f"the optimizer {self._kind.label} keeps {key!r} {whose} as {type_in_words(error.value)}, "
+                        f"the optimizer {self._label} keeps {key!r} {whose} as {type_in_words(error.value)}, "
                         "which a checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries "
                         "of them"
                     ) from None
@@ -301,11 +320,13 @@ class TorchStepper:
         ]
         try:
             return with_rates_of_its_own(self._kind.make(groups))
+        except ConfigError:
+            raise
         except ValueError as error:
             shapes = {one.place.name: tuple(one.place.parameter.shape) for one in self._stepped}
             vector = next((f"{name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2), "")
             raise ConfigError(
-                f"the optimizer {self._kind.label} refuses the parameters it is given"
+                f"the optimizer {self._label} refuses the parameters it is given"
                 f"{f', such as {vector}' if vector else ''}: {error}; optimizer.groups can give some another optimizer"
             ) from None
 
@@ -321,7 +342,7 @@ class _Stepped:
     @classmethod
     def of(cls, block: Block, place: Place) -> _Stepped:
         shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
-        parameter = nn.Parameter(place.view(block.master).view(shape))
+        parameter = in_place_of(place.parameter, place.view(block.master).view(shape))
         parameter.grad = place.view(block.gradient).view(shape)
         return cls(block.group, place, parameter)
 
@@ -385,11 +406,11 @@ class _AsMade:
         return found
 
 
-def joins_parameters(label: str, reason: str) -> ConfigError:
-    """The error of an optimizer whose step cannot be divided among ranks."""
+def is_refused(label: str, what: str) -> ConfigError:
+    """The error of an optimizer that does what cannot be divided among ranks."""
     return ConfigError(
-        f"the optimizer {label} steps parameters jointly ({reason}), but several ranks step them here, each its own; "
-        "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false"
+        f"the optimizer {label} {what}, but several ranks step parameters here, each its own; it can train with "
+        "pp = 1, tp = 1, ep = 1 and optimizer.zero = false"
     )
 
 

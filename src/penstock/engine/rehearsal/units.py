@@ -19,6 +19,7 @@ from penstock.engine.rehearsal.counted import TrafficCount
 from penstock.engine.rehearsal.meter import Meter
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, drain
 from penstock.model.attention.kernels import forget_masks
+from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Boundary, Feed, Stage, Tape
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import ActionCost, UnitCost
@@ -81,8 +82,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
                     continue
                 if tensor not in known:
                     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    is_trained = isinstance(tensor, nn.Parameter)
-                    known[tensor] = nn.Parameter(new, tensor.requires_grad) if is_trained else new
+                    known[tensor] = in_place_of(tensor, new) if isinstance(tensor, nn.Parameter) else new
                 own[name] = known[tensor]  # type: ignore[assignment]
 
 
