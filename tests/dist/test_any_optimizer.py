@@ -216,29 +216,38 @@ def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is
         assert re.search(rf"the optimizer History keeps {own}", history)
 
 
-class Late(torch.optim.SGD):
-    """Adds noise to all steps but the first."""
+class Noisy(torch.optim.SGD):
+    """Counts its steps in an attribute that it makes in the first, and may add noise."""
 
-    num_steps = 0
+    adds_noise = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
-        self.num_steps += 1
-        for p in self.param_groups[0]["params"] if self.num_steps > 1 else ():
-            p.add_(torch.randn_like(p))
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1 + 0.1 * self.num_steps)
+            if self.adds_noise:
+                p.add_(torch.randn_like(p))
 
 
-def test_a_step_that_draws_from_torchs_generator_is_refused_and_leaves_weights_and_generator() -> None:
-    engine = opened(Case(Layout()), partial(Late, lr=0.1))
-    one_step(engine)
-    before = {name: p.detach().clone() for name, p in engine.parameters().items()}
-    state = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="the optimizer Late draws random numbers from torch's generator in its step"):
-        one_step(engine)
-    assert all(torch.equal(p, before[name]) for name, p in engine.parameters().items())
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.shows(162)
+def test_a_step_that_draws_from_torchs_generator_is_refused_as_if_it_had_not_been_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, plain = (opened(Case(Layout()), partial(Noisy, lr=0.1)) for _ in range(2))
+    for _ in range(NUM_STEPS):
+        state = torch.get_rng_state()
+        monkeypatch.setattr(Noisy, "adds_noise", True)
+        with pytest.raises(ConfigError, match="the optimizer Noisy draws random numbers in its step from torch's"):
+            one_step(engine)
+        assert torch.equal(torch.get_rng_state(), state)
+        monkeypatch.setattr(Noisy, "adds_noise", False)
+        assert one_step(engine) == one_step(plain)
+    ours = engine.parameters()
+    assert [name for name, p in plain.parameters().items() if not torch.equal(p, ours[name])] == []
     closed(engine)
+    closed(plain)
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:

@@ -1782,6 +1782,31 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p), alpha=1e-3)
 
 
+class Attached(torch.optim.SGD):
+    """Keeps its momentum in attributes of the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.momentum = 0.9 * getattr(p, "momentum", 0.0) + p.grad
+            p.sub_(p.momentum, alpha=0.1)
+
+
+class NoisyByOwn(Noisy):
+    """The same, from a generator that it keeps."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, lr)
+        self.generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.optim.SGD.step(self, closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape, generator=self.generator), alpha=1e-3)
+
+
 class NoisyByName(torch.optim.SGD):
     """The same, drawn from a seed of the parameter's own."""
 
@@ -1807,6 +1832,9 @@ CASES["factors in attributes of parameters"] = Case(with_factors, optimizer=part
 CASES["factors of tied parameters"] = Case(partial(with_factors, tied), optimizer=partial(Scaled, lr=0.1))
 CASES["noise in the optimizer's step"] = Case(
     THREE, optimizer=partial(Noisy, lr=0.1), refused="the optimizer Noisy draws random numbers"
+)
+CASES["noise in the optimizer's step from a generator that it keeps"] = Case(
+    THREE, optimizer=partial(NoisyByOwn, lr=0.1), refused="or from one that it keeps", refused_from=2
 )
 CASES["noise from a parameter's own seed in the optimizer's step"] = Case(
     with_numbers, optimizer=partial(NoisyByName, lr=0.1)
@@ -1962,6 +1990,12 @@ CASES |= {
 }
 CASES["Lookahead around AdamW, saved and resumed"] = Case(
     THREE, optimizer=AHEAD, num_steps=4, resumes=True, refused="the optimizer Lookahead"
+)
+CASES["noise from an optimizer's generator, saved and resumed"] = Case(
+    THREE, optimizer=partial(NoisyByOwn, lr=0.1), resumes=True, refused="the optimizer NoisyByOwn"
+)
+CASES["momentum in attributes of parameters, saved and resumed"] = Case(
+    THREE, optimizer=Attached, resumes=True, refused="keeps 'momentum' as an attribute of layers.0.weight"
 )
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
 CASES["layers with extra state, saved and resumed"] = Case(

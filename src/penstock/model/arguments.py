@@ -50,12 +50,12 @@ class Randomness:
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave torch's generators, at the end of this context, as they were at its beginning.
+def kept_random_state(device: torch.device, others: Sequence[torch.Generator] = ()) -> Iterator[Callable[[], bool]]:
+    """Leave torch's generators and others, at the end of this context, as they were at its beginning.
 
     Gives a function that tells, within the context, whether any was drawn from.
     """
-    generators = _generators(device)
+    generators = [*_generators(device), *others]
     # States are real where tensors have no values.
     with _disable_current_modes():
         states = [generator.get_state() for generator in generators]

@@ -30,6 +30,8 @@ class NoForm(ValueError):
 
     #: the part of it that is not
     value: Any
+    #: the key of the value that it is a part of
+    key: Any = None
 
     def __init__(self, value: Any) -> None:
         super().__init__(f"{type(value).__name__} has no form in a checkpoint")
@@ -66,7 +68,11 @@ def described(
         if is_plain and id(value) not in parameters:
             tensors[path] = value.detach()
         else:
-            forms.append([_plain(key), _form(value, path, tensors, parameters)])
+            try:
+                forms.append([_plain(key), _form(value, path, tensors, parameters)])
+            except NoForm as error:
+                error.key = key
+                raise
     return tensors, json.dumps(forms) if forms else None
 
 

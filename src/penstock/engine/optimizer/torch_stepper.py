@@ -47,6 +47,8 @@ from penstock.settings.declare import type_in_words
 # Larger values are no running values, which all ranks have alike.
 _MOST_COMPARED = 64
 _WIDE = (torch.float32, torch.float64)
+# Functions and modules are no state.
+_NO_STATE = (type, ModuleType)
 
 
 class TorchStepper:
@@ -65,15 +67,13 @@ class TorchStepper:
     _number: int
     #: True where several ranks step the parameters, each its own
     _is_split: bool
-    #: what is stepped
-    _stepped: Sequence[_Stepped]
-    #: their names, by identity
+    #: what is stepped, by name
+    _stepped: Mapping[str, _Stepped]
+    #: the names, by identity
     _names: Mapping[int, str]
-    #: None where this rank steps nothing
-    _optimizer: torch.optim.Optimizer | None
-    #: the groups, by number, and the attributes, as they were made
-    _made_groups: Mapping[int, _AsMade]
-    _made_attributes: _AsMade
+    _optimizer: torch.optim.Optimizer
+    #: the groups, by owner, and the attributes, as they were made
+    _as_made: Mapping[str, _AsMade]
     #: the keys of the groups that rates set
     _set: set[str]
     #: True once a step has shown that parameters are stepped independently, or where it does not matter
@@ -85,40 +85,39 @@ class TorchStepper:
         self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block], is_split: bool
     ) -> None:
         self._kind, self._rules, self._number, self._is_split = kind, rules, number, is_split
-        self._stepped = [_Stepped.of(block, place) for block in blocks for place in block.places]
+        self._stepped = {place.name: _Stepped.of(block, place) for block in blocks for place in block.places}
+        self._names = {id(one.parameter): name for name, one in self._stepped.items()}
         self._optimizer, self._set, self._listed = self._made(), set(), None
-        self._names = {id(one.parameter): one.place.name for one in self._stepped}
-        self._made_groups = {number: self._as_made(group) for number, group in self._groups().items()}
-        self._made_attributes = self._as_made(self._attributes())
-        known = type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS
-        self._is_known = known or not is_split or self._optimizer is None
+        self._as_made = {
+            owner: _AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
+        }
+        self._is_known = not is_split or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS
 
     def step(self, values: Sequence[Values]) -> None:
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        for number, group in self._groups(with_parameters=True).items():
+        for number, group in self._groups().items():
             self._set |= values[number].keys()
             for key, value in values[number].items():
                 # As torch's schedulers do.
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
         self._listed = None
-        with kept_random_state(self._stepped[0].parameter.device) as were_drawn_from:
+        own = [value for value in self._attributes().values() if isinstance(value, torch.Generator)]
+        device = next(iter(self._stepped.values())).parameter.device
+        with kept_random_state(device, own if self._is_split else ()) as were_drawn_from:
             if self._is_known:
-                optimizer.step()
+                self._optimizer.step()
             else:
-                self._watched_step(optimizer)
+                self._watched_step()
             if were_drawn_from():
                 raise ConfigError(
-                    f"the optimizer {self._label} draws random numbers from torch's generator in its step, which "
-                    "would depend on the layout; it can draw them from a torch.Generator that it seeds anew for each "
-                    "parameter and step"
+                    f"the optimizer {self._label} draws random numbers in its step from torch's generator, or from one "
+                    "that it keeps, so that they depend on the layout; it can draw them from a torch.Generator that it "
+                    "makes for each parameter and step"
                 )
 
-    def _watched_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _watched_step(self) -> None:
         """Step, and see that parameters do not meet in it. Raises: ConfigError if they do."""
-        with _Origins(self._stepped, optimizer.state) as origins:
-            optimizer.step()
+        with _Origins(self._stepped, self._optimizer.state) as origins:
+            self._optimizer.step()
         if origins.joined is not None:
             first, second = origins.joined
             raise is_refused(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
@@ -132,15 +131,19 @@ class TorchStepper:
         return self._listed
 
     def _kept(self) -> dict[StateName, OwnedState]:
-        optimizer, found = self._optimizer, dict[StateName, OwnedState]()
-        if optimizer is None:
-            return found
-        for one in self._stepped:
-            own = optimizer.state.get(one.parameter, {})
-            for kind, value in self._apart(own, one.parameter.device, f"of {one.place.name}").items():
+        found = dict[StateName, OwnedState]()
+        for name, one in self._stepped.items():
+            written = vars(one.parameter).keys() - vars(one.place.parameter).keys()
+            # Torch's own begin like this.
+            for key in (key for key in sorted(written) if not key.startswith("_")):
+                raise ConfigError(
+                    f"the optimizer {self._label} keeps {key!r} as an attribute of {name}, which no checkpoint holds; "
+                    "it holds the state of the parameter, self.state[parameter]"
+                )
+            own = self._optimizer.state.get(one.parameter, {})
+            for kind, value in self._apart(own, one.parameter.device, f"of {name}").items():
                 is_like = value.shape == one.parameter.shape and kind != FORM
-                values = OwnedState(one.place, value.reshape(-1)) if is_like else OwnedState(None, value)
-                found[kind, one.place.name] = values
+                found[kind, name] = OwnedState(one.place, value.reshape(-1)) if is_like else OwnedState(None, value)
         for owner, values in self._shared().items():
             for kind, value in self._apart(values, torch.device("cpu"), "of all parameters").items():
                 if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
@@ -150,66 +153,67 @@ class TorchStepper:
 
     def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
         """Make room for what a checkpoint has of its parameters, to be loaded there and then `continue_from`."""
-        self._listed, places = {}, {one.place.name: one for one in self._stepped}
-        shared = {*(self._group_owner(number) for number in self._groups()), *([self._owner] if places else [])}
+        self._listed = {}
         for (kind, name), (dtype, shape) in stored.items():
-            if name not in places and name not in shared:
+            one = self._stepped.get(name)
+            if one is None and name not in self._as_made:
                 continue
-            device = places[name].parameter.device if name in places and kind != FORM else torch.device("cpu")
+            device = torch.device("cpu") if one is None or kind == FORM else one.parameter.device
             if shape is not None:
                 self._listed[kind, name] = OwnedState(None, torch.zeros(shape, dtype=dtype, device=device))
                 continue
-            place, own = places[name].place, places[name].parameter
+            own = self._stepped[name].parameter
             # The precision may be another one than that of the run that was saved.
             kept = own.dtype if dtype in _WIDE else dtype
-            self._listed[kind, name] = OwnedState(place, torch.zeros(own.numel(), dtype=kept, device=device))
+            values = torch.zeros(own.numel(), dtype=kept, device=device)
+            self._listed[kind, name] = OwnedState(self._stepped[name].place, values)
         return self._listed
 
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        listed, self._listed, optimizer = self._listed, None, self._optimizer
-        if listed is None or optimizer is None:
+        listed, self._listed = self._listed, None
+        if listed is None:
             return
         by_owner: dict[str, dict[str, Tensor]] = {}
-        shapes = {one.place.name: one.parameter.shape for one in self._stepped}
         for (kind, name), own in listed.items():
-            values = own.values if own.place is None else own.values.view(shapes[name])
+            values = own.values if own.place is None else own.values.view(self._stepped[name].parameter.shape)
             by_owner.setdefault(name, {})[kind] = values
-        parameters: dict[str, Tensor] = {one.place.name: one.parameter for one in self._stepped}
+        parameters = {name: one.parameter for name, one in self._stepped.items()}
         found = {name: put_together(tensors, parameters) for name, tensors in by_owner.items()}
+        states = {parameter: found[name] for name, parameter in parameters.items() if name in found}
+        beside = {
+            owner: deep_copy(dict(made.values), self._known()) | found.get(owner, {})
+            for owner, made in self._as_made.items()
+        }
+        attributes = self._attributes()
+        changed = self._as_made[self._owner].changed(attributes, self._names)
+        states |= beside[self._owner].pop("state", {})
+        beside[self._owner] = {k: v for k, v in attributes.items() if k not in changed} | beside[self._owner]
+        self._take(states, beside)
+
+    def _take(self, states: Mapping[Any, Any], beside: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take states and what `_beside` gives for all that it keeps."""
+        optimizer = self._optimizer
         optimizer.state.clear()
-        for one in self._stepped:
-            if one.place.name in found:
-                optimizer.state[one.parameter] = found[one.place.name]
-        for number, group in self._groups(with_parameters=True).items():
-            own = {"params": group["params"], **deep_copy(dict(self._made_groups[number].values), {})}
+        optimizer.state.update(states)
+        for number, group in self._groups().items():
+            own = {"params": group["params"], **beside[f"{GROUP}{number}"]}
             group.clear()
-            group.update(own | found.get(self._group_owner(number), {}))
-        attributes = found.get(self._owner, {})
-        for key in self._made_attributes.changed(self._attributes(), self._names):
-            if key not in attributes:
-                delattr(optimizer, key)
-        vars(optimizer).update(deep_copy(dict(self._made_attributes.values), self._known()))
-        optimizer.state.update(attributes.pop("state", {}))
-        vars(optimizer).update(attributes)
+            group.update(own)
+        for key in self._attributes().keys() - beside[self._owner].keys():
+            delattr(optimizer, key)
+        vars(optimizer).update(beside[self._owner])
 
     def snapshot(self) -> Callable[[], None]:
-        put_back, optimizer = copied([one.parameter for one in self._stepped]), self._optimizer
-        if optimizer is None:
-            return put_back
+        put_back = copied([one.parameter for one in self._stepped.values()])
+        attributes = self._attributes()
         # Parameters are put back where they are; all else is replaced.
-        known = self._known()
-        states, groups = deep_copy((dict(optimizer.state), list(self._groups().values())), known)
-        attributes = {key: deep_copy(value, known) for key, value in self._values_of_attributes().items()}
+        kept = dict(self._optimizer.state), {**self._beside(), self._owner: _with_form(attributes, self._names)}
+        states, beside = deep_copy(kept, self._known())
+        beside[self._owner] = attributes | beside[self._owner]
 
         def restore() -> None:
             put_back()
-            optimizer.state.clear()
-            optimizer.state.update(states)
-            for group, own in zip(optimizer.param_groups, groups, strict=True):
-                of_group = {"params": group["params"], **own}
-                group.clear()
-                group.update(of_group)
-            vars(optimizer).update(attributes)
+            self._take(states, beside)
 
         return restore
 
@@ -218,7 +222,7 @@ class TorchStepper:
         try:
             return sum(state.values.nbytes for state in self._kept().values())
         except ConfigError:
-            own = [] if self._optimizer is None else self._optimizer.state.values()
+            own = self._optimizer.state.values()
             return sum(value.nbytes for values in own for value in values.values() if isinstance(value, Tensor))
 
     def compared(self) -> dict[str, tuple[str, str]]:
@@ -244,78 +248,57 @@ class TorchStepper:
     def _owner(self) -> str:
         return f"{OPTIMIZER}{self._number}"
 
-    @staticmethod
-    def _group_owner(number: int) -> str:
-        return f"{GROUP}{number}"
-
     def _known(self) -> dict[int, Any]:
         """Parameters, which `deep_copy` is to take for copied already."""
-        return {id(one.parameter): one.parameter for one in self._stepped}
+        return {id(one.parameter): one.parameter for one in self._stepped.values()}
 
-    def _groups(self, with_parameters: bool = False) -> dict[int, dict[str, Any]]:
+    def _groups(self) -> dict[int, dict[str, Any]]:
         """The optimizer's groups by number."""
-        if self._optimizer is None:
-            return {}
-        groups = dict(zip(self._group_numbers(), self._optimizer.param_groups, strict=True))
-        if with_parameters:
-            return groups
-        return {number: {k: v for k, v in group.items() if k != "params"} for number, group in groups.items()}
+        return dict(zip(self._group_numbers(), self._optimizer.param_groups, strict=True))
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that it has beside those of torch's base class."""
-        if self._optimizer is None or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS:
+        if type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS:
             return {}
         plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys()
         return {key: value for key, value in vars(self._optimizer).items() if key not in plain}
 
-    def _values_of_attributes(self) -> dict[str, Any]:
-        """The attributes that have a form."""
-        return {k: v for k, v in self._attributes().items() if _Noted.of(v, self._names).tensors is not None}
+    def _beside(self) -> dict[str, dict[str, Any]]:
+        """By owner: the values of each group but for its parameters, and the attributes."""
+        groups = {
+            f"{GROUP}{number}": {key: value for key, value in group.items() if key != "params"}
+            for number, group in self._groups().items()
+        }
+        return {**groups, self._owner: self._attributes()}
 
     def _shared(self) -> dict[str, dict[Any, Any]]:
         """All that it has written since it was made, by owner, without what rates set."""
-        if self._optimizer is None:
-            return {}
         found: dict[str, dict[Any, Any]] = {}
-        for number, group in self._groups().items():
-            own = {k: v for k, v in group.items() if k not in self._set}
-            found[self._group_owner(number)] = self._made_groups[number].changed(own, self._names)
-        found[self._owner] = self._made_attributes.changed(self._attributes(), self._names)
+        for owner, values in self._beside().items():
+            own = {k: v for k, v in values.items() if owner == self._owner or k not in self._set}
+            found[owner] = self._as_made[owner].changed(own, self._names)
         others = {k: v for k, v in self._optimizer.state.items() if id(k) not in self._names}
         if others:
             found[self._owner]["state"] = others
         return {owner: values for owner, values in found.items() if values}
 
-    def _as_made(self, values: Mapping[str, Any]) -> _AsMade:
-        noted = {key: _Noted.of(value, self._names).kept() for key, value in values.items()}
-        own = {key: value for key, value in values.items() if noted[key].tensors is not None}
-        return _AsMade(deep_copy(own, self._known()), noted)
-
     def _apart(self, values: Mapping[Any, Any], device: torch.device, whose: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
         try:
             return taken_apart(values, self._names, device)
         except NoForm as error:
-            for key, value in values.items():
-                try:
-                    found = taken_apart({key: value}, self._names, device)
-                except NoForm:
-                    raise ConfigError(
-                        f"the optimizer {self._label} keeps {key!r} {whose} as {type_in_words(error.value)}, "
-                        "which a checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries "
-                        "of them"
-                    ) from None
-        return found
+            raise ConfigError(
+                f"the optimizer {self._label} keeps {error.key!r} {whose} as {type_in_words(error.value)}, which a "
+                "checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries of them"
+            ) from None
 
     def _group_numbers(self) -> list[int]:
         """The numbers of the groups of the parameters that this rank steps."""
-        return sorted({one.group for one in self._stepped})
+        return sorted({one.group for one in self._stepped.values()})
 
-    def _made(self) -> torch.optim.Optimizer | None:
-        if not self._stepped:
-            return None
+    def _made(self) -> torch.optim.Optimizer:
+        stepped = self._stepped.values()
         groups = [
-            {"params": [one.parameter for one in self._stepped if one.group == number], **self._rules[number].options}
+            {"params": [one.parameter for one in stepped if one.group == number], **self._rules[number].options}
             for number in self._group_numbers()
         ]
         try:
@@ -323,7 +306,7 @@ class TorchStepper:
         except ConfigError:
             raise
         except ValueError as error:
-            shapes = {one.place.name: tuple(one.place.parameter.shape) for one in self._stepped}
+            shapes = {name: tuple(one.place.parameter.shape) for name, one in self._stepped.items()}
             vector = next((f"{name} of shape {shape}" for name, shape in shapes.items() if len(shape) != 2), "")
             raise ConfigError(
                 f"the optimizer {self._label} refuses the parameters it is given"
@@ -349,7 +332,7 @@ class _Stepped:
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """A value as it was, to see later if it has changed."""
+    """A value as it is now, to see later if it has changed."""
 
     #: its text, or what pickles to it where it has no form
     form: Any
@@ -367,15 +350,16 @@ class _Noted:
             except Exception:  # whatever a class of the user's own says
                 return cls(object(), None)
 
-    def kept(self) -> _Noted:
-        """The same, whatever becomes of its tensors."""
-        return _Noted(self.form, self.tensors and {path: tensor.clone() for path, tensor in self.tensors.items()})
-
     def is_same(self, other: _Noted) -> bool:
         if self.form != other.form or (self.tensors is None) != (other.tensors is None):
             return False
         own, theirs = self.tensors or {}, other.tensors or {}
         return own.keys() == theirs.keys() and all(torch.equal(own[path], theirs[path]) for path in own)
+
+
+def _with_form(values: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
+    """Those of the values that have a form."""
+    return {key: value for key, value in values.items() if _Noted.of(value, parameters).tensors is not None}
 
 
 def _text(tensor: Tensor) -> str:
@@ -391,14 +375,17 @@ class _AsMade:
 
     values: Mapping[str, Any]
     noted: Mapping[str, _Noted]
-    #: functions and modules are no state
-    _no_state: tuple[type, ...] = (type, ModuleType, torch._C.Generator)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], parameters: Mapping[int, str], known: dict[int, Any]) -> _AsMade:
+        copies = deep_copy(_with_form(values, parameters), known)
+        return cls(copies, {key: _Noted.of(copies.get(key, value), parameters) for key, value in values.items()})
 
     def changed(self, now: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
         """The values that are others now than then."""
         found = {}
         for key, value in now.items():
-            if callable(value) or isinstance(value, self._no_state):
+            if callable(value) or isinstance(value, _NO_STATE):
                 continue
             before = self.noted.get(key)
             if before is None or not before.is_same(_Noted.of(value, parameters)):
@@ -422,7 +409,10 @@ def steppers_for(
     for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
         own = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
         theirs = [block for block in blocks if block.group in own]
-        found.append(TorchStepper(kind, own, index, theirs, is_split) if kind.stepper is None else kind.stepper(theirs))
+        if kind.stepper is not None:
+            found.append(kind.stepper(theirs))
+        elif any(block.places for block in theirs):
+            found.append(TorchStepper(kind, own, index, theirs, is_split))
     return found
 
 
@@ -454,19 +444,19 @@ class _Origins(TorchDispatchMode):
     #: the first bytes of the spans
     _starts: list[int]
 
-    def __init__(self, stepped: Sequence[_Stepped], state: Mapping[Any, Any]) -> None:
+    def __init__(self, stepped: Mapping[str, _Stepped], state: Mapping[Any, Any]) -> None:
         super().__init__()
         self.joined, self._of, self._read, self._spans = None, {}, set(), []
-        for one in stepped:
+        for name, one in stepped.items():
             for tensor, is_value in ((one.parameter, True), (one.parameter.grad, False)):
                 if tensor is not None and tensor.numel():
                     start = tensor.data_ptr()
-                    self._spans.append((start, start + tensor.nbytes, one.place.name, is_value))
+                    self._spans.append((start, start + tensor.nbytes, name, is_value))
         self._spans.sort()
         self._starts = [span[0] for span in self._spans]
-        for one in stepped:
+        for name, one in stepped.items():
             for tensor in _dense(state.get(one.parameter, {})):
-                self._note(tensor, frozenset({one.place.name}))
+                self._note(tensor, frozenset({name}))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
