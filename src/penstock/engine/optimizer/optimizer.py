@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.optimizer.form import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
 from penstock.engine.optimizer.steppers import Block, FlatStepper, OwnedState, SetAside, StateName, Stored, Values
-from penstock.engine.optimizer.torch_stepper import TorchStepper, is_refused, steppers_for
+from penstock.engine.optimizer.torch_stepper import TorchStepper, needs_one_rank, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
@@ -271,7 +271,8 @@ class Optimizer:
                     unlike = f"is {was} on rank {other} and {shown} on {rank}"
                     if shown == was:
                         unlike = f"is {shown}, another on rank {rank} than on {other}"
-                    raise is_refused(label, f"{what}, which after a step {unlike}")
+                        what = f"{what} rather than in the state of each parameter"
+                    raise needs_one_rank(label, f"{what}, which after a step {unlike}")
 
     def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes on this rank; returns a function that puts it back."""

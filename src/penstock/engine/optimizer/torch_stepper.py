@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -59,12 +60,10 @@ class TorchStepper:
     it is made anew from there and given to it by `continue_from`.
     """
 
-    #: makes the optimizer
-    _kind: OptimizerKind
     #: the optimizer's groups by number
     _rules: Mapping[int, GroupRule]
-    #: the number of the optimizer, for the names of what it keeps of no parameter
-    _number: int
+    #: stands for a parameter in the names of its attributes
+    _owner: str
     #: True where several ranks step the parameters, each its own
     _is_split: bool
     #: what is stepped, by name
@@ -84,10 +83,10 @@ class TorchStepper:
     def __init__(
         self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block], is_split: bool
     ) -> None:
-        self._kind, self._rules, self._number, self._is_split = kind, rules, number, is_split
+        self._rules, self._owner, self._is_split = rules, f"{OPTIMIZER}{number}", is_split
         self._stepped = {place.name: _Stepped.of(block, place) for block in blocks for place in block.places}
         self._names = {id(one.parameter): name for name, one in self._stepped.items()}
-        self._optimizer, self._set, self._listed = self._made(), set(), None
+        self._optimizer, self._set, self._listed = self._made(kind), set(), None
         self._as_made = {
             owner: _AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
         }
@@ -120,7 +119,7 @@ class TorchStepper:
             self._optimizer.step()
         if origins.joined is not None:
             first, second = origins.joined
-            raise is_refused(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
+            raise needs_one_rank(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
         self._is_known = True
 
     # ---- what it keeps
@@ -133,12 +132,12 @@ class TorchStepper:
     def _kept(self) -> dict[StateName, OwnedState]:
         found = dict[StateName, OwnedState]()
         for name, one in self._stepped.items():
-            written = vars(one.parameter).keys() - vars(one.place.parameter).keys()
-            # Torch's own begin like this.
-            for key in (key for key in sorted(written) if not key.startswith("_")):
+            written = sorted(vars(one.parameter).keys() - vars(one.place.parameter).keys())
+            # Torch's own begin with a line.
+            if written := [key for key in written if not key.startswith("_")]:
                 raise ConfigError(
-                    f"the optimizer {self._label} keeps {key!r} as an attribute of {name}, which no checkpoint holds; "
-                    "it holds the state of the parameter, self.state[parameter]"
+                    f"the optimizer {self._label} keeps {written[0]!r} as an attribute of {name}, which no checkpoint "
+                    "holds; it holds what is in self.state[parameter]"
                 )
             own = self._optimizer.state.get(one.parameter, {})
             for kind, value in self._apart(own, one.parameter.device, f"of {name}").items():
@@ -147,7 +146,7 @@ class TorchStepper:
         for owner, values in self._shared().items():
             for kind, value in self._apart(values, torch.device("cpu"), "of all parameters").items():
                 if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
-                    raise is_refused(self._label, f"keeps {kind!r} of all parameters together")
+                    raise needs_one_rank(self._label, f"keeps {kind.partition('/')[0]!r} of all parameters together")
                 found[kind, owner] = OwnedState(None, value)
         return found
 
@@ -193,12 +192,9 @@ class TorchStepper:
     def _take(self, states: Mapping[Any, Any], beside: Mapping[str, Mapping[str, Any]]) -> None:
         """Take states and what `_beside` gives for all that it keeps."""
         optimizer = self._optimizer
-        optimizer.state.clear()
-        optimizer.state.update(states)
+        _replace(optimizer.state, states)
         for number, group in self._groups().items():
-            own = {"params": group["params"], **beside[f"{GROUP}{number}"]}
-            group.clear()
-            group.update(own)
+            _replace(group, {"params": group["params"], **beside[f"{GROUP}{number}"]})
         for key in self._attributes().keys() - beside[self._owner].keys():
             delattr(optimizer, key)
         vars(optimizer).update(beside[self._owner])
@@ -206,14 +202,18 @@ class TorchStepper:
     def snapshot(self) -> Callable[[], None]:
         put_back = copied([one.parameter for one in self._stepped.values()])
         attributes = self._attributes()
+        inner = [own.state for own in _flat(attributes.values()) if isinstance(own, torch.optim.Optimizer)]
+        beside = {**self._beside(), self._owner: _with_form(attributes, self._names)}
         # Parameters are put back where they are; all else is replaced.
-        kept = dict(self._optimizer.state), {**self._beside(), self._owner: _with_form(attributes, self._names)}
-        states, beside = deep_copy(kept, self._known())
+        kept = dict(self._optimizer.state), beside, [dict(state) for state in inner]
+        states, beside, of_inner = deep_copy(kept, self._known())
         beside[self._owner] = attributes | beside[self._owner]
 
         def restore() -> None:
             put_back()
             self._take(states, beside)
+            for state, values in zip(inner, of_inner, strict=True):
+                _replace(state, values)
 
         return restore
 
@@ -243,10 +243,6 @@ class TorchStepper:
         return next(iter(self._rules.values())).made_as
 
     # ---- what it keeps of no parameter: running values of groups, and attributes
-
-    @property
-    def _owner(self) -> str:
-        return f"{OPTIMIZER}{self._number}"
 
     def _known(self) -> dict[int, Any]:
         """Parameters, which `deep_copy` is to take for copied already."""
@@ -295,14 +291,14 @@ class TorchStepper:
         """The numbers of the groups of the parameters that this rank steps."""
         return sorted({one.group for one in self._stepped.values()})
 
-    def _made(self) -> torch.optim.Optimizer:
+    def _made(self, kind: OptimizerKind) -> torch.optim.Optimizer:
         stepped = self._stepped.values()
         groups = [
             {"params": [one.parameter for one in stepped if one.group == number], **self._rules[number].options}
             for number in self._group_numbers()
         ]
         try:
-            return with_rates_of_its_own(self._kind.make(groups))
+            return with_rates_of_its_own(kind.make(groups))
         except ConfigError:
             raise
         except ValueError as error:
@@ -357,9 +353,30 @@ class _Noted:
         return own.keys() == theirs.keys() and all(torch.equal(own[path], theirs[path]) for path in own)
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and those in lists and dictionaries of them."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        elif isinstance(value, dict):
+            yield from _flat(value.values())
+        else:
+            yield value
+
+
+def _replace(values: MutableMapping[Any, Any], others: Mapping[Any, Any]) -> None:
+    values.clear()
+    values.update(others)
+
+
 def _with_form(values: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
     """Those of the values that have a form."""
-    return {key: value for key, value in values.items() if _Noted.of(value, parameters).tensors is not None}
+    found = {}
+    for key, value in values.items():
+        with suppress(NoForm):
+            described({key: value}, parameters, torch.device("cpu"))
+            found[key] = value
+    return found
 
 
 def _text(tensor: Tensor) -> str:
@@ -393,7 +410,7 @@ class _AsMade:
         return found
 
 
-def is_refused(label: str, what: str) -> ConfigError:
+def needs_one_rank(label: str, what: str) -> ConfigError:
     """The error of an optimizer that does what cannot be divided among ranks."""
     return ConfigError(
         f"the optimizer {label} {what}, but several ranks step parameters here, each its own; it can train with "
