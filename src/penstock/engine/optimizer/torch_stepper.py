@@ -370,7 +370,7 @@ def _replace(values: MutableMapping[Any, Any], others: Mapping[Any, Any]) -> Non
 
 
 def _with_form(values: Mapping[str, Any], parameters: Mapping[int, str]) -> dict[str, Any]:
-    """Those of the values that have a form."""
+    """The values that have a form."""
     found = {}
     for key, value in values.items():
         with suppress(NoForm):
