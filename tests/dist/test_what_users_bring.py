@@ -34,9 +34,6 @@ WORLDS = (1, 2, 3)
 SPLIT = MicroBatchSpec(num=4)
 # Cases that are not yet as they should be, each with what is wrong.
 FAULTS = {
-    "tokens changed in place": "microbatches share a version counter",
-    "the embedding's weight by way of a list": "another stage's weight is read as it was at the start",
-    "a running buffer that layers share": "each stage goes on with a copy of its own",
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own, as docs/how/reproducibility.md says",
     "a counting buffer that is not persistent, recomputed": "it counts the recomputation",
     "spectral norm, recomputed": "the recomputation sees later buffers",

@@ -506,7 +506,9 @@ def hidden_tie() -> list[nn.Module]:
 
 CASES["tied weights"] = Case(tied)
 CASES["one layer at three places"] = Case(one_layer_thrice, refused="is shared by layers on the ranks", refused_from=2)
-CASES["the embedding's weight by way of a list"] = Case(hidden_tie)
+CASES["the embedding's weight by way of a list"] = Case(
+    hidden_tie, refused="layers.3 reads layers.0.weight by way of its attribute 'other'", refused_from=2
+)
 
 
 class Shared(nn.Module):
@@ -566,7 +568,10 @@ CASES["activations in place"] = Case(
 )
 CASES["a residual added in place"] = Case(model(AddsInPlace, AddsInPlace, AddsInPlace))
 CASES["an input scaled in place"] = Case(model(ScalesInPlace, ScalesInPlace, ScalesInPlace))
-CASES["tokens changed in place"] = Case(lambda: [CleansTokens(VOCAB, WIDTH), square(), square(), head()])
+CASES["tokens changed in place"] = Case(
+    lambda: [CleansTokens(VOCAB, WIDTH), square(), square(), head()],
+    refused="layers.0 changes the batch's 'tokens' in place",
+)
 
 
 class WritesRows(nn.Module):

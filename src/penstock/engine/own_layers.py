@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +49,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
         if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
             keep_linears_eager(layer)
         modules.append(layer)
-    units, tied = [], _tied(modules)
+    units, (reads, shared_buffers), tied = [], _shared(modules), _tied(modules)
     for number, layer in enumerate(modules):
         num_parameters = sum(p.numel() for p in layer.parameters())
         # A lookup costs next to nothing; anything else multiplies by each of its weights once.
@@ -65,6 +68,8 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
                 is_own=True,
                 limits=limits,
                 tied=tied[number],
+                reads=reads[number],
+                shared_buffers=shared_buffers[number],
             )
         )
     return tuple(units)
@@ -95,6 +100,83 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
         owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
         found.append(shared)
     return found
+
+
+# ---- What they have in common without a tie: parameters that one reads of another, and buffers
+
+
+_Users = dict[str, str | None]
+
+
+def _shared(modules: list[nn.Module]) -> tuple[list[dict[str, str]], list[dict[str, tuple[Tensor, _Users]]]]:
+    """What the layers read and share; see `UnitSpec.reads` and `UnitSpec.shared_buffers`."""
+    owners: dict[Tensor, str] = {}
+    users: dict[Tensor, _Users] = {}
+    for i, module in enumerate(modules):
+        for name, own in module.named_parameters():
+            owners.setdefault(getattr(own, _COPY_OF, own), f"layers.{i}.{name}")
+        for name, own in module.named_buffers():
+            users.setdefault(own, {})[f"layers.{i}"] = name
+    reads: list[dict[str, str]] = []
+    for i, module in enumerate(modules):
+        reached = [(attribute, getattr(own, _COPY_OF, own)) for attribute, own in _reached(module)]
+        named = {owners[own]: attribute for attribute, own in reached if own in owners}
+        reads.append({owner: own for owner, own in named.items() if not owner.startswith(f"layers.{i}.")})
+        for _, own in reached:
+            if own in users:
+                users[own].setdefault(f"layers.{i}", None)
+    shared = [
+        {name: (own, users[own]) for name, own in module.named_buffers() if len(users[own]) > 1} for module in modules
+    ]
+    return reads, shared
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+_NOT_A_USERS = ("torch", "penstock")
+
+
+def _reached(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a layer reaches by attributes which modules do not register, each with such an attribute."""
+    # The layer's own modules are looked at one by one.
+    seen = {id(part) for part in layer.modules()}
+    for path, part in layer.named_modules():
+        names = vars(part).keys() - _REGISTERED
+        left = [(f"{path}.{name}" if path else name, vars(part)[name]) for name in sorted(names)]
+        while left:
+            name, value = left.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                yield name, value
+            else:
+                left += [(name, inner) for inner in _within(value)]
+
+
+def _within(value: Any) -> Iterable[Any]:
+    """What an attribute's value holds: the items of a container, what a function is bound to, a user's own objects."""
+    if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
+        return ()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+    if isinstance(value, ReferenceType):
+        return (value(),)
+    if not isinstance(value, nn.Module) and type(value).__module__.partition(".")[0] in _NOT_A_USERS:
+        return ()
+    return getattr(value, "__dict__", {}).values()
+
+
+_EMPTY = CellType()
+"""The place of a variable in a function, before it has a value."""
 
 
 # ---- What they ask for by name

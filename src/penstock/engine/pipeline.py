@@ -5,7 +5,7 @@ Shapes: T tokens of a whole microbatch, R of this rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from penstock.engine.build import (
     Sharding,
     Ties,
     UnitSource,
+    buffers_apart,
     build_on_all_ranks,
     build_stages,
     check_same_units,
@@ -163,6 +164,8 @@ class Pipeline:
     parameter_groups: ParameterGroups
     #: layers that ask for more than the stream, and what they give each other; None where no layer of this rank does
     own_layers: OwnLayers | None
+    #: buffers of this rank that layers share, but that are no longer one tensor: full name -> module and name there
+    buffers_apart: Mapping[str, tuple[nn.Module, str]]
     #: True if this rank holds that end of the model
     holds_first_stage: bool
     holds_last_stage: bool
@@ -223,6 +226,7 @@ class Pipeline:
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
         own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
         self.own_layers = None if own_layers.are_plain else own_layers
+        self.buffers_apart = buffers_apart(self.units, self.stages, self.placement)
         self._check_whole_model()
         self.recovery = Recovery(
             self.grid.control,

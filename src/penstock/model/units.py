@@ -66,6 +66,11 @@ class UnitSpec:
     limits: Limits | None = None
     #: True for a user's own layer, whose output may be more than the plain stream
     is_own: bool = False
+    #: full name of another unit's parameter that this one reads without holding it -> the attribute by way of which
+    reads: Mapping[str, str] = field(default_factory=dict)
+    #: name in the module of a buffer that other units hold or read too -> the tensor, and by unit its name there, None
+    #: for one that reads it without holding it
+    shared_buffers: Mapping[str, tuple[Tensor, Mapping[str, str | None]]] = field(default_factory=dict)
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

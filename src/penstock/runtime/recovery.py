@@ -90,6 +90,11 @@ class StepState:
         elif tensors:
             torch._foreach_copy_(self._values, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
 
+    def before(self, module: nn.Module, buffer: str) -> Tensor | None:
+        """The values that the module's buffer had before the step; None if it had none."""
+        places = zip(self._places, self._values, strict=True)
+        return next((values for place, values in places if place[0] is module and place[1] == buffer), None)
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put back what `save` noted."""

@@ -46,7 +46,7 @@ from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
-from penstock.runtime import Feed
+from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
 from penstock.settings.declare import check_argument, nearest
@@ -253,6 +253,8 @@ class Trainer:
             with recovery.announcing():
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self.run(feeds)
+                if pipeline.buffers_apart:
+                    self._check_buffers_apart()
                 rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(pipeline, losses)
@@ -310,6 +312,18 @@ class Trainer:
         self.pipeline.set_training(True)
         with kept_random_state(self.pipeline.device):
             return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
+
+    def _check_buffers_apart(self) -> None:
+        """Raises: PipelineError naming a buffer that layers share, of which each rank would go on with its own."""
+        for name, (module, own) in self.pipeline.buffers_apart.items():
+            before, now = self.pipeline.recovery.state.before(module, own), module._buffers.get(own)
+            # One of another shape is a table made anew.
+            if before is not None and now is not None and before.shape == now.shape and not torch.equal(before, now):
+                raise PipelineError(
+                    f"{name} is a buffer that layers share, and the step changes it, but on several ranks, or cast or "
+                    "moved, it is not one tensor; give each layer a buffer of its own, or let layers on one rank "
+                    "(schedule.cut) share a module that holds it"
+                )
 
     def zero_gradients(self) -> None:
         for buckets in self.gradients.values():
