@@ -25,7 +25,7 @@ def batch() -> PackedBatch:
     return PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 7, 4)])
 
 
-def opened(layers: Sequence[nn.Module | partial[Any]], world: int, **options: Any) -> Engine:
+def opened(layers: Sequence[Any], world: int, **options: Any) -> Engine:
     return Engine.from_layers(layers, WIDTH, Layout(pp=world), device="cpu", timeout_s=60.0, **options)
 
 
@@ -160,10 +160,47 @@ def test_a_layer_that_reads_anothers_parameter_is_refused_where_they_lie_apart()
             assert len(set(expected)) == 2 and losses == pytest.approx(expected, rel=1e-6), way
 
 
+HELD: list[nn.Embedding] = []
+
+
+class ReadsGlobal(nn.Module):
+    """Knows the embedding by a variable of the file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x @ HELD[0].weight.T @ HELD[0].weight
+
+
+def read_globally(rank: int, world: int) -> str:
+    """What the first step says, "" where it is taken."""
+    embedding = nn.Embedding(VOCAB, WIDTH)
+    HELD[:] = [embedding]
+    layers = [embedding, nn.Linear(WIDTH, WIDTH), ReadsGlobal(), nn.Linear(WIDTH, VOCAB)]
+    engine = opened(layers, world, schedule=ScheduleConfig("1f1b", cut=(4,) if world == 1 else (2, 2)))
+    words = ""
+    try:
+        assert engine.train_batch(batch()).success
+    except Exception as error:
+        words = str(error)
+        with pytest.raises(Exception, match=r"layers\.0\.weight"):
+            engine.train_batch(batch())
+        assert engine.step == 0
+    closed(engine)
+    return words
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_parameter_on_another_rank_is_found_whichever_way_a_layer_reaches_it(world: int) -> None:
+    for words in run_ranks(world, read_globally, world):
+        if world == 1:
+            assert words == ""
+        else:
+            assert "in the stage that begins with layers.2 a layer or the loss reaches layers.0.weight" in words
+
+
 class Unsuspicious(nn.Module):
     """Holds its own things twice, and a weight that is tied."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight, self.inner = weight, nn.Linear(WIDTH, WIDTH)
         self.lstm, self.project, self.all = nn.LSTM(WIDTH, WIDTH), self.product, [self.inner.weight, {"a": self.inner}]

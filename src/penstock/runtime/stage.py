@@ -320,6 +320,8 @@ class Stage:
 
     #: called before weights are read; may wait for those that other ranks step
     weights_ready: Callable[[], None]
+    #: looks at the outputs of a microbatch in training, once; None once it has
+    look: Callable[[Sequence[Tensor]], None] | None = None
     #: ends the full names of the parameters; marks the second copy of a bidirectional model
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
@@ -461,6 +463,9 @@ class Stage:
                     increment_version(tensor)
         outputs = output.tensors if isinstance(output, Message) else (h,)
         if tape is not None:
+            if self.look is not None:
+                self.look(outputs)
+                self.look = None
             tape.record(leaves, outputs, isinstance(x, Tensor))
         detached = tuple(tensor.detach() for tensor in outputs)
         return output.of_tensors(detached) if isinstance(output, Message) else detached[0]

@@ -64,7 +64,7 @@ def checked_loss(loss: Any, output: Any, trained: Set[Tensor]) -> Tensor:
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         outputs = list(_tensors_of(output))
-        for leaf in _leaves(loss, {own.grad_fn for own in outputs}):
+        for leaf in _leaves([loss], {own.grad_fn for own in outputs}):
             if leaf not in trained and not any(leaf is own for own in outputs):
                 kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
                 raise ValueError(
@@ -92,9 +92,25 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
         yield from _tensors_of(part)
 
 
-def _leaves(loss: Tensor, ends: Set[Any]) -> Iterator[Tensor]:
-    """The tensors in which a backward of the loss would leave gradients, those behind the graph's `ends` left out."""
-    seen, left = {None, *ends}, list[Any]([loss.grad_fn])
+def check_reached(elsewhere: Mapping[Tensor, str], first: str, outputs: Sequence[Tensor]) -> None:
+    """Refuse layers that reach parameters of other ranks' layers in whichever way, such as by a global variable.
+
+    elsewhere: those parameters -> their full names. first: the stage's first layer, for the message.
+
+    Raises: ValueError naming the parameter.
+    """
+    for leaf in _leaves(outputs):
+        if leaf in elsewhere:
+            raise ValueError(
+                f"in the stage that begins with {first} a layer or the loss reaches {elsewhere[leaf]}, a parameter of "
+                "another rank's layer, which would never change here; assign it to the layer that reads it "
+                "(self.weight = other.weight), which ties it, or put both layers on one rank (schedule.cut)"
+            )
+
+
+def _leaves(roots: Sequence[Tensor], ends: Set[Any] = frozenset()) -> Iterator[Tensor]:
+    """The tensors in which a backward would leave gradients, those behind the graph's `ends` left out."""
+    seen, left = {None, *ends}, list[Any](own.grad_fn for own in roots)
     while left:
         if (node := left.pop()) in seen:
             continue

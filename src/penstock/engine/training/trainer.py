@@ -30,6 +30,7 @@ from penstock.engine.training.losses import (
     LossFn,
     LossMetrics,
     LossWeightFn,
+    check_reached,
     checked_loss,
     loss_factors,
     token_cross_entropy,
@@ -172,6 +173,18 @@ class Trainer:
             return optimizer
 
         self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
+        self._look_for_others()
+
+    def _look_for_others(self) -> None:
+        """Have each stage of a user's own layers look once for parameters that only other ranks train."""
+        stages, own = self.pipeline.stages.values(), set(self._parameters.values())
+        local = {name for stage in stages for name, _ in stage.units}
+        others = [unit for unit in self.pipeline.units if unit.is_own and unit.name not in local]
+        named = [(unit.full_name(name), other) for unit in others for name, other in unit.build().named_parameters()]
+        # A module that several layers register is one on this rank.
+        elsewhere: dict[Tensor, str] = {other: name for name, other in named if other not in own}
+        for stage in stages if elsewhere else ():
+            stage.look = partial(check_reached, elsewhere, stage.units[0][0])
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
