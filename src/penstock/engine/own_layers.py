@@ -109,7 +109,7 @@ _Users = dict[str, str | None]
 
 
 def _shared(modules: list[nn.Module]) -> tuple[list[dict[str, str]], list[dict[str, tuple[Tensor, _Users]]]]:
-    """What the layers read and share; see `UnitSpec.reads` and `UnitSpec.shared_buffers`."""
+    """By layer `UnitSpec.reads` and `UnitSpec.shared_buffers`."""
     owners: dict[Tensor, str] = {}
     users: dict[Tensor, _Users] = {}
     for i, module in enumerate(modules):
@@ -154,7 +154,7 @@ def _reached(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """What an attribute's value holds: the items of a container, what a function is bound to, a user's own objects."""
+    """The values inside one: items of a container, variables of a function, attributes of a user's own object."""
     if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
         return ()
     if isinstance(value, list | tuple | set | frozenset | deque):
