@@ -74,7 +74,7 @@ def train(rank: int, model: str, case: Case, compiles: bool, folder: Path) -> Tr
         losses.append(engine.train_batch(batch, micro_batches=MicroBatchSpec(num=4)).loss)
         # Layers compiled for evaluation are others; one kind shows them.
         if step == 0 and (model == "own" or EVERY):
-            losses.append(float(engine.evaluate([batch], micro_batches=MicroBatchSpec(num=2))))
+            losses.append(float(engine.evaluate([batch], micro_batches=MicroBatchSpec(num=4))))
     if compiles:
         compiled = [
             m
