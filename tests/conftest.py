@@ -12,9 +12,11 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
-import tests.fork_server  # noqa: F401 - the thresholds of its collections are those of the tests' own processes
 from tests.covering import EVERY
 from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
+
+# As in what the tests fork (tests/fork_server.py): a tenth of a run's time else goes into looking for garbage.
+gc.set_threshold(50_000, 20, 100)
 
 # An example's time says how busy the machine is, not whether it passes.
 settings.register_profile("penstock", deadline=None)

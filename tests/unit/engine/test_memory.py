@@ -53,9 +53,9 @@ class Kept:
 
 
 class MeasuredStage(Stage):
-    """Knows the bytes that its tapes, and the graph behind them, hold now; calls `look` behind every forward."""
+    """Knows the bytes that its tapes, and the graph behind them, hold now; calls `seen` behind every forward."""
 
-    look: Callable[[], None]
+    seen: Callable[[], None]
 
     def forward(
         self,
@@ -72,7 +72,7 @@ class MeasuredStage(Stage):
         self.tapes.append(weakref.ref(tape))
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
             output = yield from super().forward(tape, x, sequences, finish, given)
-        self.look()  # in a pair the backward comes before the action's end
+        self.seen()  # in a pair the backward comes before the action's end
         return output
 
     def _keep(self, tensor: Tensor) -> Kept:
@@ -100,7 +100,7 @@ class MeasuredRank(Recorder):
         super().__init__(rank)
         self.stages, self.peak_bytes = stages, 0
         for stage in stages:
-            stage.look = self.look
+            stage.seen = self.look
 
     def end(self, record: Record) -> None:
         super().end(record)
