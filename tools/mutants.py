@@ -5,32 +5,42 @@ in the same order; how many of them are judged depends on the time. See docs/tes
 """
 
 import argparse
+import contextlib
+import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # here once, for the tests run in forks of this process
-import torch.distributed.checkpoint  # noqa: F401
 
-from nearest_tests import PACKAGE, ROOT, distances
+from harmless_faults import is_harmless
+from nearest_tests import PACKAGE, ROOT, Line, distances, keep, lines_of, nearest_tests, unrecorded
 from small_faults import Fault, faults_in
 
-FAR = 4  # Tests from here on have little to do with a file.
+NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
+TESTS_S = 30  # that the tests of a fault may take together
 # A fault may send a test round in circles, or let it ask for all of the machine's memory.
-TEST_LIMIT_S, LIMIT_S, MEMORY_LIMIT_BYTES = 60, 120, 8 << 30
+TEST_LIMIT_S, LIMIT_S, RECORD_LIMIT_S, MEMORY_LIMIT_BYTES = 60, 120, 900, 8 << 30
+# What tests import and what takes long is here once, for the tests run in forks of this process.
+for name in ("hypothesis", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "peft", "trl", "httpx"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 
 def busyness() -> float:
@@ -39,17 +49,44 @@ def busyness() -> float:
 
 
 class Report:
-    """A plugin of pytest: keeps in a file which test failed first, and the seconds that each file's tests took."""
+    """A plugin of pytest: runs these tests in this order, and keeps in a file which of them failed first."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.failed, self.seconds = path, "", defaultdict[str, float](float)
+    def __init__(self, path: Path, tests: list[str]) -> None:
+        self.path, self.failed, self.places = path, "", {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((i for i in items if i.nodeid in self.places), key=lambda item: self.places[item.nodeid])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += getattr(report, "duration", 0.0)
         self.failed = self.failed or (report.nodeid if report.failed else "")
-        self.path.write_text(json.dumps([self.failed, self.seconds]))
+        self.path.write_text(self.failed)
 
     pytest_collectreport = pytest_runtest_logreport
+
+
+class Notes:
+    """A plugin of pytest: keeps in a folder which lines each test reaches and how long it takes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seconds, self.tests = folder, defaultdict[str, float](float), [""]
+        self.begin("collection")
+        spec = importlib.util.spec_from_file_location("reached", folder.parent / "tools/reached/sitecustomize.py")
+        assert spec and spec.loader
+        os.environ |= {"PENSTOCK_REACHED": str(folder)}
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        self.reached = module.reached
+
+    def begin(self, name: str) -> None:
+        (self.folder / "now").write_text(name)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.begin(str(len(self.tests)))
+        self.tests.append(nodeid)
+        self.reached.begin()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration / busyness() if report.passed else math.inf
+        (self.folder / "tests").write_text(json.dumps([self.tests, self.seconds]))
 
 
 class Copy:
@@ -57,35 +94,21 @@ class Copy:
 
     def __init__(self, folder: str) -> None:
         self.root = Path(folder) / str(os.getpid())
-        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
-        self.seconds: dict[str, float] = {}  # that each file of tests has taken
+        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(".*", "runs", "build", "__pycache__"))
         self.sound: dict[str, bool] = {}  # whether a test passes without any fault
 
-    def tests_for(self, fault: Fault) -> list[str]:
-        """The nearest files of tests that fit into the time, quick ones first; the nearest bears the file's name."""
-        chosen, left_s = [], LIMIT_S / 4
-        near = {test: of[fault.path] for test, of in distances().items() if of.get(fault.path, FAR) < FAR}
-        near |= dict.fromkeys((test for test in near if Path(test).stem == f"test_{fault.path.stem}"), 0)
-        guessed = {test: self.seconds.get(test, 20.0 if "/dist/" in test else 4.0) for test in near}
-        for test in sorted(near, key=lambda test: (near[test], guessed[test], test)):
-            if guessed[test] <= left_s:
-                chosen.append(test)
-                left_s -= guessed[test]
-        return sorted(chosen, key=lambda test: (guessed[test], test))
-
-    def run(self, *arguments: str) -> str | None:
-        """The first test that fails, in a process of its own; empty if all pass, None if they do not end in time."""
-        (verdict := self.root / "verdict.json").write_text('["", {}]')
+    def fork(self, limit_s: float, make: Callable[[], Any], *arguments: str) -> int | None:
+        """Run pytest with the plugin that `make` gives, in a process of its own: its status, or None past the limit."""
         if (child := os.fork()) == 0:
             os.setsid()
             os.chdir(self.root)
             os.dup2(os.dup2(os.open(os.devnull, os.O_WRONLY), 1), 2)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-            os.environ["PYTHONPATH"] = str(self.root / "src")
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(self.root / "src"), str(self.root / "tools/reached")])
             sys.path[:0], sys.dont_write_bytecode = [str(self.root / "src"), str(self.root)], True
-            options = ["-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S * busyness():.0f}"]
-            os._exit(pytest.main([*options, *arguments], [Report(verdict)]))
-        end, ended, status = time.monotonic() + LIMIT_S * busyness(), 0, 0
+            sys.modules["__main__"].__file__ = None  # Or each rank that a test starts would import this module first.
+            os._exit(pytest.main(["-p", "no:cacheprovider", *arguments], [make()]))
+        end, ended, status = time.monotonic() + limit_s * busyness(), 0, 0
         try:
             while not ended and time.monotonic() < end:
                 time.sleep(0.05)
@@ -94,61 +117,105 @@ class Copy:
             if not ended:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        failed, seconds = json.loads(verdict.read_text())
-        if ended:
-            self.seconds |= {} if failed else seconds
-            return failed or ("before any test" if status else "")
-        self.seconds |= {**seconds, list(seconds)[-1]: LIMIT_S} if seconds else {}
-        return failed or None
+        return os.waitstatus_to_exitcode(status) if ended else None
 
-    def judge(self, fault: Fault) -> tuple[str, int]:
-        """What became of the fault, and how many files of tests it was put to."""
+    def run(self, tests: list[str]) -> str | None:
+        """The first of these tests that fails; empty if all pass, None if they do not end in time."""
+        (verdict := self.root / "verdict").write_text("")
+        files = sorted({test.partition("::")[0] for test in tests})
+        limit = f"--timeout={TEST_LIMIT_S * busyness():.0f}"
+        status = self.fork(LIMIT_S, lambda: Report(verdict, tests), "-x", limit, *files)
+        if failed := verdict.read_text():
+            return failed
+        return None if status is None else "before any test" if status not in (0, NO_TESTS) else ""
+
+    def record(self, file: str) -> None:
+        """Run a file of tests to see which lines each of them reaches."""
+        (folder := self.root / "reached").mkdir()
+        self.fork(
+            RECORD_LIMIT_S, lambda: Notes(folder), "-m", "not subject and not gpu", f"--timeout={TEST_LIMIT_S}", file
+        )
+        tests, seconds = [], {}
+        if (written := folder / "tests").is_file():
+            tests, seconds = json.loads(written.read_text())
+        reached, paths = defaultdict[Line, set[str]](set), sorted(PACKAGE.rglob("*.py"))
+        for number, test in enumerate(tests):
+            if (notes := folder / str(number)).is_file():
+                for place, line in set(struct.iter_unpack("<HH", notes.read_bytes())):
+                    reached[lines_of(paths[place])[line - 1]].add(test)
+        passed = {test: took for test, took in seconds.items() if took < math.inf}
+        keep(file, passed, reached)
+        shutil.rmtree(folder)
+
+    def judge(self, fault: Fault, tests: list[str]) -> str:
+        """What became of the fault."""
         target = self.root / fault.path.relative_to(ROOT)
-        whole, failed, tests = target.read_text(), None, []
+        whole, failed = target.read_text(), None
         for _ in range(3):
-            tests = self.tests_for(fault)
+            sound = [test for test in tests if self.sound.get(test, True)]
             target.write_text(fault.source)
-            unsound = [f"--deselect={test}" for test, sound in self.sound.items() if not sound]
-            failed = self.run(*tests, *unsound) if tests else ""
+            failed = self.run(sound) if sound else ""
             target.write_text(whole)
-            # A test that fails without a fault too says nothing, and one that takes too long is left out now.
-            if failed and "::" in failed and failed not in self.sound:
-                self.sound[failed] = self.run(failed) == ""
+            # A test that fails without a fault too says nothing; if all take too long, half of them may not.
+            if failed is None:
+                tests = tests[: len(tests) // 2]
+            elif "::" in failed and failed not in self.sound:
+                self.sound[failed] = self.run([failed]) == ""
             if failed is not None and self.sound.get(failed, True):
-                return "caught" if failed else "survived", len(tests)
-        return "undecided", len(tests)
+                return "caught" if failed else "survived"
+        return "undecided"
 
 
 own_copy = cache(Copy)  # one in each process of the pool
 
 
-def judge(fault: Fault, folder: str) -> tuple[Fault, str, int]:
-    return fault, *own_copy(folder).judge(fault)
+def judge(fault: Fault, folder: str) -> tuple[Fault, int, str]:
+    tests = nearest_tests(fault.path, fault.line, TESTS_S)
+    return fault, len(tests), own_copy(folder).judge(fault, tests)
+
+
+def record(file: str, folder: str) -> str:
+    own_copy(folder).record(file)
+    return file
+
+
+def results(pool: ProcessPoolExecutor, jobs: int, calls: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
+    """What these calls give, so many at a time; the next one is looked for when it can begin."""
+    running: set[Future[Any]] = set()
+    while True:
+        running |= {pool.submit(*call) for call in islice(calls, jobs - len(running))}
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        yield from (future.result() for future in done)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plant small faults; print those that no test notices.")
     parser.add_argument("--rooms", nargs="+", default=["schedule", "runtime", "engine", "model"], help="or files")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long to go on")
+    parser.add_argument("--record", type=float, default=120.0, help="for how many minutes, before, to record tests")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which faults are planted")
     parser.add_argument("--jobs", type=int, default=2, help="faults judged at a time")
     options = parser.parse_args()
-    end, counts = time.monotonic() + 60 * options.minutes, Counter[tuple[str, str]]()
     files = {f for room in options.rooms for f in [PACKAGE / room, *(PACKAGE / room).rglob("*.py")] if f.is_file()}
     faults = [fault for path in sorted(files) for fault in faults_in(path)]
     random.Random(options.seed).shuffle(faults)
-    print(f"{len(faults)} possible faults in {len(files)} files, {len(distances())} files of tests", flush=True)
-    context, waiting = multiprocessing.get_context("fork"), (fault for fault in faults if fault.compiles())
+    context, counts = multiprocessing.get_context("fork"), Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ProcessPoolExecutor(options.jobs, context) as pool:
-        running = {pool.submit(judge, fault, folder) for _, fault in zip(range(options.jobs), waiting)}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for fault, outcome, num_tests in (future.result() for future in done):
-                counts.update((of, outcome) for of in (fault.path.relative_to(PACKAGE).parts[0], "all"))
-                if outcome != "caught":
-                    print(f"{outcome} ({num_tests} files of tests)  {str(fault).removeprefix(f'{ROOT}/')}", flush=True)
-                if time.monotonic() < end and (following := next(waiting, None)):
-                    running.add(pool.submit(judge, following, folder))
+        end, left = time.monotonic() + 60 * options.record, unrecorded()
+        print(f"{len(distances()) - len(left)} of {len(distances())} files of tests are recorded", flush=True)
+        for file in results(pool, options.jobs, ((record, file, folder) for file in left if time.monotonic() < end)):
+            print(f"recorded {file}", flush=True)
+        judged = [fault for fault in faults if not is_harmless(fault)]
+        print(f"{len(judged)} possible faults in {len(files)} files, ", end="")
+        print(f"without {len(faults) - len(judged)} that are known as harmless", flush=True)
+        end = time.monotonic() + 60 * options.minutes
+        calls = ((judge, fault, folder) for fault in judged if time.monotonic() < end and fault.compiles())
+        for fault, num_tests, outcome in results(pool, options.jobs, calls):
+            counts.update((of, outcome) for of in (fault.path.relative_to(PACKAGE).parts[0], "all"))
+            if outcome != "caught":
+                print(f"{outcome} ({num_tests} tests)  {str(fault).removeprefix(f'{ROOT}/')}", flush=True)
     for of in sorted({of for of, _ in counts}, key=lambda of: (of == "all", of)):
         caught, survived, undecided = (counts[of, outcome] for outcome in ("caught", "survived", "undecided"))
         print(f"{of}: {caught} of {caught + survived} caught; {undecided} undecided")

@@ -101,6 +101,15 @@ def test_memory_for_one_microbatch_is_enough():
     assert max(peaks(found, costs)) <= 6.0
 
 
+def test_an_order_that_keeps_too_much_is_searched_for_again_with_fewer_microbatches():
+    kept = (4.0, 1.0, 4.0, 1.0)
+    each = (1.0,) * 4
+    costs = Costs(each, each, each, microbatch_bytes=kept, weight_memory_share=0.5)
+    found = searched(Placement(V, 2, 2), 4, costs, 2.0, effort=0.05)
+    assert max(peaks(found, costs)) <= 2 * max(kept[0] + kept[3], kept[1] + kept[2])
+    assert simulate(lower(found), costs).makespan == 26.0, "27 if what is too much is only moved away"
+
+
 def test_three_stages_a_rank_are_shorter_than_the_v_that_is_as_even_as_can_be_within_1f1bs_bytes():
     units, placement = costs_of(DECODER), Placement(LOOP, 2, 3)
     found = search_cut(units, placement, 8, effort=0.1)
