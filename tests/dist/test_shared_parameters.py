@@ -159,3 +159,9 @@ def test_a_layer_with_buffers_is_not_given_twice() -> None:
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     with pytest.raises(ValueError, match="layer 2 is layer 1 again, with buffers; give two modules"):
         Engine.from_layers([nn.Embedding(VOCAB, WIDTH), layer, layer], WIDTH)
+
+
+def test_a_layer_with_buffers_may_share_a_weight() -> None:
+    layers = head_of_embedding()
+    layers[-1].register_buffer("seen", torch.zeros(1))
+    assert Engine.from_layers(layers, WIDTH).ties == {"layers.2.weight": "layers.0.weight"}

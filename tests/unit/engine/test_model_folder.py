@@ -29,23 +29,36 @@ def test_a_run_with_a_reward_model_is_refused_where_tokens_are_wanted(tmp_path: 
         assert (found.rates, found.is_reward_model, found.pad_token) == ("texts", True, 3)
 
 
+def save_run(folder: Path, data: dict[str, str], vocab_size: int) -> None:
+    """Begin a run, which leaves the size of its vocabulary out, and save its first checkpoint."""
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    config = from_dict({"output": str(folder), "model": sizes, "data": data})
+    RunLock(config).close()
+    engine = Engine(*engine_arguments(config, vocab_size))
+    saved = Checkpointer(folder / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
+    saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
+    engine.close()
+
+
 def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     size = len(make_tokenizer(tmp_path / "words"))
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
-    config = from_dict(
-        {"output": str(tmp_path / "run"), "model": sizes, "data": {"tokenizer": str(tmp_path / "words")}}
-    )
-    RunLock(config).close()
-    engine = Engine(*engine_arguments(config, size))
-    saved = Checkpointer(tmp_path / "run" / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
-    saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
-    engine.close()
+    save_run(tmp_path / "run", {"tokenizer": str(tmp_path / "words")}, size)
     before = open_model(tmp_path / "run")
     assert (before.tokenizer is not None, before.vocab_size) == (True, size)
     shutil.rmtree(tmp_path / "words")
     after = open_model(tmp_path / "run")
     assert (after.tokenizer, after.vocab_size) == (None, size)
+
+
+@pytest.mark.parametrize(("end_token", "size", "ends"), [(None, 256, ()), ("</s>", 257, (256,))])
+def test_a_run_knows_the_token_that_it_put_after_each_text(
+    end_token: str | None, size: int, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    data = {"tokenizer": "bytes"} | ({} if end_token is None else {"end_token": end_token})
+    save_run(tmp_path / "run", data, size)
+    found = open_model(tmp_path / "run")
+    assert (found.vocab_size, tuple(found.end_tokens)) == (size, ends)
 
 
 def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_path: Path) -> None:
