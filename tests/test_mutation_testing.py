@@ -90,7 +90,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         names[1]: {lines[3]: {far}, lines[5]: {far}},
     }
     for file, seconds in ((names[0], {few: 2.0, many: 3.0}), (names[1], {far: 1.0})):
-        nearest_tests.keep(file, seconds, reached[file])
+        nearest_tests.keep(file, Record.of(nearest_tests.digest_of(tmp_path / file), seconds, reached[file]))
     return path
 
 
@@ -111,7 +111,7 @@ def test_a_fault_is_put_to_the_tests_that_reach_its_line_the_nearest_files_first
 def test_of_a_test_with_many_cases_few_are_kept_for_a_line(recorded: Path) -> None:
     cases = {f"tests/dist/test_other.py::test_far[{n}]": 1.0 + n for n in range(9)}
     line = lines_of(recorded)[3]
-    assert Record.of("tests/dist/test_other.py", cases, {line: {*cases, "failed"}}).reached == {line: tuple(cases)[:3]}
+    assert Record.of("", cases, {line: {*cases, "failed"}}).reached == {line: tuple(cases)[:3]}
 
 
 def test_files_of_tests_are_recorded_again_when_they_have_changed(recorded: Path) -> None:

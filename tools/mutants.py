@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 from harmless_faults import is_harmless
-from nearest_tests import PACKAGE, ROOT, Line, distances, keep, lines_of, nearest_tests, unrecorded
+from nearest_tests import PACKAGE, ROOT, Line, Record, digest_of, distances, keep, lines_of, nearest_tests, unrecorded
 from small_faults import Fault, faults_in
 
 NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
@@ -144,7 +144,7 @@ class Copy:
                 for place, line in set(struct.iter_unpack("<HH", notes.read_bytes())):
                     reached[lines_of(paths[place])[line - 1]].add(test)
         passed = {test: took for test, took in seconds.items() if took < math.inf}
-        keep(file, passed, reached)
+        keep(file, Record.of(digest_of(self.root / file), passed, reached))
         shutil.rmtree(folder)
 
     def judge(self, fault: Fault, tests: list[str]) -> str:

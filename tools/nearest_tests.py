@@ -97,8 +97,8 @@ class Record(NamedTuple):
     reached: dict[Line, tuple[str, ...]]
 
     @classmethod
-    def of(cls, file: str, seconds: dict[str, float], reached: dict[Line, set[str]]) -> "Record":
-        """Of a test with many cases the quickest few that reach a line."""
+    def of(cls, digest: str, seconds: dict[str, float], reached: dict[Line, set[str]]) -> "Record":
+        """Of the tests that passed, and of one with many cases the quickest few that reach a line."""
         kept = {}
         for line, tests in reached.items():
             functions = Counter[str]()
@@ -108,28 +108,27 @@ class Record(NamedTuple):
                 if functions[test.partition("[")[0]] <= CASES:
                     quick.append(test)
             kept[line] = tuple(quick)
-        return cls(digest_of(file), seconds, kept)
+        return cls(digest, seconds, kept)
 
 
-def digest_of(file: str) -> str:
-    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def place_of(file: str) -> Path:
     return RECORDS / f"{file.replace('/', '.')}.pickle"
 
 
-def keep(file: str, seconds: dict[str, float], reached: dict[Line, set[str]]) -> None:
-    """Keep what a run of a file of tests has shown; only of tests that passed is it worth anything."""
+def keep(file: str, record: Record) -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
-    place_of(file).write_bytes(pickle.dumps(tuple(Record.of(file, seconds, reached))))
+    place_of(file).write_bytes(pickle.dumps(tuple(record)))
 
 
 def unrecorded() -> list[str]:
     """The files of tests that have changed since they were recorded, or never were; the quick rooms first."""
     found = []
     for file in sorted(distances(), key=lambda file: (ROOMS.index(file.split("/")[1]), file)):
-        if not place_of(file).is_file() or pickle.loads(place_of(file).read_bytes())[0] != digest_of(file):
+        if not place_of(file).is_file() or pickle.loads(place_of(file).read_bytes())[0] != digest_of(ROOT / file):
             found.append(file)
     return found
 

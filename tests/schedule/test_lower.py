@@ -234,9 +234,8 @@ rank 1: 1F2 1F1 1F0
 
 
 def test_a_receive_that_is_needed_early_leaves_no_more_of_them_open_afterwards():
-    orders = tuple(
-        tuple(Action(Op.F, stage, m) for m in order) for stage, order in enumerate(((0, 1, 2, 3), (1, 0, 2, 3)))
-    )
+    taken = ((0, 1, 2, 3), (1, 0, 2, 3))
+    orders = tuple(tuple(Action(Op.F, stage, number) for number in order) for stage, order in enumerate(taken))
     schedule = Schedule("turned", Placement(PlacementKind.LOOP, 2), 4, orders, training=False)
     words = " ".join(map(str, lower(schedule, receives_ahead=1).ranks[1]))
     assert words == "1RECV_F0 1RECV_F1 1F1 1F0 1RECV_F2 1F2 1RECV_F3 1F3"
