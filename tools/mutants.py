@@ -34,11 +34,13 @@ from nearest_tests import PACKAGE, ROOT, Line, Record, digest_of, distances, kee
 from small_faults import Fault, faults_in
 
 NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
-TESTS_S = 30  # that the tests of a fault may take together
 # A fault may send a test round in circles, or let it ask for all of the machine's memory.
 TEST_LIMIT_S, LIMIT_S, RECORD_LIMIT_S, MEMORY_LIMIT_BYTES = 60, 120, 900, 8 << 30
 # What tests import and what takes long is here once, for the tests run in forks of this process.
-for name in ("hypothesis", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "peft", "trl", "httpx"):
+IMPORTED = (
+    "hypothesis torch._dynamo torch.distributed.checkpoint transformers peft trl httpx starlette.testclient uvicorn"
+)
+for name in [*IMPORTED.split(), "openai", "datasets", "matplotlib.pyplot", "rich.console"]:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -169,8 +171,8 @@ class Copy:
 own_copy = cache(Copy)  # one in each process of the pool
 
 
-def judge(fault: Fault, folder: str) -> tuple[Fault, int, str]:
-    tests = nearest_tests(fault.path, fault.line, TESTS_S)
+def judge(fault: Fault, limit_s: float, folder: str) -> tuple[Fault, int, str]:
+    tests = nearest_tests(fault.path, fault.line, limit_s)
     return fault, len(tests), own_copy(folder).judge(fault, tests)
 
 
@@ -195,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="+", default=["schedule", "runtime", "engine", "model"], help="or files")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long to go on")
     parser.add_argument("--record", type=float, default=120.0, help="for how many minutes, before, to record tests")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a fault's tests may take together")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which faults are planted")
     parser.add_argument("--jobs", type=int, default=2, help="faults judged at a time")
     options = parser.parse_args()
@@ -211,11 +214,15 @@ def main() -> None:
         print(f"{len(judged)} possible faults in {len(files)} files, ", end="")
         print(f"without {len(faults) - len(judged)} that are known as harmless", flush=True)
         end = time.monotonic() + 60 * options.minutes
-        calls = ((judge, fault, folder) for fault in judged if time.monotonic() < end and fault.compiles())
-        for fault, num_tests, outcome in results(pool, options.jobs, calls):
+        calls = (
+            (judge, fault, options.seconds, folder) for fault in judged if time.monotonic() < end and fault.compiles()
+        )
+        for number, (fault, num_tests, outcome) in enumerate(results(pool, options.jobs, calls), start=1):
             counts.update((of, outcome) for of in (fault.path.relative_to(PACKAGE).parts[0], "all"))
             if outcome != "caught":
-                print(f"{outcome} ({num_tests} tests)  {str(fault).removeprefix(f'{ROOT}/')}", flush=True)
+                print(f"{number}: {outcome} ({num_tests} tests)  {str(fault).removeprefix(f'{ROOT}/')}", flush=True)
+            elif number % 10 == 0:
+                print(f"{number}", flush=True)
     for of in sorted({of for of, _ in counts}, key=lambda of: (of == "all", of)):
         caught, survived, undecided = (counts[of, outcome] for outcome in ("caught", "survived", "undecided"))
         print(f"{of}: {caught} of {caught + survived} caught; {undecided} undecided")
