@@ -3,6 +3,7 @@
 import ctypes
 import enum
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -204,25 +205,21 @@ class Team:
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def _answer(self, rank: int, unheard: Iterable[int]) -> Any:
+        answer = self._heard(rank)
+        if answer.failure is None:
+            return answer.value
+        # A peer complains as soon as a rank has failed, and may be read first; a rank that dies is silent.
+        answers = {rank: answer} | {
+            other: self._heard(other) for other in unheard if self._pipes[other].poll(_SILENCE_S)
+        }
+        first = min(answers, key=lambda rank: answers[rank].failed_at_s)
+        raise RankFailed(f"rank {first} of the benchmark failed:\n{answers[first].failure}")
+
+    def _heard(self, rank: int) -> "_Answer":
         try:
-            answer: _Answer = _receive(self._pipes[rank])
+            return _receive(self._pipes[rank])
         except (EOFError, ConnectionError):
             raise self._failure(rank) from None
-        if answer.failure is not None:
-            # A rank that dies is silent, and its peer's complaint may arrive before its pipe closes.
-            for other in unheard:
-                if self._pipes[other].poll(_SILENCE_S) and not self._says(other):
-                    raise self._failure(other)
-            raise RankFailed(f"rank {rank} of the benchmark failed:\n{answer.failure}")
-        return answer.value
-
-    def _says(self, rank: int) -> bool:
-        """Return whether the pipe of a rank holds a message, and not its end."""
-        try:
-            _receive(self._pipes[rank])
-        except (EOFError, ConnectionError):
-            return False
-        return True
 
     def _failure(self, rank: int) -> RankFailed:
         self._processes[rank].join(timeout=5)
@@ -320,6 +317,7 @@ def _receive(pipe: Connection) -> Any:
 class _Answer:
     value: Any = None
     failure: str | None = None
+    failed_at_s: float = math.inf  # by the clock that the processes of a machine share
 
 
 def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
@@ -335,7 +333,7 @@ def _rank_main(pipe: Connection, rank: int, num_ranks: int, port: int | None, li
     except EOFError:
         os._exit(1)  # the caller is gone
     except BaseException:  # whatever ends a rank belongs in the report
-        _send(pipe, _Answer(failure=traceback.format_exc()))
+        _send(pipe, _Answer(failure=traceback.format_exc(), failed_at_s=time.monotonic()))
         # Reported before peers notice that this rank is gone; nothing is called any more that could wait for them.
         os._exit(1)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.common import main
 from benchmarks.ranks import Job, RankFailed, Team, jobs_in_turns
 
+from benchmarks import ranks
 from penstock import schedule
 
 # How long the ranks of a failed team would wait for each other, if nobody ended them.
@@ -64,16 +66,28 @@ with Team(2) as team:
 """
 
 
+def test_of_failures_that_are_heard_together_the_first_is_told(monkeypatch: pytest.MonkeyPatch):
+    at_once = ranks.wait
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.5)
+        return at_once(*arguments, **named)
+
+    with pytest.raises(RankFailed, match=r"rank 1 .* failed:\nTraceback"), Team(2, limit_s=LIMIT_S) as team:
+        monkeypatch.setattr(ranks, "wait", late)
+        team.call(fail_beside_a_waiting_rank)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody ends what is stopped")
 def test_no_stopped_rank_outlives_a_benchmark_that_is_killed():
     killed = subprocess.run([sys.executable, "-c", KILLED_BENCHMARK], stdout=subprocess.PIPE, text=True, timeout=300)
     assert killed.returncode == -9
-    ranks = [Path("/proc") / pid for pid in killed.stdout.split()]
-    assert len(ranks) == 2
+    started = [Path("/proc") / pid for pid in killed.stdout.split()]
+    assert len(started) == 2
     deadline = time.monotonic() + LIMIT_S
-    while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
+    while any(rank.exists() for rank in started) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(rank.exists() for rank in ranks)
+    assert not any(rank.exists() for rank in started)
 
 
 class Counted:
