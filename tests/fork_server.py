@@ -34,6 +34,7 @@ _IMPORTED_ONCE = (
     "penstock.cli.processes.train_worker",
     "pytest",
     "peft",
+    "tests.forked_pages",
 )
 
 
