@@ -101,7 +101,7 @@ late: setup
 
 # Two minutes of many clients that come and go at a server; ARGS=600 for ten.
 test-serve: setup
-	SERVE_LOAD_SECONDS=$(or $(ARGS),120) $(BIN)/python -m pytest -s tests/e2e/test_serve_load.py
+	SERVE_LOAD_SECONDS=$(or $(ARGS),120) PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -s tests/e2e/test_serve_load.py
 
 # Kills, cuts, fills and damages small runs at random; ARGS="--minutes 30 --seed 1" chooses.
 faults: setup

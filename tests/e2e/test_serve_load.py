@@ -18,6 +18,8 @@ from benchmarks.serve import reply_parts
 from tests.e2e.serving import Served, let_tokenizer_panic, resident_bytes, serving, write_model
 from tests.hostile_tokenizers import MANY
 
+pytestmark = pytest.mark.subject("src/penstock/**/*.py", "benchmarks/serve.py")
+
 NUM_CLIENTS, NUM_KINDS, LONGEST = 64, 24, 40
 SECONDS = float(os.environ.get("SERVE_LOAD_SECONDS", "4"))
 # In the first seconds libraries still meet numbers of rows that they have not seen, and keep code for them.

@@ -11,6 +11,9 @@ from penstock.schedule.search import bound
 from tests.covering import EVERY, pairs_of
 from tests.schedule.families import NAMES, lowered
 
+# The same numbers wherever it runs.
+pytestmark = pytest.mark.subject("src/penstock/schedule/**/*.py")
+
 # Table 5 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241) with the times of its table 9: microbatches, times of
 # F, I, W and a transfer in milliseconds, M_W / M_B, and the bubbles of the paper's search at p and at 2p microbatches.
 PUBLISHED = (

@@ -28,6 +28,9 @@ from penstock.schedule import (
 from penstock.schedule.search.cut import even_cuts
 from tests.covering import EVERY
 
+# The same numbers wherever it runs.
+pytestmark = pytest.mark.subject("src/penstock/schedule/**/*.py")
+
 # Milliseconds of F, I and W, and megabytes kept, of the units of a decoder of 8 layers with a head that is no whole
 # number of halves of layers, as measured on two cores.
 EMBEDDING, ATTENTION, MLP, HEAD = (

@@ -8,6 +8,9 @@ from penstock.schedule import Costs, Op, Placement, PlacementKind, build, flatte
 from penstock.schedule.search import bound
 from tests.schedule.exact_search import optimum
 
+# The same numbers wherever it runs.
+pytestmark = pytest.mark.subject("src/penstock/schedule/**/*.py")
+
 # Kind, ranks, stages a rank, microbatches; limit, share; times of F, I, W and a transfer. In the first group the closed
 # form is the optimum, in the second it is below.
 TIGHT = (
