@@ -35,9 +35,6 @@ SPLIT = MicroBatchSpec(num=4)
 # Cases that are not yet as they should be, each with what is wrong.
 FAULTS = {
     "LayerDrop by Python's numbers": "Python's random numbers are each rank's own, as docs/how/reproducibility.md says",
-    "a counting buffer that is not persistent, recomputed": "it counts the recomputation",
-    "spectral norm, recomputed": "the recomputation sees later buffers",
-    "noise from a generator of the layer's own, recomputed": "the recomputation draws other noise",
 }
 
 

@@ -6,6 +6,7 @@ A case holds calls alone: each run makes all of it anew, so that nothing made by
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -2011,16 +2012,84 @@ CASES["layers with extra state, saved and resumed"] = Case(
 
 # ---- layers that are called once more, to recompute them
 
+
+class Deque(nn.Module):
+    """Mixes in the means of the last microbatches, which it appends to a queue, in every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.queue, self.calls = square(), deque[Tensor](maxlen=2), {"all": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.queue:
+            y = y + 0.1 * torch.stack(list(self.queue)).mean(0)
+        self.calls["all"] += 1
+        if self.calls["all"] % 2 == 0:
+            self.queue.append(x.detach().mean(0))
+        return y
+
+
+class SlowMean(nn.Module):
+    """Multiplies by a running mean of what it gets, in a buffer that it changes in every second call."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = square(), 0
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.mean.clone()
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.mean = self.mean.clone()
+        if self.calls % 3 == 0:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return y
+
+
+class OwnNumbers(Block):
+    """Leaves itself out by numbers of its own generator of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.numbers.random() < 0.5 else super().forward(x)
+
+
 RECOMPUTED: dict[str, Make] = {
     "dropout": lambda: nn.Sequential(square(), nn.Dropout(0.3)),
     "a counting buffer that is not persistent": Warming,
+    "a running mean that is assigned anew": AssignedMean,
+    "a buffer that changes in some calls": SlowMean,
+    "BatchNorm1d": lambda: nn.Sequential(square(), nn.BatchNorm1d(WIDTH)),
     "spectral norm": NEW_SPECTRAL_NORM,
+    "spectral norm of the older kind": OLD_SPECTRAL_NORM,
     "noise from a generator of the layer's own": OwnGenerator,
+    "numbers from a generator of Python's": OwnNumbers,
+    "a counter of calls": Counted,
+    "a flag and weights from the first microbatch": ActNorm,
+    "a tensor in a plain attribute": PlainTensor,
+    "a recurrent state in a plain attribute": Recurrent,
+    "rotary tables made on first use": Rotary,
+    "masks in a dictionary": MaskDictionary,
+    "a queue of tensors in a list": Remembers,
+    "a queue of tensors in a deque": Deque,
+    "weights that forward keeps short": Renormed,
 }
-CASES |= {
-    f"{name}, recomputed": Case(model(make, make, make), options={"recompute": "full"})
-    for name, make in RECOMPUTED.items()
-}
+for number, (name, make) in enumerate(RECOMPUTED.items()):
+    # Every other with two stages a rank.
+    options = {"recompute": "full"} | ({"schedule": "zb-v"} if number % 2 else {})
+    CASES[f"{name}, recomputed"] = Case(model(make, make, make, make), options=options)
+CASES["a teacher that follows its student, recomputed"] = Case(
+    model(Followed, Followed),
+    options={"recompute": "full"},
+    refused="changes its parameter teacher.weight at each call, so that its activations cannot be computed again",
+)
 
 # ---- weights that are computed from parameters, in other schedules
 

@@ -38,6 +38,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, note_layer
+from penstock.runtime.layer_state import LayerState, Moment
 from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
@@ -71,6 +72,8 @@ class UnitCall:
     parameters: Parameters = field(init=False)
     #: False for units that never draw a random number
     draws: bool = field(init=False)
+    #: under activation checkpointing, the tensors that the unit kept before its last forward
+    _moments: dict[Tensor, Moment] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.parameters = Parameters.of(self.module)
@@ -100,21 +103,18 @@ class UnitCall:
 
     def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The unit's output for the stream, or the several tensors, that the unit before gave."""
-        if not self.recompute:
+        if not self.recompute or not torch.is_grad_enabled():
             return self.run(x, sequences, given)
+        state = LayerState.of(self.module, self.name, self._moments)
+        self._moments = state.moments
         is_done, versions = False, _versions(x)
 
         def run(x: Any) -> Any:
             nonlocal is_done
-            # Once it has run in forward, buffers such as BatchNorm's statistics stay as they are now.
-            before = [(buffer, buffer.clone()) for buffer in self.module.buffers()] if is_done else []
+            context = state.put_back() if is_done else state.before_forward()
             is_done = True
-            try:
+            with context:
                 return self.run(x, sequences, given)
-            finally:
-                for buffer, value in before:
-                    # Not counted as a change: what autograd has saved is not the buffer's value.
-                    buffer.data.copy_(value)
 
         # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
         run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
@@ -160,9 +160,7 @@ class UnitCall:
 
 
 def _versions(x: Any) -> list[int]:
-    """Numbers that change where a tensor of a layer's input is changed in place; none where no backward follows."""
-    if not torch.is_grad_enabled():
-        return []
+    """Numbers that change where a tensor of a layer's input is changed in place."""
     tensors = (x,) if isinstance(x, Tensor) else x.values() if isinstance(x, Mapping) else x
     return [tensor._version for tensor in tensors]
 
