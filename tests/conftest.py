@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Generator
+from typing import Any
 
 # Set before torch is first imported, here and in the processes the tests start: sums must not depend on how many
 # cores the machine has, and several ranks share them.
@@ -12,6 +13,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
+from tests import fork_server
 from tests.covering import EVERY
 from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
 
@@ -25,10 +27,18 @@ settings.load_profile("penstock")
 
 def pytest_configure(config: pytest.Config) -> None:
     # Of a run in several processes the first one hears of all tests.
-    if not hasattr(config, "workerinput"):
+    if given := getattr(config, "workerinput", None):
+        fork_server.share(given["fork_server"])
+    else:
         config.pluginmanager.register(Shown(config), "shown")
         if EVERY:
             config.pluginmanager.register(Subjects(), "subjects")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all processes of a run fork from one server, where each would import all that it has."""
+    node.workerinput["fork_server"] = fork_server.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -24,6 +25,8 @@ from typing import Any
 # A tenth of a run's time else goes into looking for garbage among what was imported. This module is the first that the
 # server imports, and what it forks inherits the thresholds.
 gc.set_threshold(50_000, 20, 100)
+
+_server: Any = forkserver._forkserver  # type: ignore[attr-defined]  # each process has one
 
 # What every rank or command would import itself, torch._dynamo at its first optimizer: seconds each.
 _IMPORTED_ONCE = (
@@ -43,6 +46,23 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED_ONCE])
     return context
+
+
+def start() -> str:
+    """Start the server now; its address, for other processes of a run to share it."""
+    fork_server()
+    forkserver.ensure_running()
+    address = _server._forkserver_address
+    assert address is not None
+    return address
+
+
+def share(address: str) -> None:
+    """Have this process's ranks and programs forked by the server of another, which outlives it."""
+    _server._forkserver_address = address
+    # What forked processes inherit, and close; this server is kept alive by the one who started it.
+    _server._forkserver_alive_fd = os.pipe()[1]
+    _server.ensure_running = resource_tracker.ensure_running
 
 
 class Forked:

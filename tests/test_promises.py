@@ -46,12 +46,23 @@ class TestMore:
 MARKERS = "    shows: statements\n    gpu: needs one\n    subject: files\n"
 
 
+# These tests start no ranks.
+NO_SERVER = "def start() -> str:\n    return ''\n\ndef share(address: str) -> None: ...\n"
+
+
+def copy_conftest(folder: Path) -> None:
+    """What all tests share, into a folder with other tests."""
+    (folder / "tests").mkdir(exist_ok=True)
+    for name in ("__init__.py", "conftest.py", "covering.py", "subjects.py"):
+        (folder / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (folder / "tests" / "fork_server.py").write_text(NO_SERVER)
+
+
 @pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "two processes"])
 def test_a_run_leaves_how_each_test_that_shows_a_statement_ended(tmp_path: Path, processes: list[str]) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_made_up.py").write_text(TESTS)
-    for name in ("__init__.py", "conftest.py", "covering.py", "subjects.py"):
-        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    copy_conftest(tmp_path)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{MARKERS}")
     command = [sys.executable, "-m", "pytest", "-q", "tests", *processes]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -120,9 +131,7 @@ def test_about(number):
 
 def test_what_has_passed_is_left_out_until_its_subject_or_the_test_itself_changes(tmp_path: Path) -> None:
     """The record is written where every case is run, by any number of processes, for files that pass whole alone."""
-    for name in ("__init__.py", "conftest.py", "covering.py", "subjects.py"):
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    copy_conftest(tmp_path)
     (tmp_path / "tests" / "test_about.py").write_text(ABOUT)
     (tmp_path / "tests" / "helper.py").write_text("ANSWER = 41\n")
     (tmp_path / "pages").mkdir()
