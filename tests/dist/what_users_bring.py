@@ -2010,6 +2010,105 @@ CASES["layers with extra state, saved and resumed"] = Case(
     model(Keeps, Keeps), num_steps=4, resumes=True, refused="layers.1 keeps an extra state"
 )
 
+
+class LateBuffer(nn.Module):
+    """Takes away a running mean, in a buffer that the first microbatch makes."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class EmptyBuffer(LateBuffer):
+    """The same, with a place for the buffer from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return super().forward(x)
+
+
+class Notes:
+    """An object of a user's own."""
+
+    calls = 0
+
+
+class CountsInObject(Counted):
+    """A counter in an object that no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.calls += 1
+        return super().forward(x)
+
+
+class CountsTogether(Counted):
+    """A counter in a dictionary that two layers know."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] = self.counts.get("calls", 0) + 1
+        return super().forward(x) * (1 + 0.01 * self.counts["calls"])
+
+
+def counting_together() -> list[nn.Module]:
+    counts: dict[str, int] = {}
+    return [embedding(), CountsTogether(counts), CountsTogether(counts), head()]
+
+
+class Forgets(Counted):
+    """Deletes a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_new = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "is_new"):
+            del self.is_new
+        return super().forward(x)
+
+
+KEPT: dict[str, Make] = {
+    "a Python flag": ActNorm,
+    "a flag in a module within": lambda: nn.Sequential(ActNorm(), square()),
+    "a counter": Counted,
+    "a tensor in an attribute": PlainTensor,
+    "tables made on first use": Rotary,
+    "a recurrent state": Recurrent,
+    "masks in a dictionary": MaskDictionary,
+    "a queue in a list": Remembers,
+    "a buffer made on first use": LateBuffer,
+    "a buffer that was None": EmptyBuffer,
+}
+CASES |= {
+    f"{name}, saved and resumed": Case(model(make, make, make), num_steps=4, resumes=True)
+    for name, make in KEPT.items()
+}
+UNKEPT = {
+    "a counter in an object": (model(CountsInObject, square), "layers.1 keeps a Notes in its attribute 'notes'"),
+    "a generator": (model(OwnGenerator, square), "layers.1 keeps a Generator in its attribute 'generator'"),
+    "a flag that is deleted": (model(Forgets, square), "layers.1 deletes its attribute 'is_new'"),
+}
+CASES |= {
+    f"{name}, saved": Case(layers, num_steps=4, resumes=True, refused=words) for name, (layers, words) in UNKEPT.items()
+}
+
 # ---- layers that are called once more, to recompute them
 
 

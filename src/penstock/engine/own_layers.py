@@ -132,7 +132,6 @@ def _shared(modules: list[nn.Module]) -> tuple[list[dict[str, str]], list[dict[s
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
-_NOT_A_USERS = ("torch", "penstock")
 
 
 def _reached(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -150,10 +149,10 @@ def _reached(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if isinstance(value, Tensor):
                 yield name, value
             else:
-                left += [(name, inner) for inner in _within(value)]
+                left += [(name, inner) for inner in within(value)]
 
 
-def _within(value: Any) -> Iterable[Any]:
+def within(value: Any) -> Iterable[Any]:
     """The values inside one: items of a container, variables of a function, attributes of a user's own object."""
     if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
         return ()
@@ -170,9 +169,14 @@ def _within(value: Any) -> Iterable[Any]:
         return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
     if isinstance(value, ReferenceType):
         return (value(),)
-    if not isinstance(value, nn.Module) and type(value).__module__.partition(".")[0] in _NOT_A_USERS:
+    if not isinstance(value, nn.Module) and not is_a_users(value):
         return ()
     return getattr(value, "__dict__", {}).values()
+
+
+def is_a_users(value: object) -> bool:
+    """True if its class is neither torch's nor ours."""
+    return type(value).__module__.partition(".")[0] not in ("torch", "penstock")
 
 
 _EMPTY = CellType()

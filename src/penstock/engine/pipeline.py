@@ -32,6 +32,7 @@ from penstock.engine.build import (
     stream_dtype,
     units_for,
 )
+from penstock.engine.kept_by_layers import KeptByLayers
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
@@ -164,6 +165,8 @@ class Pipeline:
     parameter_groups: ParameterGroups
     #: layers that ask for more than the stream, and what they give each other; None where no layer of this rank does
     own_layers: OwnLayers | None
+    #: what a user's own layers on this rank keep beside what they registered
+    kept_by_layers: KeptByLayers
     #: buffers of this rank that layers share, but that are no longer one tensor: full name -> module and name there
     buffers_apart: Mapping[str, tuple[nn.Module, str]]
     #: True if this rank holds that end of the model
@@ -226,6 +229,9 @@ class Pipeline:
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
         own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
         self.own_layers = None if own_layers.are_plain else own_layers
+        own = {unit.name for unit in self.units if unit.is_own}
+        number = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+        self.kept_by_layers = KeptByLayers(self.stages.values(), own, number, self.device)
         self.buffers_apart = buffers_apart(self.units, self.stages, self.placement)
         self._check_whole_model()
         self.recovery = Recovery(

@@ -32,6 +32,8 @@ MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"
 """The file beside a run's checkpoints that says whose they are; it is there before the first step."""
 TENSOR_SUFFIX = ".safetensors"
+ATTRIBUTE = "attribute"
+"""Begins the names of what layers keep in attributes: ``attribute.<part>.<kind>``, of a copy ``attribute@...``."""
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
 _KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tensors": dict, "files": dict}

@@ -72,7 +72,7 @@ class TorchStepper:
     _names: Mapping[int, str]
     _optimizer: torch.optim.Optimizer
     #: the groups, by owner, and the attributes, as they were made
-    _as_made: Mapping[str, _AsMade]
+    _as_made: Mapping[str, AsMade]
     #: the keys of the groups that rates set
     _set: set[str]
     #: True once a step has shown that parameters are stepped independently, or where it does not matter
@@ -88,7 +88,7 @@ class TorchStepper:
         self._names = {id(one.parameter): name for name, one in self._stepped.items()}
         self._optimizer, self._set, self._listed = self._made(kind), set(), None
         self._as_made = {
-            owner: _AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
+            owner: AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
         }
         self._is_known = not is_split or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS
 
@@ -387,14 +387,14 @@ def _text(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _AsMade:
+class AsMade:
     """Values as they were made: copies of those that have a form, and notes of all."""
 
     values: Mapping[str, Any]
     noted: Mapping[str, _Noted]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], parameters: Mapping[int, str], known: dict[int, Any]) -> _AsMade:
+    def of(cls, values: Mapping[str, Any], parameters: Mapping[int, str], known: dict[int, Any]) -> AsMade:
         copies = deep_copy(_with_form(values, parameters), known)
         return cls(copies, {key: _Noted.of(copies.get(key, value), parameters) for key, value in values.items()})
 

@@ -520,7 +520,7 @@ class ModelState:
         def state() -> dict[str, LocalTensor]:
             for stage in self.pipeline.stages.values():
                 stage.check_no_extra_state()
-            return self.state()
+            return self.pipeline.kept_by_layers.registered(self.state()) | self.pipeline.kept_by_layers.state()
 
         return on_all_ranks(state, gather, ValueError, message="{error}")
 
@@ -529,8 +529,14 @@ class ModelState:
 
         Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
         """
+        most = sum(int(file["size_bytes"]) for file in found.files.values())
+        for record in found.tensors.values():
+            if math.prod(record.part.shape) > most:
+                raise DamagedCheckpoint(f"checkpoint {found.path} holds {most} bytes, but {record.of} is {record}")
+        kept = self.pipeline.kept_by_layers
+        own = kept.registered(self.state(optimizer=False)) | kept.expect(found)
         if not self.pipeline.options.learns:
-            return self.state()
+            return own
         engine = found.extra.get("engine") if isinstance(found.extra, dict) else None
         saved, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
         if saved and saved != kinds:
@@ -539,25 +545,22 @@ class ModelState:
                 "with the optimizer that it was saved with"
             )
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, own in self.parameters().items():
-            shape = self.shards[name].full_shape if name in self.shards else tuple(own.shape)
+        for name, parameter in self.parameters().items():
+            shape = self.shards[name].full_shape if name in self.shards else tuple(parameter.shape)
             # Files have complex numbers as pairs.
-            shapes[name] = (*shape, 2) if own.is_complex() else shape
+            shapes[name] = (*shape, 2) if parameter.is_complex() else shape
         names: dict[str, list[str]] = {}
         for name in shapes:
             names.setdefault(self.ties.get(name, name), []).append(name)
-        most = sum(int(file["size_bytes"]) for file in found.files.values())
         stored: dict[StateName, Stored] = {}
         for record in found.tensors.values():
             if not record.of.startswith(STATE):
                 continue
             (kind, owner), shape = state_name(record.of), record.part.full_shape
-            if math.prod(record.part.shape) > most:
-                raise DamagedCheckpoint(f"checkpoint {found.path} holds {most} bytes, but {record.of} is {record}")
             for name in [owner] if is_of_all(owner) else names.get(owner, ()):
                 is_like = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
-        return self.state(optimizer=False) | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
+        return own | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
@@ -576,6 +579,7 @@ class ModelState:
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Go on from there, after the tensors of `state` have been loaded."""
+        self.pipeline.kept_by_layers.take()
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.load_progress(progress["optimizer"])
 
