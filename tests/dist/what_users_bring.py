@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -876,6 +877,11 @@ class PythonLayerDrop(LayerDrop):
         return x if self.training and random.random() < 0.5 else Block.forward(self, x)
 
 
+class NumpyNoise(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.tensor(np.random.normal(size=(1, WIDTH)), dtype=x.dtype))
+
+
 class OwnGenerator(Block):
     """Noise from a generator of its own."""
 
@@ -890,6 +896,7 @@ class OwnGenerator(Block):
 CASES["dropout"] = Case(model(Block, lambda: nn.Dropout(0.3), Block, lambda: nn.Dropout(0.3)))
 CASES["LayerDrop by torch's numbers"] = Case(model(LayerDrop, LayerDrop, LayerDrop))
 CASES["LayerDrop by Python's numbers"] = Case(model(PythonLayerDrop, PythonLayerDrop, PythonLayerDrop))
+CASES["noise by NumPy's numbers"] = Case(model(NumpyNoise, NumpyNoise, NumpyNoise))
 CASES["noise from a generator of the layer's own"] = Case(model(OwnGenerator, OwnGenerator, OwnGenerator))
 
 
@@ -2169,6 +2176,8 @@ RECOMPUTED: dict[str, Make] = {
     "spectral norm": NEW_SPECTRAL_NORM,
     "spectral norm of the older kind": OLD_SPECTRAL_NORM,
     "noise from a generator of the layer's own": OwnGenerator,
+    "LayerDrop by Python's numbers": PythonLayerDrop,
+    "noise by NumPy's numbers": NumpyNoise,
     "numbers from a generator of Python's": OwnNumbers,
     "a counter of calls": Counted,
     "a flag and weights from the first microbatch": ActNorm,

@@ -6,6 +6,7 @@ from penstock.model.arguments import (
     Given,
     Parameters,
     Randomness,
+    kept_python_numbers,
     kept_random_state,
     switch_sequentials,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "drain",
     "draw_tokens",
     "enter_graph",
+    "kept_python_numbers",
     "kept_random_state",
     "leaf_of",
     "pack_joint",

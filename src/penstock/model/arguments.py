@@ -10,7 +10,9 @@ In training a unit also draws its random numbers, such as dropout's, from a seed
 import functools
 import hashlib
 import inspect
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,10 +45,13 @@ class Randomness:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def begin(self, unit: str) -> None:
-        """Set torch's generators to the unit's seed."""
+        """Set torch's generators to the unit's seed, and the global ones of Python's `random` and of NumPy."""
         value = self.unit_seed(unit)
         for generator in _generators(self.device):
             generator.manual_seed(value)
+        random.seed(value)
+        if (numpys := sys.modules.get("numpy.random")) is not None:
+            numpys.seed(value % 2**32)
 
 
 @contextmanager
@@ -69,6 +74,19 @@ def kept_random_state(device: torch.device, others: Sequence[torch.Generator] = 
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def kept_python_numbers() -> Iterator[None]:
+    """Leave the generators of Python's `random` and of NumPy, at the end of this context, as they were before it."""
+    state, numpys = random.getstate(), sys.modules.get("numpy.random")
+    numpys_state = None if numpys is None else numpys.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpys is not None:
+            numpys.set_state(numpys_state)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

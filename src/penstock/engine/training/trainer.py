@@ -42,7 +42,7 @@ from penstock.engine.training.microbatches import (
     agree_on_microbatches,
     check_loss,
 )
-from penstock.model import kept_random_state
+from penstock.model import kept_python_numbers, kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
@@ -323,7 +323,7 @@ class Trainer:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
         self.zero_gradients()
         self.pipeline.set_training(True)
-        with kept_random_state(self.pipeline.device):
+        with kept_random_state(self.pipeline.device), kept_python_numbers():
             return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
 
     def _check_buffers_apart(self) -> None:
