@@ -18,6 +18,9 @@ from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 from tests.hugging_face import make_model
 
+# A minute of a core, of tracing and of the C++ compiler.
+pytestmark = pytest.mark.subject("src/penstock/**/*.py")
+
 WIDTH, VOCAB = 16, 32
 PLAIN = OptimizerConfig(LearningRate(0.02), weight_decay=WeightDecay(0.0), clip_norm=0.0)
 CONFIG = ModelConfig(
