@@ -24,6 +24,7 @@ from penstock import (
     MicroBatchSpec,
     OptimizerConfig,
     PackedBatch,
+    PipelineError,
     Precision,
 )
 from penstock.data import split
@@ -325,4 +326,19 @@ def test_a_step_leaves_the_random_numbers_of_python_and_numpy_as_they_were() -> 
         return [*found, random.gauss(), random.random(), np.random.normal(), np.random.random()]
 
     assert drawn(trains=True) == drawn(trains=False)
+    closed(engine)
+
+
+def test_a_tied_weight_that_is_given_other_memory_is_refused_until_it_is_one_again() -> None:
+    case = CASES["tied weights"]
+    engine = opened(case, 1)
+    owner, copy_of_it = (engine.parameters()[name] for name in ("layers.0.weight", "layers.4.weight"))
+    memory = owner.data
+    owner.data = 0.9 * memory
+    words = r"layers\.4\.weight is tied to layers\.0\.weight, but one of them was given other memory"
+    with pytest.raises(PipelineError, match=words):
+        engine.train_batch(case.batch(0), micro_batches=SPLIT)
+    owner.data = memory
+    engine.train_batch(case.batch(0), micro_batches=SPLIT)
+    assert torch.equal(owner, copy_of_it)
     closed(engine)

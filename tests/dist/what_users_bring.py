@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -2207,3 +2207,70 @@ CASES |= {
     for schedule in ("zb-h1", "zb-v", "combined-1f1b")
 }
 CASES["computed weights, recomputed"] = Case(COMPUTED, options={"recompute": "full"})
+
+
+# ---- parameters that are given other memory, another form, or a successor
+
+
+class Rebinds(Block):
+    """Gives its scale other memory in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data = self.scale.data.clamp(max=0.9)
+        return super().forward(x) * self.scale
+
+
+class Replaces(Rebinds):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = nn.Parameter(self.scale.detach().clamp(max=0.9))
+        return Block.forward(self, x) * self.scale
+
+
+class Widens(Rebinds):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data = self.scale.data.double()
+        return Block.forward(self, x) * self.scale.float()
+
+
+def rebind(change: Callable[[Tensor], Tensor]) -> Edit:
+    """Weights are given other memory after the first step."""
+
+    def edit(parameters: Mapping[str, Tensor], step: int) -> None:
+        for name, p in parameters.items():
+            if step == 0 and name.endswith("up.weight"):
+                p.data = change(p.data)
+
+    return edit
+
+
+REBOUND = {
+    "with other memory in forward": Case(model(*[Rebinds] * 4), num_steps=3),
+    "with other memory between steps": Case(
+        model(*[Block] * 4), num_steps=3, between=partial(rebind, lambda own: own * 0.9)
+    ),
+    "of another dtype between steps": Case(
+        model(*[Block] * 4),
+        between=partial(rebind, lambda own: own.double()),
+        refused="up.weight was given the form [16, 8] of torch.float64, but is trained as [16, 8] of torch.float32",
+    ),
+    "of another shape between steps": Case(
+        model(*[Block] * 4),
+        between=partial(rebind, lambda own: own[:4].clone()),
+        refused="up.weight was given the form [4, 8] of torch.float32, but is trained as [16, 8] of torch.float32",
+    ),
+    "that another replaces in forward": Case(
+        model(*[Replaces] * 4), refused="scale was replaced by another parameter, or taken away"
+    ),
+    "of another dtype in forward": Case(
+        model(*[Widens] * 4), refused="scale was given the form [8] of torch.float64, but is trained as [8]"
+    ),
+}
+CASES |= {
+    f"a parameter {name}, {schedule}": replace(case, options={"schedule": schedule})
+    for name, case in REBOUND.items()
+    for schedule in ("1f1b", "zb-v")
+}
