@@ -15,6 +15,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "return found[(-1)].gradients[name]": "a name is found once",
     },
     "engine/weight_transfer.py": {
+        "self._move(pieces, (source.get(name)), target.get(name, ()))": "is read only where the rank has a part",
         "pass # self._transfers.clear()": "those of a closed engine are not asked for again",
     },
     "model/attention/fixed_tiles.py": {
@@ -23,6 +24,9 @@ HARMLESS: dict[str, dict[str, str]] = {
     "schedule/builders/registry.py": {
         "form.bind(1, (2))": "asks whether two values can be given, not which",
         "form.bind((2), 1)": "asks whether two values can be given, not which",
+    },
+    "schedule/search/skeletons.py": {
+        "self.free = [(-1.0)] * num_ranks": "is read only of a rank that has run something",
     },
     "schedule/search/weave.py": {
         "while not backward and (live + 1 + share * len(waiting) >= max_tapes):": "the limit has a tolerance added",
