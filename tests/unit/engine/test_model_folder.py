@@ -77,6 +77,10 @@ def test_a_run_knows_the_token_that_it_put_after_each_text(
     save_run(tmp_path / "run", data, size)
     found = open_model(tmp_path / "run")
     assert (found.vocab_size, tuple(found.end_tokens)) == (size, ends)
+    to_hugging_face(tmp_path / "run", tmp_path / "out", ExportOptions(), lambda total: None, lambda done: None)
+    written = open_model(tmp_path / "out")
+    assert written.tokenizer is not None
+    assert (written.tokenizer.vocab_size, tuple(written.end_tokens)) == (size, ends)
 
 
 def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_path: Path) -> None:
