@@ -24,6 +24,9 @@ HARMLESS: dict[str, dict[str, str]] = {
     "model/layers/dense.py": {
         "swapped_THK = (x_THK.roll(x_THK.shape[-1] // 2, -1).to())": "addcmul_ on a CPU promotes its factor itself",
     },
+    "model/sampling.py": {
+        "return torch.empty_like(left_out_SV).scatter_((1), order_SV, left_out_SV)": "the last of two dimensions",
+    },
     "runtime/host_memory.py": {
         "_KEEP_BYTES = 1 << (29)": "how much freed memory is kept",
         "_KEEP_BYTES = 1 << (31)": "how much freed memory is kept",
