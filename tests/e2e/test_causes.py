@@ -410,6 +410,43 @@ def test_a_run_that_a_callback_stopped_is_not_done(tmp_path: Path, pp: str):
     assert len(exact_metrics(tmp_path / "run")) >= 8
 
 
+class ExitsAtTwo:
+    """A callback that ends the process by itself: `SystemExit`, or as a library may do it."""
+
+    def __init__(self, end: Callable[[int], Any]) -> None:
+        self.end = end
+
+    def on_step(self, taken: Any) -> None:
+        if taken.step == 2:
+            self.end(0)
+
+
+exits_at_two, ends_at_two = ExitsAtTwo(sys.exit), ExitsAtTwo(os._exit)
+
+
+@pytest.mark.shows(168)
+@pytest.mark.parametrize(
+    ("pp", "name", "said"),
+    [
+        ("1", "exits_at_two", r"penstock: process 0 was ended by SystemExit\(0\) before its work was done\n"),
+        ("2", "exits_at_two", r"penstock: process [01] was ended by SystemExit\(0\) before its work was done\n"),
+        (
+            "2",
+            "ends_at_two",
+            r"penstock: rank [01] \(process \d+\) was ended with code 0 before its work was done; ",
+        ),
+    ],
+)
+def test_a_run_whose_process_ends_with_code_0_before_its_end_is_not_done(
+    tmp_path: Path, pp: str, name: str, said: str
+) -> None:
+    file = str(write_run(tmp_path, "run", 8))
+    stopped = run(file, "--parallel.pp", pp, "--watch.callbacks", f"{__name__}:{name}")
+    assert stopped.exit_code == STOPPED, stopped
+    assert re.match(said, stopped.err), stopped
+    assert "done after" not in stopped.out
+
+
 @pytest.mark.shows(168)
 def test_what_torchrun_started_ends_with_the_signal_that_it_was_sent(tmp_path: Path):
     file, output = str(write_run(tmp_path, "run", 4000)), tmp_path / "run"

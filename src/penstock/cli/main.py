@@ -33,6 +33,8 @@ drawn before they run. The object that was proved is the one that runs."""
 
 FAILED, REFUSED, STOPPED, CLOSED = 1, 2, os.EX_TEMPFAIL, 128 + signal.SIGPIPE
 """Exit codes of a command that is not done; of one that a signal ended it is 128 and the signal's number."""
+WORKER_DONE = 113
+"""The exit code by which a worker tells its launcher that it is done: any library may end a process with 0."""
 
 FOOT = """penstock COMMAND --help explains each command. Exit codes: 0 done, 1 failed
 while running, 2 refused before anything was started or written, of which
@@ -120,7 +122,16 @@ def say(text: str) -> None:
 
     In one piece: without buffers, as torchrun starts them, processes would write into each other's lines.
     """
+    text = printable(text)
     sys.stderr.write(f"{text}\n" if text.startswith("penstock ") else f"penstock: {text}\n")
+
+
+def printable(text: str) -> str:
+    """A text without characters that move a terminal's cursor or change its colours, which are shown as Python does."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _check_folder() -> None:

@@ -274,6 +274,9 @@ def messages_of(where: str, name: str, example: Mapping[str, Any]) -> list[Messa
             raise CorpusError(
                 f"{where}: the content of message {number} is {str(content)[:40]!r}; give a text or a list of parts"
             )
+        # Calls of tools and what was thought stand beside a content that is null.
+        if message.get("role") != "assistant" and all(own is None for key, own in message.items() if key != "role"):
+            raise CorpusError(f"{where}: message {number} of its {name!r} has no content, or null; {_MESSAGE}")
     return messages
 
 

@@ -299,6 +299,7 @@ _WORK: Mapping[str, Callable[..., Any]] = {
     "template": _template,
     "encode_marked": _encode_marked,
     "size": _size,
+    "longest": lambda tokenizer: max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
     "encode": _encode,
     "decode": _decode,
     "entry": lambda tokenizer, token: tokenizer.id_to_token(token),

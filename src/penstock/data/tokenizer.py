@@ -63,6 +63,11 @@ class ByteTokenizer:
             return f"<0x{token:02X}>"
         return END_ENTRY if token in self.end_tokens else None
 
+    @property
+    def longest(self) -> int:
+        """The most bytes of a token's text."""
+        return 1
+
     def without_special_tokens(self) -> "ByteTokenizer":
         """The same tokenizer, which puts nothing around a text but its end token."""
         return self
@@ -117,6 +122,10 @@ class FileTokenizer:
 
     def entry(self, token: int) -> str | None:
         return self._do("entry", {"token": token})
+
+    @cached_property
+    def longest(self) -> int:
+        return self._do("longest", {})
 
     def without_special_tokens(self) -> "FileTokenizer":
         return replace(self, special_tokens=False, fingerprint=f"{self.fingerprint}-plain")

@@ -14,6 +14,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
@@ -43,6 +44,11 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             layer = BoundLayer(layer)
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
+        if lazy := [name for name, own in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(own)]:
+            raise ValueError(
+                f"layer {number} has {lazy[0]!r} without a shape, of a lazy module such as nn.LazyLinear; give "
+                "the module its sizes, as in nn.Linear(8, 8), or call it once before"
+            )
         switch_linears(layer)
         switch_sequentials(layer)
         # A user has compiled it, or a part of it.

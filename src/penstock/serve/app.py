@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,24 +22,31 @@ from penstock.data.guard import GuardError
 from penstock.engine.generation.requests import TokenDelta
 from penstock.io.files import parse_json
 from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
-from penstock.serve.mailboxes import Mailbox, Mailboxes
+from penstock.serve.mailboxes import QUEUE_FULL, Mailbox, Mailboxes
 from penstock.serve.metrics import CONTENT_TYPE, ServerMetrics
 from penstock.serve.refusals import RefusalError, invalid, json_response, json_text, quoted, refusal_response
 from penstock.serve.replies import Reply
 
+_SHORT_BYTES = 1 << 14
+"""The longest body of a short request, whose prompt is read in some hundredths of a second."""
 _BODY_S = 30.0
 """Seconds that a client may take to send the body of a request."""
 
 
 @dataclass(frozen=True, eq=False)
 class ServerParts:
-    """The parts that all paths share. key: None if clients need none; reading: held while a request is read."""
+    """The parts that all paths share. key: None if clients need none; unread: requests that are not read yet."""
 
     model: ServedModel
     mailboxes: Mailboxes
     metrics: ServerMetrics
     key: str | None
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unread: set[Request] = field(default_factory=set)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[asyncio.Lock, ServedModel], tuple[asyncio.Lock, ServedModel]]:
+        """The readers of short and of long requests: a lock, and the model with a template and tokenizer of its own."""
+        return (asyncio.Lock(), self.model), (asyncio.Lock(), self.model.apart())
 
 
 def application(parts: ServerParts) -> Starlette:
@@ -140,10 +147,19 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
     if parts.mailboxes.refused is not None:
         raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
     body = await _body(request, parts.model.config.max_body_bytes)
-    # A model's template and tokenizer may take long. One at a time, as they work: those that wait must not take all
-    # threads.
-    async with parts.reading:
-        asked = await run_in_threadpool(_read, read, body, parts)
+    queue = parts.mailboxes.queue
+    if sum(queue.counts) + len(parts.unread) >= queue.max_unfinished:
+        reason = "as many requests wait or are answered as there may be; try again later"
+        raise RefusalError(429, reason, None, QUEUE_FULL)
+    reader, model = parts.readers[len(body) > _SHORT_BYTES]
+    parts.unread.add(request)
+    try:
+        # A model's template and tokenizer may take long. One at a time, as they work: those that wait must not take
+        # all threads.
+        async with reader:
+            asked = await run_in_threadpool(_read, read, body, model)
+    finally:
+        parts.unread.discard(request)
     mailbox = parts.mailboxes.submit(asked)
     parts.metrics.num_prompt_tokens += asked.num_prompt_tokens
     return _Answering(parts, Reply(asked, parts.model.name, parts.model.token_texts), mailbox, start_s)
@@ -167,12 +183,12 @@ async def _body(request: Request, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _read(read: ReadRequest, body: bytes, parts: ServerParts) -> CompletionRequest:
+def _read(read: ReadRequest, body: bytes, model: ServedModel) -> CompletionRequest:
     try:
         content = parse_json(body)
     except ValueError as error:
         raise invalid(None, f"the body is not JSON ({quoted(str(error))})") from None
-    return read(content, parts.model)
+    return read(content, model)
 
 
 @dataclass(eq=False)

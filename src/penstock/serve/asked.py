@@ -7,11 +7,11 @@ and the setting of `SamplingParams` that it gives. A field that is in neither is
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from penstock.data.guard import ChatTemplate, GuardError
+from penstock.data.guard import ChatTemplate, Guard, GuardError
 from penstock.data.tokenizer import Tokenizer, TokenTexts
 from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
@@ -22,6 +22,8 @@ from penstock.settings.declare import match, mismatch, suggestion
 MOST_LOG_PROBS, _MOST_STOPS, _MOST_STOP_LENGTH, _MOST_BIASES = 20, 16, 256, 1024
 # What a completion has where nothing is said, as in OpenAI's interface.
 _USUAL_TOKENS = 16
+# Whatever the model's length, texts as short as this are read, which takes some hundredths of a second.
+_SURELY_READ_BYTES = 1 << 14
 # Temperatures nearer to zero would make logits infinite.
 _LEAST_TEMPERATURE = 0.01
 
@@ -63,6 +65,15 @@ class ServedModel:
     def reader(self) -> Tokenizer | None:
         """The tokenizer for prompts: answers go on while it reads a long one."""
         return None if self.tokenizer is None else self.tokenizer.apart()
+
+    def apart(self) -> "ServedModel":
+        """The same, with a template and a tokenizer for prompts of its own."""
+        return replace(self, template=None if self.template is None else replace(self.template, guard=Guard()))
+
+    @cached_property
+    def longest_text(self) -> int:
+        """The bytes of the longest text that may fit in the model's length: tokens as long as the longest."""
+        return self.limits.max_length * (0 if self.reader is None else self.reader.longest)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -345,6 +356,11 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
     if model.reader is None:
         raise invalid(name, f"{name} is a text, but the model has no tokenizer; give token ids to /v1/completions")
     try:
+        size = len(text.encode())
+        # One that is too long for any tokens is not read: that takes seconds for a megabyte.
+        if size > _SURELY_READ_BYTES and size > model.longest_text:
+            most = f"at most {model.longest_text} bytes fit in {model.limits.max_length} tokens"
+            raise invalid(name, f"{name} has {size} bytes; {most}, the length of the model")
         tokens = model.reader.encode([text], special_tokens)[0].tolist()
     except GuardError as error:
         raise invalid(name, f"{name} cannot be read: {error}") from None

@@ -9,6 +9,9 @@ from penstock.schedule import Ending
 from penstock.serve.asked import CompletionRequest
 from penstock.serve.refusals import RefusalError
 
+QUEUE_FULL = "queue_full"
+"""The code of a refusal of what may be taken later."""
+
 
 @dataclass(eq=False)
 class Mailbox:
@@ -104,7 +107,7 @@ class Mailboxes:
         except QueueError as error:
             if self.refused is not None:
                 raise RefusalError(503, str(error), None, "server_ended") from None
-            raise RefusalError(429, f"{error}; try again later", None, "queue_full") from None
+            raise RefusalError(429, f"{error}; try again later", None, QUEUE_FULL) from None
         mailbox = Mailbox(numbers, asked.stream)
         self._mailboxes |= dict.fromkeys(numbers, mailbox)
         return mailbox

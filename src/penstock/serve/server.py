@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import re
 import resource
 import socket
 import threading
@@ -108,6 +109,10 @@ class _BoundedProtocol(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
+        # Where equal lengths are repeated, h11 makes one of them.
+        if self.conn.their_state is h11.IDLE and _has_two_lengths(self.conn.trailing_data[0]):
+            self._refuse(RefusalError(400, "a request has one Content-Length", None, "invalid_request"))
+            return
         before = self.cycle
         super().handle_events()
         # Headers have come in full; who does not take what is written must still do that.
@@ -152,6 +157,16 @@ class _BoundedProtocol(H11Protocol):
         # What it may still send is read, since its kernel would drop the reply once ours refuses it.
         self.transport.write_eof()
         self._await(_REFUSED_S)
+
+
+def _has_two_lengths(data: bytes) -> bool:
+    """True if the headers at the beginning, once they have come in full, hold more than one length."""
+    head, end, _ = _FOLD.sub(b" ", data.lstrip(b"\r\n").replace(b"\r\n", b"\n")).partition(b"\n\n")
+    lengths = _LENGTH.findall(head) if end else []
+    return len(lengths) > 1 or any(b"," in length for length in lengths)
+
+
+_FOLD, _LENGTH = re.compile(rb"\n[ \t]+"), re.compile(rb"^content-length[ \t]*:(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 def _address_of(transport: asyncio.Transport) -> str:

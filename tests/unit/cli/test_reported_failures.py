@@ -36,6 +36,15 @@ def test_a_path_that_a_library_gives_in_bytes_is_shown_as_text():
     assert sentence(FileExistsError(17, "File exists", "run/\u00e9".encode())) == "run/\u00e9: file exists"
 
 
+@pytest.mark.parametrize("kind", [ValueError, PipelineError])
+def test_what_would_move_a_terminals_cursor_is_shown_as_text(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _report_failure(GROUP, kind("caf\x1b[31m\x00 \x9b2J \ttab\r\nsecond"))
+    err = capsys.readouterr().err
+    assert "caf\\x1b[31m\\x00 \\x9b2J " in err and not set(err) & {"\x1b", "\x00", "\x9b", "\r"}
+
+
 def test_the_unexpected_has_its_traceback(capsys: pytest.CaptureFixture[str]):
     _report_failure(GROUP, ZeroDivisionError("division by zero"))
     err = capsys.readouterr().err

@@ -155,6 +155,7 @@ def test_answers_that_a_template_writes_otherwise_later_are_examples_of_their_ow
         ({"messages": [3]}, "message 0 of its 'messages' is '3'; a message is an object with"),
         ({"messages": [{"content": "hello"}]}, "message 0 of its 'messages' has no role"),
         ({"messages": [user("hello")]}, 'the assistant says nothing; give it a message of the role "assistant"'),
+        ({"messages": [{"role": "user", "content": None}, assistant("a")]}, "message 0 of .* has no content, or null"),
         ({"messages": [user("hello"), assistant("")]}, "a message of the assistant is empty; give it at least one"),
         ({"messages": [user("hello"), {"role": "assistant"}]}, "a message of the assistant is empty"),
         ({"messages": [assistant("hello")]}, "begins with the assistant, .*; begin with another message"),

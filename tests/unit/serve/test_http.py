@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.data.guard import ChatTemplate, Guard
 from penstock.data.tokenizer import load_tokenizer
@@ -43,7 +44,8 @@ def serve() -> Iterator[Serve]:
     def start(tokenizer: Any = None, **settings: Any) -> int:
         template = ChatTemplate(LOOP, {}, Guard(most_s=1))
         model = ServedModel("m", ServeConfig(**settings), 0, tokenizer, template, Limits(300, 64), 2, (), {})
-        boxes = Mailboxes(lambda publish: RequestQueue(1, 1, None, publish))
+        waiting = settings.get("max_waiting", 1)
+        boxes = Mailboxes(lambda publish: RequestQueue(1, waiting, None, publish))
         parts = ServerParts(model, boxes, ServerMetrics(lambda: boxes.queue.counts), None)
         listener = listening_socket("127.0.0.1", 0)
         running.enter_context(http_thread(parts, listener))
@@ -221,6 +223,67 @@ def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(serve: 
         head, _, body = got.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head.lower()
         assert json.loads(body)["error"]["message"] == "a request has Content-Length or Transfer-Encoding, not both"
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [b"Content-Length: 2\r\ncontent-length: 2", b"content-length: 2, 2", b"a: b\r\ncontent-length: 2\r\n , 2\r\nc: d"],
+)
+def test_one_length_said_twice_is_refused_though_both_are_equal(serve: Serve, lengths: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    with connect(serve(), head + lengths + b"\r\n\r\n{}" + HEALTH) as connection:
+        got = b""
+        while piece := connection.recv(1 << 16):
+            got += piece
+    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1, got
+    assert b"a request has one Content-Length" in got
+
+
+def test_one_length_is_no_matter_of_the_body_or_of_other_headers(serve: Serve) -> None:
+    body = b'{"model":\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-content-length: 3, 4\r\ncontent-length: %d\r\n\r\n"
+    with connect(serve(), head % len(body) + body) as connection:
+        assert b"the body is not JSON" in connection.recv(1 << 16)
+
+
+class Slow:
+    """A tokenizer that takes a second for a long text."""
+
+    longest = 1 << 20
+
+    def apart(self) -> "Slow":
+        return Slow()
+
+    def encode(self, texts: list[str], special_tokens: bool) -> list[torch.Tensor]:
+        time.sleep(1.0 if len(texts[0]) > 1000 else 0.0)
+        return [torch.zeros(0, dtype=torch.long)]
+
+
+def test_short_texts_do_not_wait_for_long_ones_and_all_that_wait_are_counted(serve: Serve) -> None:
+    port, answers = serve(Slow(), max_waiting=3), list[tuple[int, Any]]()
+    long = json.dumps({"model": "m", "prompt": "a" * 100_000}).encode()
+    asking = [
+        threading.Thread(target=lambda: answers.append(ask(port, "POST", "/v1/completions", long))) for _ in range(5)
+    ]
+    for thread in asking[:3]:
+        thread.start()
+    time.sleep(0.3)
+    begin = time.monotonic()
+    status, content = ask(port, "POST", "/v1/completions", b'{"model": "m", "prompt": "a"}')
+    assert (status, content["error"]["param"]) == (400, "prompt") and time.monotonic() - begin < 0.7
+    for thread in asking[3:]:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert sorted(status for status, _ in answers) == [400, 400, 400, 400, 429]
+    assert [content["error"]["code"] for status, content in answers if status == 429] == ["queue_full"]
+
+
+def test_a_text_that_no_tokens_of_the_models_length_could_hold_is_not_read(serve: Serve) -> None:
+    prompt = json.dumps({"model": "m", "prompt": "a" * 20_000}).encode()
+    status, content = ask(serve(load_tokenizer(None)), "POST", "/v1/completions", prompt)
+    said = "prompt has 20000 bytes; at most 64 bytes fit in 64 tokens, the length of the model"
+    assert (status, content["error"]["message"]) == (400, said)
 
 
 def test_more_connections_than_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from penstock.cli.main import CLOSED, FAILED, REFUSED, say
+from penstock.cli.main import CLOSED, FAILED, REFUSED, STOPPED, WORKER_DONE, say
 from penstock.cli.processes.machine import check_processes
 from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK
 
@@ -242,7 +242,7 @@ class _Workers:
     #: when the workers that are left are asked to end, and when they are killed, by the same clock
     _ask_at: float
     _kill_at: float
-    #: True once some worker has ended with another code than 0
+    #: True once some worker has ended without being done
     _has_failed: bool
 
     def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
@@ -272,7 +272,7 @@ class _Workers:
             now = time.monotonic()
             if self.stopped_by is not None:
                 self._kill_stopped(now)
-            if not self._has_failed and any(process.exitcode for process in self.processes):
+            if not self._has_failed and any(process.exitcode not in (None, WORKER_DONE) for process in self.processes):
                 self._has_failed = True
                 self._ask_at = min(self._ask_at, now + _REPORT_LIMIT_S)
                 self._kill_at = min(self._kill_at, now + _END_LIMIT_S)
@@ -314,12 +314,16 @@ class _Workers:
 
     def exit_code(self, again: str) -> int:
         """The exit code of the command; reports workers that could not explain themselves."""
-        codes = [process.exitcode or 0 for process in self.processes]
-        if not any(codes) and all(process.pid for process in self.processes):
+        ended = [process.exitcode for process in self.processes]
+        if all(code == WORKER_DONE for code in ended):
             return 0
+        # One that some library ended with code 0 is not done.
+        codes = [0 if code in (None, WORKER_DONE) else code or STOPPED for code in ended]
         for rank, code in enumerate(codes):
             who = f"rank {rank} (process {self.processes[rank].pid})"
-            if rank in self.killed:
+            if ended[rank] == 0:
+                say(f"{who} was ended with code 0 before its work was done; the same command {again}")
+            elif rank in self.killed:
                 say(f"{who} {self.killed[rank]} and was killed; the same command {again}")
             elif code < 0 and (code != -signal.SIGTERM or rank not in self.asked):
                 say(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}")
@@ -367,7 +371,7 @@ def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inher
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     from penstock.cli.main import run_as_script
 
-    sys.exit(run_as_script(importlib.import_module(module).main, list(arguments)))
+    sys.exit(run_as_script(importlib.import_module(module).main, list(arguments)) or WORKER_DONE)
 
 
 def _follow(launcher: int, rank: int) -> None:

@@ -27,7 +27,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.main import CLOSED, FAILED, REFUSED, in_plain_words, lacks_memory, say, sentence
+from penstock.cli.main import (
+    CLOSED,
+    FAILED,
+    REFUSED,
+    STOPPED,
+    WORKER_DONE,
+    in_plain_words,
+    lacks_memory,
+    printable,
+    say,
+    sentence,
+)
 from penstock.cli.output import NAME
 from penstock.cli.processes.machine import check_open_files
 from penstock.cli.processes.meeting import Group, exchange
@@ -323,6 +334,10 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
             stay_for_report(store)
             stay_for_others(store, group)
         return _end(group, FAILED)
+    except SystemExit as ending:
+        # A callback, a loss or a library took the process for its own.
+        say(f"process {group.rank} was ended by SystemExit({ending.code!r}) before its work was done")
+        return _end(group, FAILED if ending.code else STOPPED)
     return _end(group, code)
 
 
@@ -411,9 +426,10 @@ def _report_failure(group: Group, error: Exception) -> None:
     is_of_class = isinstance(cause, PipelineError | CheckpointError | ProcessEnded)
     expected = is_of_class or is_of_file or is_of_link(cause) or lacks_memory(cause)
     if not expected or os.environ.get("PENSTOCK_TRACEBACK"):
-        traceback.print_exception(error)
-    # Errors from below the engine do not say where in the run they happened.
-    where = "" if isinstance(error, PipelineError) else "; ".join([*getattr(error, "__notes__", []), ""])
+        sys.stderr.write(printable("".join(traceback.format_exception(error))))
+    # Errors from below the engine do not say where in the run they happened; a file that takes no more says all.
+    says_all = isinstance(error, PipelineError) or is_of_file
+    where = "" if says_all else "; ".join([*getattr(error, "__notes__", []), ""])
     what = sentence(error) if isinstance(error, OSError) else _first_sentence(error)
     say(f"process {group.rank}: {where}{what}")
 
@@ -485,4 +501,4 @@ def _end(group: Group, code: int) -> int:
         return code
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(WORKER_DONE if code == 0 and group.is_ours else code)
