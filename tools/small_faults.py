@@ -25,30 +25,27 @@ class Fault(NamedTuple):
     end: int
     text: str
 
-    def planted(self, source: bytes) -> bytes:
+    @property
+    def source(self) -> str:
         """The whole file with the fault."""
-        return source[: self.start] + self.text.encode() + source[self.end :]
+        source = self.path.read_bytes()
+        return source[: self.start].decode() + self.text + source[self.end :].decode()
 
     def compiles(self) -> bool:
         try:
-            compile(self.planted(self.path.read_bytes()), self.path.name, "exec")
+            compile(self.source, self.path.name, "exec")
         except SyntaxError:
             return False
         return True
 
     @property
-    def reads(self) -> str:
-        """The changed lines as they read with the fault; of a statement that is left out, the statement."""
-        before = self.path.read_bytes()
-        source = self.planted(before)
-        first, last = source.rfind(b"\n", 0, self.start) + 1, source.find(b"\n", self.start + len(self.text.encode()))
-        left_out = f"  # {before[self.start : self.end].decode()}" if self.text == "pass" else ""
-        return " ".join(f"{source[first:last].decode()}{left_out}".split())
+    def change(self) -> str:
+        """What is written instead of what, in one line."""
+        before = self.path.read_bytes()[self.start : self.end].decode()
+        return " ".join(f"{before}  ->  {self.text}".split())
 
     def __str__(self) -> str:
-        before = self.path.read_bytes()[self.start : self.end].decode()
-        change = " ".join(f"{before}  ->  {self.text}".split())
-        return f"{self.path}:{self.line}  {change[:200]}  in  {self.reads[:200]}"
+        return f"{self.path}:{self.line}  {self.change[:240]}"
 
 
 def faults_in(path: Path) -> Iterator[Fault]:

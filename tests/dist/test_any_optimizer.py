@@ -29,12 +29,26 @@ DECODER = ModelConfig(
 WIDTH, VOCABULARY, NUM_STEPS = 24, 40, 2
 Factory = Callable[[Any], torch.optim.Optimizer]
 
+
+def centred(groups: Any) -> torch.optim.Optimizer:
+    """SGD with a hook that takes its mean away from each row of a gradient."""
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    def centre(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for p in [p for group in own.param_groups for p in group["params"]]:
+            p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+    optimizer.register_step_pre_hook(centre)
+    return optimizer
+
+
 # Each as a user gives it, and as torch is given it in one process.
 FACTORIES: dict[str, Factory] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=True),
     "adafactor": partial(torch.optim.Adafactor, lr=0.01, weight_decay=0.1),
     "muon": partial(torch.optim.Muon, lr=0.02),
+    "hooked": centred,
     "schedule-free": ScheduleFree,
     "shampoo": partial(Shampoo, rate=torch.tensor(0.05)),
 }

@@ -1877,6 +1877,206 @@ class StepHook:
 
 CASES["a hook before each step"] = Case(THREE, optimizer=lambda groups: StepHook()(groups))
 
+
+class Each(torch.optim.Optimizer):
+    """Steps each parameter by `one`, by default as SGD."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            self.one(p, self.state[p])
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.sub_(0.1 * p.grad)
+
+
+class NewMemory(Each):
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.grad = 2 * p.grad
+        p.data = p.data - 0.05 * p.grad
+
+
+class NewGradient(Each):
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.grad = p.grad + 0.01 * p
+        p.sub_(0.1 * p.grad)
+
+
+class NoGradient(Each):
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        super().one(p, state)
+        p.grad.zero_()
+        p.grad = None
+
+
+class KeepsGradients(Each):
+    """Keeps gradients themselves, and steps by those of the step before."""
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        state["last"], state["now"] = state.get("now"), p.grad
+        if state["last"] is not None:
+            p.sub_(0.1 * state["last"])
+
+
+class Decaying(Each):
+    """Counts its steps in its defaults."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.defaults["count"] = self.defaults.get("count", 0) + 1
+        super().step()
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.sub_(0.1 / self.defaults["count"] * p.grad)
+
+
+class UnderTwoKeys(Each):
+    """Keeps its momentum under two keys, and that in another type than the parameter's."""
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        if not state:
+            state["sum"] = state["momentum"] = torch.zeros_like(p)
+            state["wide"] = p.double()
+        assert state["wide"].dtype is torch.float64
+        state["sum"].mul_(0.9).add_(p.grad)
+        state["wide"].sub_(state["momentum"].double(), alpha=0.1)
+        p.copy_(state["wide"])
+
+
+class Underlined(Each):
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p._momentum = 0.9 * getattr(p, "_momentum", 0.0) + p.grad
+        p.sub_(0.1 * p._momentum)
+
+
+class Values(Each):
+    """Keeps the parameter's own memory."""
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        state.setdefault("values", p.data).sub_(0.1 * p.grad)
+
+
+class Count:
+    value = 0
+
+    def __init__(self) -> None:
+        self.name = "count"
+
+    def __call__(self) -> int:
+        self.value += 1
+        return self.value
+
+
+class Counting(Each):
+    """Keeps a count in an object that can be called."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.count = Count()
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.sub_(0.1 / (1 + self.count()) * p.grad)
+
+
+class Regrouping(Each):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if len(self.param_groups) == 1:
+            self.add_param_group({"params": [self.param_groups[0]["params"].pop()]})
+
+
+class ClippedLate(Each):
+    """Scales by the norm of all gradients from its second step on."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        if self.num_steps > 1:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+class ClippedOnHost(Each):
+    """Scales by the norm of all gradients, which the host computes."""
+
+    def __init__(self, params: Any, numbers: Callable[[Tensor], Any]):
+        super().__init__(params)
+        self.numbers = numbers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        self.norm = sum(float(x) ** 2 for own in gradients for x in self.numbers(own.flatten())) ** 0.5
+        super().step()
+
+    def one(self, p: Any, state: dict[Any, Any]) -> None:
+        p.sub_(0.1 / self.norm * p.grad)
+
+
+def with_hook(groups: Any, hook: Callable[[torch.optim.Optimizer], None]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: hook(own))
+    return optimizer
+
+
+def wrapped(groups: Any) -> torch.optim.Optimizer:
+    """SGD with another function in its step's place."""
+    optimizer: Any = torch.optim.SGD(groups, lr=0.1)
+    step = optimizer.step
+
+    def clipped(closure: Any = None) -> None:
+        clipped_jointly(optimizer)
+        step()
+
+    optimizer.step = clipped
+    return optimizer
+
+
+def clipped_jointly(optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def fading(optimizer: Any) -> None:
+    """Scales gradients by a count that it keeps in the optimizer."""
+    optimizer.count = getattr(optimizer, "count", 0) + 1
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        p.grad.div_(optimizer.count)
+
+
+KEEPING = {
+    "parameters given other memory by the optimizer": NewMemory,
+    "gradients replaced by the optimizer": NewGradient,
+    "gradients removed by the optimizer": NoGradient,
+    "gradients themselves in the state": KeepsGradients,
+    "a count in the optimizer's defaults": Decaying,
+    "one tensor under two keys, and one in fp64": UnderTwoKeys,
+    "a count that a hook keeps in the optimizer": partial(with_hook, hook=fading),
+}
+CASES |= {name: Case(THREE, optimizer=made, num_steps=4, resumes=True) for name, made in KEEPING.items()}
+NOT_KEPT = {
+    "keeps '_momentum' as an attribute of layers.0.weight": Underlined,
+    "keeps 'values' of layers.0.weight in the memory of a parameter": Values,
+    "keeps 'count' of all parameters as a Count": Counting,
+    "changes which parameters its groups have": Regrouping,
+}
+CASES |= {
+    f"an optimizer that {text}": Case(THREE, optimizer=own, refused=text, resumes=True)
+    for text, own in NOT_KEPT.items()
+}
+JOINT = {
+    "from the second step on": ClippedLate,
+    "by numpy": partial(ClippedOnHost, numbers=Tensor.numpy),
+    "by lists": partial(ClippedOnHost, numbers=Tensor.tolist),
+    "in a hook": partial(with_hook, hook=clipped_jointly),
+    "in a step put in place of torch's": wrapped,
+}
+CASES |= {
+    f"an optimizer that clips jointly {how}": Case(THREE, optimizer=made, refused="jointly", refused_from=2)
+    for how, made in JOINT.items()
+}
+
 # ---- rates, groups, and what a user does between steps
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

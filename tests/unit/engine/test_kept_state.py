@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -196,10 +197,103 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
     engine.close()
 
 
+class Flat(torch.optim.SGD):
+    """Keeps a momentum of each parameter in one memory, or a factor that it never writes to."""
+
+    def __init__(self, groups: Any, is_written: bool) -> None:
+        super().__init__(groups, lr=0.1)
+        self.is_written, self.flat = is_written, torch.zeros(1000)
+
+    def step(self, closure: Any = None) -> None:
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            own = self.flat[number * 200 :][: parameter.numel()].view_as(parameter)
+            self.state[parameter]["own"] = own.add_(parameter.grad) if self.is_written else own
+        super().step()
+
+
+@pytest.mark.shows(162)
+def test_what_is_written_in_memory_that_another_has_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    for is_written in (False, True):
+        engine = engine_of(optimizer=OptimizerConfig(factory=partial(Flat, is_written=is_written)))
+        engine.train_batch(BATCH)
+        if not is_written:
+            engine.save(tmp_path)
+            continue
+        words = r"Flat keeps 'own' of layers\.\d\.weight in the memory of 'own' of layers\.\d\.weight"
+        with pytest.raises(ConfigError, match=words):
+            engine.save(tmp_path)
+
+
+class Fallible(torch.optim.SGD):
+    """Keeps a count in one of many places, by which it steps, and can fail after half of its parameters."""
+
+    fails = False
+
+    def __init__(self, groups: Any, where: str) -> None:
+        super().__init__(groups, lr=0.1)
+        self.where, self.counts, self.array = where, {"all": torch.zeros(2)}, np.zeros(1)
+        self.object = Counts()
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def num_steps(self, parameter: Any) -> float:
+        holders: dict[str, Any] = {
+            "state": self.state[parameter],
+            "another's state": self.inner.state[parameter],
+            "defaults": self.defaults,
+            "attribute": vars(parameter),
+            "object": vars(self.object),
+            "list in an object": self.object.values,
+            "array": self.array,
+        }
+        if self.where == "view":
+            self.state[parameter].setdefault("own", self.counts["all"][:1]).add_(1)
+            return float(self.counts["all"][0])
+        if self.where == "memory":
+            parameter.data = parameter.data.clone()
+            return 1.0
+        holder, key = holders[self.where], 0 if self.where in ("array", "list in an object") else "_count"
+        holder[key] = (holder[key] if key == 0 else holder.get(key, 0)) + 1
+        return float(holder[key])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        for number, parameter in enumerate(parameters):
+            parameter.sub_(parameter.grad / self.num_steps(parameter))
+            if self.fails and 2 * number > len(parameters):
+                raise ArithmeticError("made to fail")
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.values = [0]
+
+
+PLACES = ["state", "another's state", "defaults", "attribute", "object", "list in an object", "array", "view", "memory"]
+
+
+@pytest.mark.shows(112)
+@pytest.mark.parametrize("where", PLACES)
+def test_an_optimizers_step_that_fails_is_as_if_it_had_not_been_tried(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain = (engine_of(optimizer=OptimizerConfig(factory=partial(Fallible, where=where))) for _ in range(2))
+    for _ in range(3):
+        monkeypatch.setattr(Fallible, "fails", True)
+        with pytest.raises(ArithmeticError):
+            engine.train_batch(BATCH)
+        monkeypatch.setattr(Fallible, "fails", False)
+        assert engine.train_batch(BATCH).loss == plain.train_batch(BATCH).loss
+    theirs = plain.parameters()
+    assert [name for name, own in engine.parameters().items() if not torch.equal(own, theirs[name])] == []
+
+
 @pytest.mark.shows(162)
 @pytest.mark.parametrize("where", ["state", "groups", "attributes"])
 def test_lists_and_dictionaries_and_tensors_of_other_classes_come_back(where: str, tmp_path: Path) -> None:
-    what = {"a": [1, (2.5, None), deque([torch.arange(3)], 2)], 7: TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}
+    def what() -> Any:
+        return {"a": [1, (2.5, None), deque([torch.arange(3)], 2)], 7: TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}
+
     config = OptimizerConfig(factory=partial(Keeping, where=where, what=what))
     engine, other = engine_of(optimizer=config), engine_of(optimizer=config)
     engine.train_batch(BATCH)

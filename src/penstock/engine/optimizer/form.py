@@ -6,12 +6,15 @@ import copy
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.settings.declare import type_in_words
 
 FORM = "form"
 """The kind of state that is the text, as bytes."""
@@ -21,6 +24,9 @@ STATE = "optimizer."
 """Begins the name of each tensor of state: ``optimizer.<kind>.<parameter>``."""
 GROUP, OPTIMIZER = "group ", "optimizer "
 """Begin what stands for the parameter in the name of what an optimizer keeps of a whole group, or of all parameters."""
+WIDE = (torch.float32, torch.float64)
+"""The types of parameters that are stepped; state of a parameter's own type follows it when it has another."""
+_HOST = torch.device("cpu")
 _PLAIN = (type(None), bool, int, float, str)
 _ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
@@ -32,10 +38,13 @@ class NoForm(ValueError):
     value: Any
     #: the key of the value that it is a part of
     key: Any = None
+    #: how it is kept, in a sentence
+    words: str
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, words: str | None = None) -> None:
         super().__init__(f"{type(value).__name__} has no form in a checkpoint")
         self.value = value
+        self.words = words or f"as {type_in_words(value)}"
 
 
 def state_name(name: str) -> tuple[str, str]:
@@ -50,35 +59,41 @@ def is_of_all(owner: str) -> bool:
 
 
 def described(
-    values: Mapping[Any, Any], parameters: Mapping[int, str], device: torch.device
+    values: Mapping[Any, Any],
+    parameters: Mapping[int, str],
+    device: torch.device = _HOST,
+    owner: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Named tensors and a text from which `put_together` makes the values again.
 
     A tensor on the device is itself, under its key; the text describes all else, numbers, texts, lists, dictionaries
-    and tensors of other classes among it. parameters: by identity, the names of tensors that are not values but are
-    referred to.
+    and tensors of other classes among it, and those that are there twice. parameters: by identity, the names of tensors
+    that are not values but are referred to. owner: the parameter whose state it is.
 
     Raises: NoForm.
     """
-    tensors: dict[str, Tensor] = {}
-    forms: list[Any] = []
+    taken, forms = _Taken(parameters, owner), []
     for key, value in values.items():
         path = _quoted(key)
-        is_plain = _is_dense(value) and not value.is_complex() and value.device == device and path == key
-        if is_plain and id(value) not in parameters:
-            tensors[path] = value.detach()
-        else:
-            try:
-                forms.append([_plain(key), _form(value, path, tensors, parameters)])
-            except NoForm as error:
-                error.key = key
-                raise
-    return tensors, json.dumps(forms) if forms else None
+        try:
+            form = _form(value, path, taken)
+            is_itself = path == key and _is_dense(value) and not value.is_complex() and value.device == device
+            if not (is_itself and form.get("tensor") == path):
+                forms.append([_plain(key), form])
+        except NoForm as error:
+            error.key = key
+            raise
+    return taken.tensors, json.dumps(forms) if forms else None
 
 
-def taken_apart(values: Mapping[Any, Any], parameters: Mapping[int, str], device: torch.device) -> dict[str, Tensor]:
+def taken_apart(
+    values: Mapping[Any, Any],
+    parameters: Mapping[int, str],
+    device: torch.device = _HOST,
+    owner: Tensor | None = None,
+) -> dict[str, Tensor]:
     """As `described`, with the text as one more tensor, `FORM`. Raises: NoForm."""
-    tensors, text = described(values, parameters, device)
+    tensors, text = described(values, parameters, device, owner)
     if text is not None:
         tensors[FORM] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return tensors
@@ -89,14 +104,19 @@ def put_together(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 
     Raises: KeyError, TypeError or AttributeError for what `taken_apart` never gives.
     """
-    left = dict(tensors)
-    text = left.pop(FORM, None)
+    made, used = dict(tensors), set[str]()
+    text = made.pop(FORM, None)
     try:
         forms = [] if text is None else json.loads(bytes(text.tolist()))
     except ValueError as error:
         raise TypeError(f"the form of an optimizer's state is no text of ours ({error})") from None
-    found = {key: _value(form, left, parameters) for key, form in forms}
-    return left | found
+    found = {key: _value(form, made, used, parameters) for key, form in forms}
+    return {path: own for path, own in made.items() if path not in used} | found
+
+
+def keeps_type(kind: str) -> bool:
+    """True for a kind of state that has another type than its parameter."""
+    return "%float" in kind
 
 
 def deep_copy(value: Any, known: dict[int, Any]) -> Any:
@@ -129,7 +149,7 @@ def _quoted(key: Any) -> str:
 
 def _plain(key: Any) -> Any:
     if not isinstance(key, _PLAIN):
-        raise NoForm(key)
+        raise NoForm(key, f"under the key {key!r} of a dictionary")
     return key
 
 
@@ -137,22 +157,41 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
 
 
-def _form(value: Any, path: str, tensors: dict[str, Tensor], parameters: Mapping[int, str]) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """The tensors of values that are taken apart."""
+
+    #: by identity, the names of tensors that are not values but are referred to
+    parameters: Mapping[int, str]
+    #: the parameter whose state it is
+    owner: Tensor | None
+    #: by path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    #: by identity, their paths
+    paths: dict[int, str] = field(default_factory=dict)
+
+
+def _form(value: Any, path: str, taken: _Taken) -> Any:
     if isinstance(value, _PLAIN):
         return value
-    if id(value) in parameters:
-        return {"parameter": parameters[id(value)]}
+    if id(value) in taken.parameters:
+        return {"parameter": taken.parameters[id(value)]}
+    if id(value) in taken.paths:
+        return {"same": taken.paths[id(value)]}
     if _is_dense(value):
-        tensors[path] = value.detach()
+        own = value if taken.owner is None else taken.owner
+        if value.dtype in WIDE and value.dtype != own.dtype and value.shape == own.shape:
+            path = f"{path}%{str(value.dtype).removeprefix('torch.')}"
+        taken.tensors[path], taken.paths[id(value)] = value.detach(), path
         return {"tensor": path, "host": value.device.type == "cpu", "complex": value.is_complex()}
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: _form(getattr(value, name), f"{path}/{name}", tensors, parameters) for name in names}
+        inner = {name: _form(getattr(value, name), f"{path}/{name}", taken) for name in names}
         kind = type(value)
         return {
             "wrapper": f"{kind.__module__}.{kind.__qualname__}",
             "inner": inner,
-            "context": _form(context, f"{path}/context", tensors, parameters),
+            "context": _form(context, f"{path}/context", taken),
             "size": list(value.size()),
             "stride": list(value.stride()),
         }
@@ -160,39 +199,43 @@ def _form(value: Any, path: str, tensors: dict[str, Tensor], parameters: Mapping
         return {"dtype": str(value).removeprefix("torch.")}
     if type(value) is dict:
         rows = enumerate(value.items())
-        return {"dict": [[_plain(key), _form(own, f"{path}/{i}", tensors, parameters)] for i, (key, own) in rows]}
+        return {"dict": [[_plain(key), _form(own, f"{path}/{i}", taken)] for i, (key, own) in rows]}
     for word, kind in _ROWS.items():
         if type(value) is kind or (kind is tuple and type(value) is torch.Size):
-            rows = [_form(own, f"{path}/{i}", tensors, parameters) for i, own in enumerate(value)]
+            rows = [_form(own, f"{path}/{i}", taken) for i, own in enumerate(value)]
             return {word: rows, **({"maxlen": value.maxlen} if isinstance(value, deque) else {})}
     raise NoForm(value)
 
 
-def _value(form: Any, left: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> Any:
+def _value(form: Any, made: dict[str, Tensor], used: set[str], parameters: Mapping[str, Tensor]) -> Any:
     if not isinstance(form, dict):
         return form
     if "tensor" in form:
-        tensor = left.pop(form["tensor"])
+        tensor = made[path := form["tensor"]]
+        used.add(path)
         if form["complex"] and not tensor.is_complex():
             # Files have complex numbers as pairs.
             tensor = torch.view_as_complex(tensor)
-        return tensor.cpu() if form["host"] else tensor
+        made[path] = tensor.cpu() if form["host"] else tensor
+        return made[path]
+    if "same" in form:
+        return made[form["same"]]
     if "parameter" in form:
         return parameters[form["parameter"]]
     if "dtype" in form:
         return getattr(torch, form["dtype"])
     if "dict" in form:
-        return {key: _value(own, left, parameters) for key, own in form["dict"]}
+        return {key: _value(own, made, used, parameters) for key, own in form["dict"]}
     if "wrapper" in form:
-        inner = {name: _value(own, left, parameters) for name, own in form["inner"].items()}
+        inner = {name: _value(own, made, used, parameters) for name, own in form["inner"].items()}
         # Nothing is imported by a name that a file gives.
         known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _below(Tensor)}
-        context = _value(form["context"], left, parameters)
+        context = _value(form["context"], made, used, parameters)
         return known[form["wrapper"]].__tensor_unflatten__(
             inner, context, torch.Size(form["size"]), tuple(form["stride"])
         )
     word = next(word for word in _ROWS if word in form)
-    rows = [_value(own, left, parameters) for own in form[word]]
+    rows = [_value(own, made, used, parameters) for own in form[word]]
     return deque(rows, form["maxlen"]) if word == "deque" else _ROWS[word](rows)
 
 

@@ -98,7 +98,7 @@ def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]
     if len(made.param_groups) != len(groups):
         raise ConfigError(
             f"the optimizer {type(made).__name__} made {len(made.param_groups)} parameter groups of the {len(groups)} "
-            "that it was given; it must keep them"
+            "that it was given; it must keep them, and optimizer.groups makes groups by name and shape"
         )
     return made
 

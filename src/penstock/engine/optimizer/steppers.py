@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
@@ -211,7 +215,8 @@ class GroupRule:
                 f"the optimizer {self.made_as} {reason}; give one whose step takes nothing but parameters with "
                 "their gradients"
             )
-        return Division.ELEMENTS if type(optimizer) in BY_ELEMENTS else Division.PARAMETERS
+        is_by_elements = type(optimizer) in BY_ELEMENTS and is_torchs(optimizer)
+        return Division.ELEMENTS if is_by_elements else Division.PARAMETERS
 
 
 BY_ELEMENTS = frozenset(
@@ -254,16 +259,80 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def copied(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Copy the values of tensors; returns a function that puts them back."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+def copied(values: Iterable[Any]) -> Callable[[], None]:
+    """Copy what values keep, as deep as it lies: tensors, items and attributes; returns a function that puts it back.
+
+    Each thing stays the one that it is, so that whoever shares it shares what is put back. Attributes of objects are
+    followed no further than into objects that an optimizer, or a list or dictionary of it, has.
+    """
+    tensors: list[tuple[Tensor, Tensor, Tensor]] = []
+    containers: list[tuple[Any, Any]] = []
+    arrays: list[tuple[Any, Any]] = []
+    generators: list[tuple[torch.Generator, Tensor]] = []
+    seen: dict[int, Any] = {}
+    left = [(value, True) for value in values]
+    while left:
+        value, is_followed = left.pop()
+        if id(value) in seen or isinstance(value, int | float | str | None):
+            continue
+        seen[id(value)], inner = value, list[Any]()
+        if isinstance(value, Tensor):
+            inner = [vars(value)]
+            if is_traceable_wrapper_subclass(value):
+                inner += [getattr(value, name) for name in value.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+            else:
+                tensors.append((value, value.data, value.detach().clone()))
+        elif isinstance(value, dict):
+            inner = list(value.values())
+            containers.append((value, dict(value)))
+        elif isinstance(value, list | deque | set):
+            inner = list(value)
+            containers.append((value, inner))
+        elif isinstance(value, tuple):
+            inner = list(value)
+        elif type(value).__name__ == "ndarray":
+            arrays.append((value, value.copy()))
+        elif isinstance(value, torch.Generator):
+            generators.append((value, value.get_state()))
+        elif isinstance(value, torch.optim.Optimizer) or (is_followed and has_state(value)):
+            inner, is_followed = [vars(value)], isinstance(value, torch.optim.Optimizer)
+        left += [(own, is_followed) for own in inner]
 
     @torch.no_grad()
     def put_back() -> None:
-        for tensor, values in zip(tensors, copies, strict=True):
-            tensor.copy_(values)
+        for tensor, memory, before in tensors:
+            tensor.data = memory
+            # What it shares with another tensor may be put back already, and some memory cannot be written to.
+            if not torch.equal(tensor, before):
+                tensor.copy_(before)
+        for container, items in containers:
+            container.clear()
+            container.update(items) if isinstance(container, dict | set) else container.extend(items)
+        for array, before in arrays:
+            array[...] = before
+        for generator, state in generators:
+            generator.set_state(state)
 
     return put_back
+
+
+def has_state(value: Any) -> bool:
+    """True for an object with attributes, of a class that neither torch nor Python has; modules keep what is theirs."""
+    room = type(value).__module__.partition(".")[0]
+    is_theirs = room == "torch" or room in sys.stdlib_module_names or isinstance(value, nn.Module)
+    return not is_theirs and bool(getattr(value, "__dict__", None))
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """True for one of torch's whose step is torch's alone: without hooks, and with nothing in a method's place."""
+    kind = type(optimizer)
+    return (
+        kind in BY_ELEMENTS | BY_PARAMETERS
+        and kind.step.__module__.startswith("torch.")
+        and not any(callable(getattr(kind, name, None)) for name in vars(optimizer))
+        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    )
 
 
 # ---- The state of parameters that are frozen

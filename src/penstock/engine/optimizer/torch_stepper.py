@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,22 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from penstock.engine.optimizer.form import (
     FORM,
     GROUP,
     OPTIMIZER,
+    WIDE,
     NoForm,
     deep_copy,
     described,
+    keeps_type,
     put_together,
     taken_apart,
 )
+from penstock.engine.optimizer.independence import Origins
 from penstock.engine.optimizer.steppers import (
-    BY_ELEMENTS,
-    BY_PARAMETERS,
     Block,
     FlatStepper,
     GroupRule,
@@ -37,6 +35,8 @@ from penstock.engine.optimizer.steppers import (
     Stored,
     Values,
     copied,
+    has_state,
+    is_torchs,
     with_rates_of_its_own,
 )
 from penstock.model import kept_random_state
@@ -47,7 +47,7 @@ from penstock.settings.declare import type_in_words
 
 # Larger values are no running values, which all ranks have alike.
 _MOST_COMPARED = 64
-_WIDE = (torch.float32, torch.float64)
+_PARAMETER = "a parameter"
 # Functions and modules are no state.
 _NO_STATE = (type, ModuleType)
 
@@ -73,10 +73,12 @@ class TorchStepper:
     _optimizer: torch.optim.Optimizer
     #: the groups, by owner, and the attributes, as they were made
     _as_made: Mapping[str, AsMade]
+    #: by identity, the parameters of each of the optimizer's groups
+    _as_given: Sequence[Sequence[int]]
     #: the keys of the groups that rates set
     _set: set[str]
-    #: True once a step has shown that parameters are stepped independently, or where it does not matter
-    _is_known: bool
+    #: sees in each step whether parameters meet, where several ranks step them
+    _origins: Origins
     #: what `state` or `expect` gave last, which may have been written to
     _listed: dict[StateName, OwnedState] | None
 
@@ -86,11 +88,11 @@ class TorchStepper:
         self._rules, self._owner, self._is_split = rules, f"{OPTIMIZER}{number}", is_split
         self._stepped = {place.name: _Stepped.of(block, place) for block in blocks for place in block.places}
         self._names = {id(one.parameter): name for name, one in self._stepped.items()}
-        self._optimizer, self._set, self._listed = self._made(kind), set(), None
+        self._optimizer, self._set, self._listed, self._origins = self._made(kind), set(), None, Origins()
+        self._as_given = [[id(own) for own in group["params"]] for group in self._optimizer.param_groups]
         self._as_made = {
             owner: AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
         }
-        self._is_known = not is_split or type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS
 
     def step(self, values: Sequence[Values]) -> None:
         for number, group in self._groups().items():
@@ -99,28 +101,58 @@ class TorchStepper:
                 # As torch's schedulers do.
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
         self._listed = None
+        self._give_gradients()
         own = [value for value in self._attributes().values() if isinstance(value, torch.Generator)]
         device = next(iter(self._stepped.values())).parameter.device
         with kept_random_state(device, own if self._is_split else ()) as were_drawn_from:
-            if self._is_known:
-                self._optimizer.step()
-            else:
+            if self._is_split and not is_torchs(self._optimizer):
                 self._watched_step()
+            else:
+                self._optimizer.step()
             if were_drawn_from():
                 raise ConfigError(
                     f"the optimizer {self._label} draws random numbers in its step from torch's generator, or from one "
                     "that it keeps, so that they depend on the layout; it can draw them from a torch.Generator that it "
                     "makes for each parameter and step"
                 )
+        if not is_torchs(self._optimizer):
+            self._take_back()
+
+    def _give_gradients(self) -> None:
+        """Give each parameter its gradient, and one that is not torch's a copy, since it may keep it."""
+        is_safe = is_torchs(self._optimizer)
+        for one in self._stepped.values():
+            one.parameter.grad = one.gradient if is_safe else one.gradient.clone()
 
     def _watched_step(self) -> None:
         """Step, and see that parameters do not meet in it. Raises: ConfigError if they do."""
-        with _Origins(self._stepped, self._optimizer.state) as origins:
+        parameters = {name: one.parameter for name, one in self._stepped.items()}
+        self._origins.begin(parameters, self._optimizer.state)
+        with self._origins as origins:
             self._optimizer.step()
         if origins.joined is not None:
             first, second = origins.joined
             raise needs_one_rank(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
-        self._is_known = True
+
+    def _take_back(self) -> None:
+        """Move parameters that were given other memory in the step back to theirs. Raises: ConfigError."""
+        groups = [[id(own) for own in group["params"]] for group in self._optimizer.param_groups]
+        if groups != self._as_given:
+            raise ConfigError(
+                f"the optimizer {self._label} changes which parameters its groups have in its step, so that no rate "
+                "and no checkpoint finds them; optimizer.groups divides parameters into groups by name"
+            )
+        for name, one in self._stepped.items():
+            parameter, values = one.parameter, one.values
+            if parameter.shape != values.shape or parameter.dtype != values.dtype:
+                raise ConfigError(
+                    f"the optimizer {self._label} makes {name} {list(parameter.shape)} of {parameter.dtype} in its "
+                    f"step; it is {list(values.shape)} of {values.dtype}"
+                )
+            if parameter.data_ptr() != values.data_ptr() or parameter.stride() != values.stride():
+                values.copy_(parameter.detach())
+                parameter.data = values
+            parameter.grad = None
 
     # ---- what it keeps
 
@@ -131,20 +163,21 @@ class TorchStepper:
 
     def _kept(self) -> dict[StateName, OwnedState]:
         found = dict[StateName, OwnedState]()
+        memory = {one.values.untyped_storage()._cdata: _PARAMETER for one in self._stepped.values()}
         for name, one in self._stepped.items():
-            written = sorted(vars(one.parameter).keys() - vars(one.place.parameter).keys())
-            # Torch's own begin with a line.
-            if written := [key for key in written if not key.startswith("_")]:
+            written = [key for key, value in vars(one.parameter).items() if value is not one.attributes.get(key, self)]
+            # torch.compile makes such.
+            if written := [key for key in sorted(written) if not key.startswith("_dynamo")]:
                 raise ConfigError(
                     f"the optimizer {self._label} keeps {written[0]!r} as an attribute of {name}, which no checkpoint "
                     "holds; it holds what is in self.state[parameter]"
                 )
             own = self._optimizer.state.get(one.parameter, {})
-            for kind, value in self._apart(own, one.parameter.device, f"of {name}").items():
+            for kind, value in self._apart(own, one.parameter, name, memory).items():
                 is_like = value.shape == one.parameter.shape and kind != FORM
                 found[kind, name] = OwnedState(one.place, value.reshape(-1)) if is_like else OwnedState(None, value)
         for owner, values in self._shared().items():
-            for kind, value in self._apart(values, torch.device("cpu"), "of all parameters").items():
+            for kind, value in self._apart(values, None, owner, memory).items():
                 if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
                     raise needs_one_rank(self._label, f"keeps {kind.partition('/')[0]!r} of all parameters together")
                 found[kind, owner] = OwnedState(None, value)
@@ -163,7 +196,7 @@ class TorchStepper:
                 continue
             own = self._stepped[name].parameter
             # The precision may be another one than that of the run that was saved.
-            kept = own.dtype if dtype in _WIDE else dtype
+            kept = own.dtype if dtype in WIDE and not keeps_type(kind) else dtype
             values = torch.zeros(own.numel(), dtype=kept, device=device)
             self._listed[kind, name] = OwnedState(self._stepped[name].place, values)
         return self._listed
@@ -200,20 +233,13 @@ class TorchStepper:
         vars(optimizer).update(beside[self._owner])
 
     def snapshot(self) -> Callable[[], None]:
-        put_back = copied([one.parameter for one in self._stepped.values()])
-        attributes = self._attributes()
-        inner = [own.state for own in _flat(attributes.values()) if isinstance(own, torch.optim.Optimizer)]
-        beside = {**self._beside(), self._owner: _with_form(attributes, self._names)}
-        # Parameters are put back where they are; all else is replaced.
-        kept = dict(self._optimizer.state), beside, [dict(state) for state in inner]
-        states, beside, of_inner = deep_copy(kept, self._known())
-        beside[self._owner] = attributes | beside[self._owner]
+        optimizer = self._optimizer
+        own = [optimizer.state, optimizer.param_groups] if is_torchs(optimizer) else [optimizer]
+        put_back = copied([*(one.parameter for one in self._stepped.values()), *own])
 
         def restore() -> None:
             put_back()
-            self._take(states, beside)
-            for state, values in zip(inner, of_inner, strict=True):
-                _replace(state, values)
+            self._origins = Origins()
 
         return restore
 
@@ -254,9 +280,9 @@ class TorchStepper:
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that it has beside those of torch's base class."""
-        if type(self._optimizer) in BY_ELEMENTS | BY_PARAMETERS:
+        if is_torchs(self._optimizer):
             return {}
-        plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys()
+        plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys() - {"defaults"}
         return {key: value for key, value in vars(self._optimizer).items() if key not in plain}
 
     def _beside(self) -> dict[str, dict[str, Any]]:
@@ -278,14 +304,28 @@ class TorchStepper:
             found[self._owner]["state"] = others
         return {owner: values for owner, values in found.items() if values}
 
-    def _apart(self, values: Mapping[Any, Any], device: torch.device, whose: str) -> dict[str, Tensor]:
+    def _apart(
+        self, values: Mapping[Any, Any], parameter: Tensor | None, owner: str, memory: dict[int, str]
+    ) -> dict[str, Tensor]:
+        """Values as named tensors; `memory` has the names of those whose memory was seen. Raises: ConfigError."""
+        whose = "of all parameters" if parameter is None else f"of {owner}"
         try:
-            return taken_apart(values, self._names, device)
+            device = torch.device("cpu") if parameter is None else parameter.device
+            found = taken_apart(values, self._names, device, parameter)
         except NoForm as error:
             raise ConfigError(
-                f"the optimizer {self._label} keeps {error.key!r} {whose} as {type_in_words(error.value)}, which a "
-                "checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries of them"
+                f"the optimizer {self._label} keeps {error.key!r} {whose} {error.words}, which a checkpoint "
+                "cannot hold; it holds numbers, texts, tensors, and lists and dictionaries of them"
             ) from None
+        for kind, value in found.items():
+            other = memory.setdefault(value.untyped_storage()._cdata, f"{kind!r} {whose}")
+            # What was never written may as well be copies.
+            if other == _PARAMETER or (other != f"{kind!r} {whose}" and value._version):
+                raise ConfigError(
+                    f"the optimizer {self._label} keeps {kind!r} {whose} in the memory of {other}, which a checkpoint "
+                    "cannot hold; it holds tensors that have memory of their own"
+                )
+        return found
 
     def _group_numbers(self) -> list[int]:
         """The numbers of the groups of the parameters that this rank steps."""
@@ -317,13 +357,18 @@ class _Stepped:
     group: int
     place: Place
     parameter: nn.Parameter
+    #: its values where they lie in the master, and its gradient
+    values: Tensor
+    gradient: Tensor
+    #: the attributes with which it was made
+    attributes: Mapping[str, Any]
 
     @classmethod
     def of(cls, block: Block, place: Place) -> _Stepped:
         shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
-        parameter = in_place_of(place.parameter, place.view(block.master).view(shape))
-        parameter.grad = place.view(block.gradient).view(shape)
-        return cls(block.group, place, parameter)
+        values, gradient = (place.view(flat).view(shape) for flat in (block.master, block.gradient))
+        parameter = in_place_of(place.parameter, values)
+        return cls(block.group, place, parameter, values, gradient, dict(vars(parameter)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,30 +383,19 @@ class _Noted:
     @classmethod
     def of(cls, value: Any, parameters: Mapping[int, str]) -> _Noted:
         try:
-            tensors, text = described({"": value}, parameters, torch.device("cpu"))
+            tensors, text = described({"": value}, parameters)
             return cls(text, tensors)
         except NoForm:
             try:
                 return cls(pickle.dumps(value), None)
             except Exception:  # whatever a class of the user's own says
-                return cls(object(), None)
+                return cls(None if callable(value) else object(), None)
 
     def is_same(self, other: _Noted) -> bool:
         if self.form != other.form or (self.tensors is None) != (other.tensors is None):
             return False
         own, theirs = self.tensors or {}, other.tensors or {}
         return own.keys() == theirs.keys() and all(torch.equal(own[path], theirs[path]) for path in own)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, and those in lists and dictionaries of them."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        elif isinstance(value, dict):
-            yield from _flat(value.values())
-        else:
-            yield value
 
 
 def _replace(values: MutableMapping[Any, Any], others: Mapping[Any, Any]) -> None:
@@ -374,7 +408,7 @@ def _with_form(values: Mapping[str, Any], parameters: Mapping[int, str]) -> dict
     found = {}
     for key, value in values.items():
         with suppress(NoForm):
-            described({key: value}, parameters, torch.device("cpu"))
+            described({key: value}, parameters)
             found[key] = value
     return found
 
@@ -402,7 +436,7 @@ class AsMade:
         """The values that are others now than then."""
         found = {}
         for key, value in now.items():
-            if callable(value) or isinstance(value, _NO_STATE):
+            if isinstance(value, _NO_STATE) or (callable(value) and not has_state(value)):
                 continue
             before = self.noted.get(key)
             if before is None or not before.is_same(_Noted.of(value, parameters)):
@@ -431,130 +465,3 @@ def steppers_for(
         elif any(block.places for block in theirs):
             found.append(TorchStepper(kind, own, index, theirs, is_split))
     return found
-
-
-# ---- Whether parameters are stepped independently, seen in a step
-
-
-_Row = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""Tensors that an operation computes with, those of them that it writes, and those that it gives."""
-_OF_NO_VALUE = ("_like", "new_", "lift_fresh", "empty", "zeros", "ones", "full", "scalar_tensor")
-_SETS = ("copy_", "zero_", "fill_")
-_READS = ("_local_scalar_dense", "is_nonzero", "equal")
-
-
-class _Origins(TorchDispatchMode):
-    """Follows, in a step that is taken within its context, from which parameters each tensor is computed.
-
-    Two parameters meet where an operation has values of both, or where a value of one was read by the host and another
-    is written before the one that it was read of. What compiled functions do inside is not seen.
-    """
-
-    #: the names of two parameters that meet; None if none do
-    joined: tuple[str, str] | None
-    #: the first byte of a parameter or a gradient, and its end -> the parameter's name, and True of the parameter
-    _spans: list[tuple[int, int, str, bool]]
-    #: first byte of a storage -> that storage, and the parameters from which its values were computed
-    _of: dict[int, tuple[StorageWeakRef, frozenset[str]]]
-    #: parameters of which the host has read a value, and that were not written since
-    _read: set[str]
-    #: the first bytes of the spans
-    _starts: list[int]
-
-    def __init__(self, stepped: Mapping[str, _Stepped], state: Mapping[Any, Any]) -> None:
-        super().__init__()
-        self.joined, self._of, self._read, self._spans = None, {}, set(), []
-        for name, one in stepped.items():
-            for tensor, is_value in ((one.parameter, True), (one.parameter.grad, False)):
-                if tensor is not None and tensor.numel():
-                    start = tensor.data_ptr()
-                    self._spans.append((start, start + tensor.nbytes, name, is_value))
-        self._spans.sort()
-        self._starts = [span[0] for span in self._spans]
-        for name, one in stepped.items():
-            for tensor in _dense(state.get(one.parameter, {})):
-                self._note(tensor, frozenset({name}))
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: compiled functions run as they do without this."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.joined is None and hasattr(func, "_schema"):
-            name = func._schema.name.split("::")[-1]
-            for row in _rows(func, name, args, kwargs or {}, result):
-                self._follow(name, *row)
-        return result
-
-    def _follow(self, name: str, used: list[Tensor], written: list[Tensor], given: list[Tensor]) -> None:
-        origins = frozenset[str]() if any(part in name for part in _OF_NO_VALUE) else self._origins(used)
-        if name in _READS:
-            self._read |= origins
-        if name in _SETS:
-            origins = self._origins(used[1:])
-        for tensor in written:
-            if (span := self._span(tensor)) is not None:
-                origins |= {span[2]}
-                if span[3]:
-                    self._read.discard(span[2])
-                    origins |= self._read
-        for tensor in (*written, *given):
-            self._note(tensor, origins)
-        if len(origins) > 1:
-            first, second, *_ = sorted(origins)
-            self.joined = first, second
-
-    def _origins(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        found: set[str] = set()
-        for tensor in tensors:
-            if (span := self._span(tensor)) is not None:
-                found.add(span[2])
-            elif (noted := self._of.get(tensor.untyped_storage().data_ptr())) is not None and not noted[0].expired():
-                found |= noted[1]
-        return frozenset(found)
-
-    def _note(self, tensor: Tensor, origins: frozenset[str]) -> None:
-        """Note from which parameters a tensor was computed; one that lies in a parameter is that parameter's."""
-        if self._span(tensor) is None:
-            storage = tensor.untyped_storage()
-            self._of[storage.data_ptr()] = StorageWeakRef(storage), origins
-
-    def _span(self, tensor: Tensor) -> tuple[int, int, str, bool] | None:
-        """The parameter or gradient in which a tensor lies."""
-        start = tensor.data_ptr()
-        index = bisect_right(self._starts, start) - 1
-        return self._spans[index] if index >= 0 and start < self._spans[index][1] else None
-
-
-def _dense(values: Any) -> Iterator[Tensor]:
-    """The plain tensors in a value, as deep as they lie."""
-    if isinstance(values, Tensor) and is_traceable_wrapper_subclass(values):
-        yield from _dense([getattr(values, name) for name in values.__tensor_flatten__()[0]])  # type: ignore[attr-defined]
-    elif isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _dense(list(values.values()))
-    elif isinstance(values, Iterable) and not isinstance(values, str):
-        for value in values:
-            yield from _dense(value)
-
-
-def _rows(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Iterator[_Row]:
-    """Tensors of an operation; of one over lists of tensors, a row for each place in them."""
-    schema = func._schema.arguments
-    given = [*zip(schema, args), *((own, kwargs[own.name]) for own in schema if own.name in kwargs)]
-    written = [value for own, value in given if own.alias_info is not None and own.alias_info.is_write]
-    values = [value for _, value in given]
-    if not name.startswith(("_foreach_", "_fused_")):
-        yield list(_dense(values)), list(_dense(written)), list(_dense(result))
-        return
-    for place in range(len(values[0])):
-        used = [value[place : place + 1] if _is_row(value, values[0]) else value for value in values]
-        made = [[value[place] for value in lists if _is_row(value, values[0])] for lists in (written, [result])]
-        yield list(_dense(used)), list(_dense(made[0])), list(_dense(made[1]))
-
-
-def _is_row(value: Any, first: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == len(first)
