@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Engine, Layout, MicroBatchSpec, ScheduleConfig
+from penstock import Engine, Layout, MicroBatchSpec, ScheduleConfig, StepError
 from tests.dist.launch import run_ranks
 from tests.dist.what_users_bring import (
     VOCAB,
@@ -149,3 +149,54 @@ def test_what_two_layers_keep_together_is_refused_by_both_names(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"layers\.1\.counts and layers\.2\.counts share a tensor, list or dictionary"):
         engine.save(tmp_path)
     engine.close()
+
+
+class InPlace(nn.Module):
+    """A tensor in a plain attribute, a list and a generator, each of which a call moves on where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema, self.seen, self.noise = torch.zeros(WIDTH), list[int](), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.ema.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x + self.ema + 0.01 * torch.randn(WIDTH, generator=self.noise) * len(self.seen)
+
+
+class Raises(nn.Module):
+    """Fails once, at its third call after it was told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        countdown[0] -= 1
+        if countdown[0] == 0:
+            raise ZeroDivisionError
+        return self.linear(x)
+
+
+countdown = [0]
+
+
+def failing(rank: int, place: Place, fails: bool) -> list[float]:
+    """The losses of three steps, of which the second is taken twice where it fails at first."""
+    middle: list[nn.Module] = [Counted(), PlainTensor(), Remembers(), InPlace(), LateBuffer()]
+    engine = opened(place, [nn.Embedding(VOCAB, WIDTH), *middle, Raises()])
+    found = [train(engine, 0)]
+    if fails:
+        countdown[0] = 3
+        with pytest.raises((StepError, ZeroDivisionError)):
+            train(engine, 1)
+        countdown[0] = 0
+    found += [train(engine, step) for step in (1, 2)]
+    closed(engine)
+    return found
+
+
+@pytest.mark.parametrize("place", [(Layout(), "1f1b"), (Layout(pp=2), "1f1b"), (Layout(pp=2), "zb-v")], ids=str)
+def test_a_step_that_fails_leaves_what_layers_keep_as_it_was(place: Place) -> None:
+    plain, failed = (run_ranks(place[0].world_size, failing, place, fails) for fails in (False, True))
+    assert failed == plain

@@ -106,6 +106,20 @@ class LayerState:
                     moment.values = None
             self.parameters = {own: version for own, version in self.parameters.items() if own._version != version}
 
+    def hold(self) -> "LayerState":
+        """Hold all values, which may change from now on, until they are restored."""
+        for tensor, moment in self.moments.items():
+            if moment.values is None:
+                moment.values = tensor.clone()
+        return self
+
+    def restore(self) -> None:
+        """Put back for good what is held."""
+        for tensor, moment in self.moments.items():
+            if moment.values is not None and tensor._version != moment.version:
+                tensor.copy_(moment.values)
+        self._put()
+
     def put_back(self) -> AbstractContextManager[None]:
         """Within this context the layer is as it was; whatever it changes here leaves no trace.
 

@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignor
 from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
+from penstock.runtime.layer_state import LayerState
 from penstock.runtime.liveness import Processes, answer, listen
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
@@ -53,7 +54,10 @@ _MOST_QUOTED = 2000
 
 
 class StepState:
-    """Buffers of the stages' modules, such as running statistics, and the random number generators of torch."""
+    """State that the stages' modules keep from step to step, and torch's generators of random numbers.
+
+    Of all modules those are buffers, such as running statistics; of a user's own also attributes, such as counters.
+    """
 
     #: the device whose random numbers count beside the host's
     _device: torch.device
@@ -62,6 +66,9 @@ class StepState:
     #: by place: the tensor that the module had before the step, and its values
     _tensors: list[Tensor]
     _values: list[Tensor]
+    #: the layers that may keep attributes, with their names, and what they kept before the step
+    _layers: list[tuple[nn.Module, str]]
+    _kept: list[LayerState]
 
     def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
         self._device = device
@@ -74,6 +81,9 @@ class StepState:
             if buffer is not None
         ]
         self._tensors, self._values = [], []
+        units = [(unit, name) for stage in stages for name, unit in stage.units]
+        self._layers = [own for own in units if LayerState.of(*own, {}).attributes]
+        self._kept = []
         self.save()
 
     @torch.no_grad()
@@ -89,6 +99,8 @@ class StepState:
             self._tensors, self._values = tensors, [tensor.clone() for tensor in tensors]
         elif tensors:
             torch._foreach_copy_(self._values, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
+        known = {tensor: moment for kept in self._kept for tensor, moment in kept.moments.items()}
+        self._kept = [LayerState.of(*own, known).hold() for own in self._layers]
 
     def before(self, module: nn.Module, buffer: str) -> Tensor | None:
         """The values that the module's buffer had before the step; None if it had none."""
@@ -104,6 +116,8 @@ class StepState:
         for (module, name), tensor, values in zip(self._places, self._tensors, self._values, strict=True):
             tensor.copy_(values)
             module._buffers[name] = tensor
+        for kept in self._kept:
+            kept.restore()
 
 
 @dataclass(frozen=True)
