@@ -43,8 +43,9 @@ def test_every_kind_of_fault_is_planted_alone(line: str, texts: set[str], tmp_pa
     assert {fault.text for fault in faults} == texts and len(faults) == len(texts)
     for fault in faults:
         assert fault.compiles() and fault.line == 2
-        first, changed, last, _ = fault.source.split("\n")
+        first, changed, last, _ = fault.planted(path.read_bytes()).decode().split("\n")
         assert first.endswith("ü") and changed != line and last == "end = b"
+        assert fault.reads == (f"pass # {line}" if fault.text == "pass" else changed.strip())
 
 
 @pytest.mark.shows(153)
@@ -122,5 +123,5 @@ def test_files_of_tests_are_recorded_again_when_they_have_changed(recorded: Path
 
 @pytest.mark.parametrize("file", HARMLESS)
 def test_what_is_named_as_harmless_can_be_planted(file: str) -> None:
-    possible = {fault.change for fault in faults_in(PACKAGE / file)}
+    possible = {fault.reads for fault in faults_in(PACKAGE / file)}
     assert HARMLESS[file].keys() - possible == set()

@@ -152,12 +152,12 @@ class Copy:
     def judge(self, fault: Fault, tests: list[str]) -> str:
         """What became of the fault."""
         target = self.root / fault.path.relative_to(ROOT)
-        whole, failed = target.read_text(), None
+        whole, failed = target.read_bytes(), None
         for _ in range(3):
             sound = [test for test in tests if self.sound.get(test, True)]
-            target.write_text(fault.source)
+            target.write_bytes(fault.planted(whole))
             failed = self.run(sound) if sound else ""
-            target.write_text(whole)
+            target.write_bytes(whole)
             # A test that fails without a fault too says nothing; if all take too long, half of them may not.
             if failed is None:
                 tests = tests[: len(tests) // 2]

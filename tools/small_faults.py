@@ -25,27 +25,30 @@ class Fault(NamedTuple):
     end: int
     text: str
 
-    @property
-    def source(self) -> str:
+    def planted(self, source: bytes) -> bytes:
         """The whole file with the fault."""
-        source = self.path.read_bytes()
-        return source[: self.start].decode() + self.text + source[self.end :].decode()
+        return source[: self.start] + self.text.encode() + source[self.end :]
 
     def compiles(self) -> bool:
         try:
-            compile(self.source, self.path.name, "exec")
+            compile(self.planted(self.path.read_bytes()), self.path.name, "exec")
         except SyntaxError:
             return False
         return True
 
     @property
-    def change(self) -> str:
-        """What is written instead of what, in one line."""
-        before = self.path.read_bytes()[self.start : self.end].decode()
-        return " ".join(f"{before}  ->  {self.text}".split())
+    def reads(self) -> str:
+        """The changed lines as they read with the fault; of a statement that is left out, the statement."""
+        before = self.path.read_bytes()
+        source = self.planted(before)
+        first, last = source.rfind(b"\n", 0, self.start) + 1, source.find(b"\n", self.start + len(self.text.encode()))
+        left_out = f"  # {before[self.start : self.end].decode()}" if self.text == "pass" else ""
+        return " ".join(f"{source[first:last].decode()}{left_out}".split())
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}  {self.change[:240]}"
+        before = self.path.read_bytes()[self.start : self.end].decode()
+        change = " ".join(f"{before}  ->  {self.text}".split())
+        return f"{self.path}:{self.line}  {change[:200]}  in  {self.reads[:200]}"
 
 
 def faults_in(path: Path) -> Iterator[Fault]:

@@ -1,12 +1,15 @@
 """Parts of the search: its closed skeletons are as good as they claim, and W is woven in where memory demands it."""
 
 import random
+from itertools import accumulate
 
 import pytest
 
 from penstock.schedule import Placement, PlacementKind
+from penstock.schedule.search.anneal import span_of
+from penstock.schedule.search.order import search
 from penstock.schedule.search.problem import Problem
-from penstock.schedule.search.skeletons import _place, there_and_back
+from penstock.schedule.search.skeletons import PRIORITIES, _place, by_priority, there_and_back
 from penstock.schedule.search.weave import _forced_weight_time, weave
 
 
@@ -30,20 +33,31 @@ def test_the_way_there_and_back_has_no_bubble_at_as_many_live_microbatches_as_ra
 @pytest.mark.parametrize("share", (0.25, 0.5, 1.0))
 def test_time_is_kept_for_each_weight_backward_that_memory_forces(most: float, share: float):
     """On a rank that never waits, W run only where memory forces them, and at the end."""
-    num_microbatches = 12
+    num_microbatches, chance = 12, random.Random(0)
     problem = equal_times(Placement(PlacementKind.LOOP, num_ranks=1), num_microbatches, most, share)
     num_live = int(most)
-    steps = [0] * num_live + [1, 0] * (num_microbatches - num_live) + [1] * num_live
-    woven = weave(problem, [steps], allowed_span=0.0)
-    assert woven is not None
-    forced, number = [], 0
-    for code in woven.orders[0]:
-        number += code == 2
-        if code != 2:
-            forced.append(float(number))
-            number = 0
-    assert _forced_weight_time(problem, 0, steps) == forced
-    assert sum(forced) > 0
+    full = [0] * num_live + [1, 0] * (num_microbatches - num_live) + [1] * num_live
+    for steps in (full, *(any_steps(num_microbatches, num_live, chance) for _ in range(9))):
+        woven = weave(problem, [steps], allowed_span=0.0)
+        assert woven is not None
+        forced, number = [], 0
+        for code in woven.orders[0]:
+            number += code == 2
+            if code != 2:
+                forced.append(float(number))
+                number = 0
+        assert _forced_weight_time(problem, 0, steps) == forced
+        assert sum(forced) > 0 or steps is not full
+
+
+def any_steps(num_microbatches: int, most_live: int, chance: random.Random) -> list[int]:
+    """Forwards (0) and backwards (1) of one stage in any order in which no more are live."""
+    steps: list[int] = []
+    while len(steps) < 2 * num_microbatches:
+        live = steps.count(0) - steps.count(1)
+        may_forward = steps.count(0) < num_microbatches and live < most_live
+        steps.append(0 if may_forward and (not live or chance.random() < 0.5) else 1)
+    return steps
 
 
 def test_an_action_of_a_pattern_starts_as_soon_as_its_rank_is_free_in_every_period():
@@ -60,3 +74,22 @@ def test_an_action_of_a_pattern_starts_as_soon_as_its_rank_is_free_in_every_peri
             assert _place(taken, earliest, duration, period) == (free[0] if free else None), seed
             if free:
                 busy |= {(free[0] + step) % period for step in range(duration)}
+
+
+def test_small_changes_shorten_an_order_that_is_too_long_to_be_polished():
+    times = ((3.0, 2.0, 2.0), (2.0, 3.0, 2.0), (1.0, 3.0, 1.0))
+    problem = Problem(Placement(PlacementKind.LOOP, 3), 47, *times, 0.0, 2.0, 1.0)
+    unchanged, changed = (
+        span_of(problem, [list(order) for order in search(problem, effort)]) for effort in (0.0, 0.03)
+    )
+    assert unchanged is not None and changed is not None
+    assert changed < unchanged
+
+
+@pytest.mark.parametrize("num_live", [(4, 3, 2, 1), (3, 3, 2, 1)])
+def test_a_rank_has_as_many_microbatches_of_its_first_stage_live_as_it_may(num_live: tuple[int, ...]):
+    problem = equal_times(Placement(PlacementKind.LOOP, 4), 8, 4, 0.0)
+    for priority in PRIORITIES:
+        skeleton = by_priority(problem, priority, 100.0, num_live)
+        most = [max(accumulate(-1 if step & 1 else 1 for step in steps)) for steps in skeleton]
+        assert tuple(most) == num_live

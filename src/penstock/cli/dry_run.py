@@ -225,7 +225,9 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         column.justify = "right"
     for stage in plan.stages:
         size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", size_in_words(stage.microbatch_bytes)
-        stages.add_row(str(stage.stage), str(stage.rank), _names(stage.units), *size)
+        first, *others = stage.units
+        names = f"{first} ... {others[-1]} ({len(stage.units)})" if others else first
+        stages.add_row(str(stage.stage), str(stage.rank), names, *size)
     memory = Table("rank", "fullest in", "peak", "state", "tape", "other", box=None, pad_edge=False)
     for column in memory.columns[2:]:
         column.justify = "right"
@@ -246,7 +248,3 @@ def _largest_state(states: Sequence[StateBytes]) -> str:
         f"at most {size_in_words(most.total)}, on rank {rank}: parameters {size_in_words(most.parameters)}, gradients "
         f"{size_in_words(most.gradients)}, optimizer {size_in_words(most.optimizer)}"
     )
-
-
-def _names(units: Sequence[str]) -> str:
-    return units[0] if len(units) == 1 else f"{units[0]} ... {units[-1]} ({len(units)})"

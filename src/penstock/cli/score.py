@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -253,7 +253,14 @@ class Score(ModelCommand):
                 name = "ratings" if rates else "log_probs"
                 scored = zip(texts, (item[name].tolist() for item in items), strict=True)
                 # An infinite one can be true: a token may be impossible.
-                wrong = next((one.line for one, item in zip(texts, items, strict=True) if _has_nan(item)), None)
+                wrong = next(
+                    (
+                        one.line
+                        for one, item in zip(texts, items, strict=True)
+                        if any(values.isnan().any() for values in item.values())
+                    ),
+                    None,
+                )
                 lines = wrong if wrong is not None else [self.line(text, values) for text, values in scored]
                 if write is None:
                     pipelines.hand_over(str(number), lines)
@@ -329,10 +336,6 @@ def _is_scored(line: Any) -> bool:
     if isinstance(log_probs, list):
         return all(isinstance(value, float | int | None) for value in log_probs)
     return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
-
-
-def _has_nan(item: Mapping[str, Any]) -> bool:
-    return any(values.isnan().any() for values in item.values())
 
 
 def _total(log_probs: Sequence[float | None]) -> float | None:

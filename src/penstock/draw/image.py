@@ -261,7 +261,8 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
     """
     path = Path(path)
     check_ending(path, PICTURES)
-    points, (scale, unit) = rehearsal.timeline, _unit(rehearsal.peak_bytes)
+    points = rehearsal.timeline
+    scale, unit = (2.0**30, "GiB") if rehearsal.peak_bytes >= 2**30 else (2.0**20, "MiB")
     kinds = [kind for kind in _COLOURS if rehearsal.most(kind)]
     width = min(max(_INCHES_PER_ACTION * len(points) + 1.5, _MEMORY_WIDTHS_IN[0]), _MEMORY_WIDTHS_IN[1])
     with matplotlib.rc_context(STYLE):
@@ -306,10 +307,6 @@ def _memory_bars(axes: Axes, rehearsal: Rehearsal, kinds: list[MemoryKind], scal
         ha="left" if place < len(points) / 2 else "right",
         fontsize=8.5,
     )
-
-
-def _unit(num_bytes: int) -> tuple[float, str]:
-    return (2.0**30, "GiB") if num_bytes >= 2**30 else (2.0**20, "MiB")
 
 
 # ---- All layouts that a plan tried, as throughput over memory, and what the steps of the best are made of

@@ -105,7 +105,7 @@ class Initialise:
     #: parameter -> the full name that determines its values; for a tied one, the other's
     full_names: Mapping[str, str]
     #: parameter -> this rank's part of it
-    sharding: Mapping[str, Shard] = field(default_factory=dict)
+    sharding: Mapping[str, Shard]
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, seed: int) -> None:

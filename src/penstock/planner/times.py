@@ -215,7 +215,9 @@ def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Cos
 
 def _simulated(order: Order, costs: schedule.Costs, order_costs: schedule.Costs | None = None) -> SimulatedStep:
     timeline = schedule.simulate(_program(order, (order_costs or costs) if order.is_searched else None), costs)
-    computed = [[event for event in events if _computes(event.action)] for events in timeline.events]
+    computed = [
+        [event for event in events if schedule.parts(event.action)[0].op in COMPUTE] for events in timeline.events
+    ]
     return SimulatedStep(
         timeline.makespan,
         timeline.span_cost,
@@ -224,10 +226,6 @@ def _simulated(order: Order, costs: schedule.Costs, order_costs: schedule.Costs 
         tuple(timeline.makespan - (events[-1].end - events[0].start) for events in computed),
         tuple(any(schedule.parts(event.action)[0].op is schedule.Op.I for event in events) for events in computed),
     )
-
-
-def _computes(step: schedule.Step) -> bool:
-    return schedule.parts(step)[0].op in COMPUTE
 
 
 @lru_cache(_KEPT_PROGRAMS)

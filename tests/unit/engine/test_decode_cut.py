@@ -90,3 +90,5 @@ def test_of_experts_more_are_read_with_more_rows():
     one, four, many, more = (times_by_kind(rows, 1, model)["mlp"] for rows in (1, 4, 32, 64))
     assert 3 * one < four < 4.5 * one
     assert more < 1.5 * many, "all are read, and only products are added"
+    dense = times_by_kind(1, 1, replace(MODEL, intermediate_size=2 * 512))["mlp"]
+    assert one == pytest.approx(dense, rel=0.2), "a row reads those that it goes to"

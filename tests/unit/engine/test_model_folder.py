@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from penstock.engine import Engine
 from penstock.engine.checkpoint import Checkpointer
+from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_parts import engine_arguments
@@ -29,15 +31,31 @@ def test_a_run_with_a_reward_model_is_refused_where_tokens_are_wanted(tmp_path: 
         assert (found.rates, found.is_reward_model, found.pad_token) == ("texts", True, 3)
 
 
-def save_run(folder: Path, data: dict[str, str], vocab_size: int) -> None:
-    """Begin a run, which leaves the size of its vocabulary out, and save its first checkpoint."""
+def save_run(folder: Path, data: dict[str, str], vocab_size: int, steps: Sequence[int] = (0,)) -> None:
+    """Begin a run, which leaves the size of its vocabulary out, and save checkpoints."""
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
     config = from_dict({"output": str(folder), "model": sizes, "data": data})
     RunLock(config).close()
     engine = Engine(*engine_arguments(config, vocab_size))
     saved = Checkpointer(folder / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
-    saved.save(0, engine.state(optimizer=False), extra={}, wait=True)
+    for step in steps:
+        saved.save(step, engine.state(optimizer=False), extra={}, wait=True)
     engine.close()
+
+
+def test_of_a_damaged_checkpoint_to_begin_with_nothing_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who completes a run's settings has said it; its parts are made on every rank."""
+    save_run(tmp_path / "first", {"tokenizer": "bytes"}, 256, steps=(1, 2))
+    _, newest = published(tmp_path / "first" / "checkpoints")
+    next(newest.glob("*.safetensors")).write_bytes(b"")
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "pretrained": str(tmp_path / "first")}
+    config = from_dict({"output": str(tmp_path / "next"), "model": sizes, "data": {"tokenizer": "bytes"}})
+    engine_arguments(config, 256)
+    assert caplog.messages == []
+    assert open_model(tmp_path / "first").step == 1
+    assert [newest.name in message for message in caplog.messages] == [True]
 
 
 def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp_path: Path) -> None:
@@ -59,6 +77,10 @@ def test_a_run_knows_the_token_that_it_put_after_each_text(
     save_run(tmp_path / "run", data, size)
     found = open_model(tmp_path / "run")
     assert (found.vocab_size, tuple(found.end_tokens)) == (size, ends)
+    to_hugging_face(tmp_path / "run", tmp_path / "out", ExportOptions(), lambda total: None, lambda done: None)
+    written = open_model(tmp_path / "out")
+    assert written.tokenizer is not None
+    assert (written.tokenizer.vocab_size, tuple(written.end_tokens)) == (size, ends)
 
 
 def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_path: Path) -> None:

@@ -94,6 +94,16 @@ def test_weight_decays_that_make_no_sense_are_refused(settings: dict[str, Any], 
 
 
 @pytest.mark.shows(92)
+def test_the_scale_doubles_after_two_thousand_good_steps() -> None:
+    scaler = LossScaler()
+    for step in range(1, 8 * 2000 + 2000):
+        scaler.update(True)
+        assert scaler.scale == min(2.0 ** (16 + step // 2000), 2.0**24)
+    for step in range(1, 30):
+        scaler.update(False)
+        assert scaler.scale == max(2.0 ** (24 - step), 1.0)
+
+
 def test_the_loss_scale_falls_at_once_and_rises_after_enough_good_steps() -> None:
     scaler = LossScaler(LossScalerConfig(initial=8.0, num_growth_steps=3, smallest=2.0, largest=16.0))
     outcomes = [True, True, False, True, True, True, False, False, False, *[True] * 12]

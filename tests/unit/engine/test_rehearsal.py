@@ -186,15 +186,20 @@ ROUTED = replace(WIDER, experts=ExpertConfig(num_experts=4, num_active=2, interm
     ids=["dense", "a ring", "experts"],
 )
 def test_a_gpus_kernels_have_the_arithmetic_of_a_cpus(config: ModelConfig, layout: Layout) -> None:
+    on_cpu = arithmetic(config, layout, "cpu")
+    assert all(flops > 0 for (name, op), flops in on_cpu.items() if name != "embedding")
+    assert arithmetic(config, layout, "cuda") == on_cpu
+
+
+def arithmetic(config: ModelConfig, layout: Layout, device: Literal["cpu", "cuda"]) -> dict[tuple[str, Op], float]:
+    """By unit and action the operations of a rehearsed microbatch of 64 tokens."""
+    options = EngineOptions("1f1b", device=device, precision=Precision.BF16)
     batch = RehearsedBatch([64] * 2, MicroBatchSpec(num=2))
+    found = rehearse(lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options, batch)
+    return {(unit.name, op): unit.of(op).flops for unit in found.units for op in (Op.F, Op.B, Op.I, Op.W)}
 
-    def units(device: Literal["cpu", "cuda"]) -> list[tuple[str, Op, float]]:
-        options = EngineOptions("1f1b", device=device, precision=Precision.BF16)
-        found = rehearse(
-            lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, options, batch
-        )
-        return [(unit.name, op, unit.of(op).flops) for unit in found.units for op in (Op.F, Op.B, Op.I, Op.W)]
 
-    on_cpu = units("cpu")
-    assert all(flops > 0 for name, op, flops in on_cpu if name != "embedding")
-    assert units("cuda") == on_cpu
+def test_every_row_goes_through_a_rehearsed_expert() -> None:
+    """Two experts of half the width do the work of the dense layer, and there is the router."""
+    dense, routed = (arithmetic(config, Layout(), "cpu")["layers.0.mlp", Op.F] for config in (WIDER, ROUTED))
+    assert routed - dense == 2 * 64 * 32 * 4

@@ -117,6 +117,8 @@ def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
     yield lambda e: e.evaluate([None]), "batch: a NoneType; give a PackedBatch"
     yield lambda e: e.evaluate("abc"), "batches='abc' is a str; give a list of PackedBatch"
     yield lambda e: e.evaluate({}), "batches={} is a dict; give a list of PackedBatch"
+    yield lambda e: e.evaluate([BATCH], loss_fn="mse"), "loss_fn='mse' is a str"
+    yield lambda e: e.evaluate([BATCH], loss_weight_fn=2.0), "loss_weight_fn=2.0 is a float"
     yield lambda e: e.forward(BATCH, broadcast="yes"), "broadcast = 'yes': expected bool, got str"
     yield lambda e: e.forward(BATCH, output_seqlens=5), "output_seqlens = 5: expected list[int] or None, got int"
     yield lambda e: e.forward(BATCH, output_seqlens=[1.5, 1, 1]), "output_seqlens[0] = 1.5: expected int, got float"

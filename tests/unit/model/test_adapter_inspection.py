@@ -98,6 +98,19 @@ def test_a_model_that_reads_both_sides_is_refused(tmp_path: Path) -> None:
         TransformersModel.open(WeightFiles.open(tmp_path))
 
 
+@pytest.mark.parametrize("in_rope", [True, False])
+def test_the_length_after_which_factors_change_is_read_where_transformers_has_it(in_rope: bool) -> None:
+    """Version 4 has it beside the other sizes, version 5 among those of the rotation too."""
+    place = {"original_max_position_embeddings": 8}
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], **(place if in_rope else {})}
+    text = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=32, rope_parameters=rope)
+    vars(text).update({} if in_rope else place)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    limits = TransformersModel._limits(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
+    assert limits is not None
+    assert (limits.vocab_size, limits.max_length, limits.max_generated_length) == (VOCAB_SIZE, 32, 8)
+
+
 # ---- models of other kinds, in their folders
 
 

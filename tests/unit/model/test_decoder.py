@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units, recomputed
-from penstock.settings import ModelConfig
+from penstock.settings import ExpertConfig, ModelConfig
 
 BASE = ModelConfig(41, 24, 40, 2, 4, num_kv_heads=2)
 VARIANTS = {
@@ -182,6 +182,24 @@ class TestWork:
         changed = {name for name in short if short[name] != long[name]}
         assert changed == {"layers.0.attention", "layers.1.attention"}
         assert all(short[name] < bounded[name] < long[name] / 10 for name in changed)
+
+    def test_every_part_of_the_work_is_counted_at_its_width(self) -> None:
+        experts = ExpertConfig(num_experts=8, num_active=2, intermediate_size=20, shared_size=12)
+        config = replace(BASE, max_length=64, qk_norm=True, sliding_window=16, num_predictions=1)
+        vocab, hidden, inner, queries, keys, seen = 41, 24, 40, 24, 12, 16 * (1 - 16 / (2 * 64))
+        rotated = queries + keys
+        attention = 4 * hidden * rotated + 24 * seen * queries + 200 * (hidden + rotated) + 120 * rotated + 35 * hidden
+        head = vocab * (2 * hidden + 240) + 200 * hidden
+        dense, width = (6 * hidden + 200) * inner + 235 * hidden, 2 * 20 + 12
+        sparse = (6 * hidden + 200) * width + 2 * hidden * 8 + 80 * 2 * hidden + 235 * hidden
+        for mlp, settings in ((dense, {}), (sparse, {"experts": experts})):
+            found = {unit.name: unit.flops_per_token for unit in decoder_units(replace(config, **settings))}
+            ahead = 4 * hidden**2 + 400 * hidden + attention + mlp + head
+            layers = {
+                f"layers.{n}.{kind}": work for n in range(2) for kind, work in (("attention", attention), ("mlp", mlp))
+            }
+            ends = {"embedding": hidden * (40 + 130 * vocab / 64), "head": head + ahead}
+            assert found == pytest.approx(layers | ends)
 
 
 class TestConfig:

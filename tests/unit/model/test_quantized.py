@@ -13,6 +13,7 @@ from penstock.model.quantized import (
     int4_weights,
     int8_weights,
     int8_weights_alone,
+    int_mm,
     measured_kernels,
     quantizer,
     rounded,
@@ -190,3 +191,11 @@ def test_the_table_has_every_kind() -> None:
             packed: PackedWeights | None = quantizer(kind)(weight, None)
             assert packed is not None and packed.output(torch.ones(2, 64)).shape == (2, 64)
     assert quantizer(Quantize.INT8_WEIGHTS) is int8_weights_alone
+
+
+def test_rows_of_any_shape_are_multiplied_by_torchs_own_product() -> None:
+    """Which machines without FBGEMM and oneDNN use."""
+    weight_OI, x = torch.randint(-127, 128, (8, 16), dtype=torch.int8), torch.randint(-127, 128, (3, 6, 16)).float()
+    scales_O = torch.rand(8)
+    expected = (x @ weight_OI.float().t()) * scales_O
+    assert torch.equal(int_mm(weight_OI, scales_O)(x), expected)

@@ -10,8 +10,10 @@ from penstock.parallel.grid import Grid
 from penstock.runtime import Recorder, liveness
 from penstock.runtime.liveness import Absence, Process, Processes
 from penstock.runtime.trace import Awaited
+from penstock.runtime.transport import TransportError, _wait_until_left
 from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord
+from penstock.schedule.rules import Channel
 from penstock.settings import Layout
 
 LAYOUTS = [
@@ -101,3 +103,13 @@ def test_who_meets_all_others_asks_all_others(layout: Layout, asked: list[int]) 
         with recorder.collective("agree on the batch"):
             recorder.missing()
         assert asked == [rank for rank in range(layout.world_size) if rank != process]
+
+
+def test_a_message_that_was_not_taken_says_how_long_it_was_offered() -> None:
+    class Offered:
+        def wait(self) -> None:
+            raise RuntimeError("Timed out waiting")
+
+    channel = Channel(0, 1, Direction.BACKWARD)
+    with pytest.raises(TransportError, match=r"^gradients from rank 0 to rank 1 were not taken after 0\.\d s \(Timed"):
+        _wait_until_left(channel, (torch.zeros(1), (), [Offered()]))  # pyright: ignore[reportArgumentType]

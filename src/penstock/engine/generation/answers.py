@@ -209,7 +209,7 @@ class AnswerText:
 
     def finish(self) -> str:
         """End the answer; returns the text that was held back."""
-        if self.tokenizer is not None and not self.stopped:
+        if self.tokenizer is not None:
             before = self.tokenizer.decode(self._tokens[self._begin : self._end])
             self.text += self.tokenizer.decode(self._tokens[self._begin :])[len(before) :]
             self._cut()

@@ -74,17 +74,17 @@ def shorter(
             continue
         steps.insert(target, steps.pop(source))
         changed = span(steps)
-        if changed is None or not _keep(changed - now, heat * (1 - step / cooling.num_steps), random):
+        heat_now = heat * (1 - step / cooling.num_steps)
+        # Kept where it is no longer, and while it is hot also where it is a little longer.
+        if changed is None or not (
+            changed - now <= TOLERANCE or (heat_now > 0 and random.random() < exp((now - changed) / heat_now))
+        ):
             steps.insert(source, steps.pop(target))
             continue
         now = changed
         if now < shortest - TOLERANCE:
             shortest = now
             yield [list(order) for order in current]
-
-
-def _keep(longer: float, heat: float, random: Random) -> bool:
-    return longer <= TOLERANCE or (heat > 0 and random.random() < exp(-longer / heat))
 
 
 # By how many places an action is moved in its rank's order.
