@@ -1486,6 +1486,68 @@ CASES["a regression"] = Case(model(Block, Block), loss=lambda: regression, batch
 CASES["a distillation from the batch"] = Case(model(Block, Block), loss=lambda: distilled, batch=with_teacher)
 CASES["a loss in fp64"] = Case(model(Block, Block), loss=lambda: in_double)
 CASES["a loss of one element"] = Case(model(Block, Block), loss=lambda: of_one_element)
+LEFT: list[Tensor] = []
+
+
+class LeavesInList(Block):
+    """Leaves an auxiliary loss in a list that the loss reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        LEFT.append((y * y).mean())
+        return y
+
+
+def with_left(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    loss = token_cross_entropy(output, microbatch) + 10 * sum(LEFT)
+    LEFT.clear()
+    return loss
+
+
+class LeavesInAttribute(Block):
+    """Leaves an auxiliary loss in an attribute."""
+
+    left: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.left = (y * y).mean()
+        return y
+
+
+LEAVING: list[LeavesInAttribute] = []
+
+
+def leaving() -> list[nn.Module]:
+    LEAVING[:] = [LeavesInAttribute(), LeavesInAttribute()]
+    return [embedding(), *LEAVING, square(), square(), head()]
+
+
+def with_attributes(output: Tensor, microbatch: PackedBatch) -> Tensor:
+    return token_cross_entropy(output, microbatch) + 10 * sum(layer.left for layer in LEAVING if hasattr(layer, "left"))
+
+
+class AddsToLoss(nn.Module):
+    """The same loss as a module that knows the layers."""
+
+    def forward(self, output: Tensor, microbatch: PackedBatch) -> Tensor:
+        return with_attributes(output, microbatch)
+
+
+LEAVES = "leaves a tensor of shape [] with its graph where loss_fn reaches it"
+CASES["auxiliary losses in a list"] = Case(
+    model(LeavesInList, LeavesInList, square, square), loss=lambda: with_left, refused=LEAVES, refused_from=2
+)
+CASES["auxiliary losses in attributes"] = Case(leaving, loss=lambda: with_attributes, refused=LEAVES, refused_from=2)
+CASES["auxiliary losses in attributes, for a loss that is a module"] = Case(
+    leaving, loss=AddsToLoss, refused=LEAVES, refused_from=2
+)
+CASES["auxiliary losses in a list, on ranks of two stages"] = Case(
+    model(LeavesInList, LeavesInList, square, square),
+    loss=lambda: with_left,
+    refused=LEAVES,
+    options={"schedule": "zb-v"},
+)
 CASES["a loss for each token"] = Case(model(Block, Block), loss=lambda: without_sum, refused="shape")
 
 

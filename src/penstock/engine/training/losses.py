@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.engine.build import SECOND_COPY
+from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
 from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum
 from penstock.model.layers.router import Balance
@@ -106,6 +107,19 @@ def check_reached(elsewhere: Mapping[Tensor, str], first: str, outputs: Sequence
                 "another rank's layer, which would never change here; assign it to the layer that reads it "
                 "(self.weight = other.weight), which ties it, or put both layers on one rank (schedule.cut)"
             )
+
+
+def check_left(loss_fn: LossFn, first: str, last: str) -> None:
+    """Refuse a loss that reads what the layers of another stage, from `first` to `last`, leave for it.
+
+    Raises: ValueError.
+    """
+    if (tensor := left_for(loss_fn)) is not None:
+        raise ValueError(
+            f"one of the layers {first} to {last} leaves a tensor of shape {list(tensor.shape)} with its graph where "
+            "loss_fn reaches it, but the loss is computed in another stage, from which no gradient comes back; let the "
+            "layers hand it on beside their output, as (x, auxiliary_loss), to the loss"
+        )
 
 
 def _leaves(roots: Sequence[Tensor], ends: Set[Any] = frozenset()) -> Iterator[Tensor]:

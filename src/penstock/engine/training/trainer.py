@@ -30,6 +30,7 @@ from penstock.engine.training.losses import (
     LossFn,
     LossMetrics,
     LossWeightFn,
+    check_left,
     check_reached,
     checked_loss,
     loss_factors,
@@ -47,7 +48,7 @@ from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
-from penstock.runtime import Feed, PipelineError
+from penstock.runtime import Feed, PipelineError, Stage
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
 from penstock.settings.declare import check_argument, nearest
@@ -119,12 +120,15 @@ class Trainer:
     _held: Sequence[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
     #: full names of all that is trained, on any rank
     _names: set[str]
+    #: the loss of the last step
+    _loss_fn: LossFn
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
+        self._loss_fn = token_cross_entropy
         self._parameters = pipeline.parameters()
         self._agree_on_names()
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
@@ -187,15 +191,31 @@ class Trainer:
         self._look_for_others()
 
     def _look_for_others(self) -> None:
-        """Have each stage of a user's own layers look once for parameters that only other ranks train."""
+        """Have each stage of a user's own layers look once for parameters that only other ranks train.
+
+        And for what its layers leave for a loss that is computed in another one.
+        """
         stages, own = self.pipeline.stages.values(), set(self._parameters.values())
         local = {name for stage in stages for name, _ in stage.units}
         others = [unit for unit in self.pipeline.units if unit.is_own and unit.name not in local]
         named = [(unit.full_name(name), other) for unit in others for name, other in unit.build().named_parameters()]
         # A module that several layers register is one on this rank.
         elsewhere: dict[Tensor, str] = {other: name for name, other in named if other not in own}
-        for stage in stages if elsewhere else ():
-            stage.look = partial(check_reached, elsewhere, stage.units[0][0])
+        placement = self.pipeline.placement
+
+        def look(stage: Stage, outputs: Sequence[Tensor]) -> None:
+            check_reached(elsewhere, stage.units[0][0], outputs)
+            if not placement.is_last(stage.index):
+                check_left(self._loss_fn, stage.units[0][0], stage.units[-1][0])
+
+        for stage in stages if placement.stages_per_route > 1 and self.pipeline.boundary.is_open else ():
+            stage.look = partial(look, stage)
+
+    def _look_with(self, loss_fn: LossFn) -> None:
+        """Look anew where the loss is another than that of the step before."""
+        if getattr(loss_fn, "__code__", loss_fn) is not getattr(self._loss_fn, "__code__", self._loss_fn):
+            self._loss_fn = loss_fn
+            self._look_for_others()
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -275,6 +295,7 @@ class Trainer:
             mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
             factors = self._loss_factors(agreed, loss_weight_fn, mode)
             with recovery.announcing():
+                self._look_with(loss_fn)
                 feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
                 losses = self.run(feeds)
                 self._check_parameters()
