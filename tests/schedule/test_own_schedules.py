@@ -244,3 +244,17 @@ def test_a_file_among_the_builders_is_all_that_a_published_schedule_needs(
     # Otherwise such a placement takes an order of thousands of ranks.
     assert ScheduleChoice.of("new-1f1b").placement(4096).num_ranks == 4096 and module.SIZES == [(8, 32)]
     del sys.modules["penstock.schedule.builders.new_1f1b"]
+
+
+def test_a_builder_is_asked_for_at_most_five_million_forwards():
+    asked = []
+
+    def mine(ranks: int, microbatches: int) -> Schedule:
+        asked.append(ranks * microbatches)
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        schedule.build(mine, ranks=2, microbatches=2_500_000)
+    with pytest.raises(ValueError, match="make 5000002 forwards; at most 5000000 are possible"):
+        schedule.build(mine, ranks=2, microbatches=2_500_001)
+    assert asked == [5_000_000]

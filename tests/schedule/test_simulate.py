@@ -215,3 +215,7 @@ def test_a_program_that_cannot_end_is_refused():
     first = tuple(step for step in program.ranks[0] if step != Action(Op.SEND_F, 0, 0))
     with pytest.raises(ScheduleError, match="rank 1 waits forever for 1RECV_F0"):
         simulate(Program(program.schedule, (first, program.ranks[1])))
+
+
+def test_a_rank_without_actions_keeps_nothing():
+    assert Timeline.from_events([[]]).peak_live_bytes == (0.0,)

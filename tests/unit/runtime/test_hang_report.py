@@ -113,3 +113,9 @@ def test_a_message_that_was_not_taken_says_how_long_it_was_offered() -> None:
     channel = Channel(0, 1, Direction.BACKWARD)
     with pytest.raises(TransportError, match=r"^gradients from rank 0 to rank 1 were not taken after 0\.\d s \(Timed"):
         _wait_until_left(channel, (torch.zeros(1), (), [Offered()]))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_process_listens_where_it_reaches_the_place_at_which_all_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with liveness.listen() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

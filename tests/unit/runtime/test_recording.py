@@ -223,6 +223,11 @@ def test_a_pair_keeps_its_action():
     assert Recording.gathered([row], title="", step=0, stages_per_rank=1).spans[0][0].action == pair
 
 
+def test_of_two_stages_a_rank_each_tape_is_half_a_microbatch():
+    one, two = (replace(made_up(0), stages_per_rank=number).timeline for number in (1, 2))
+    assert [2 * live for live in two.peak_live_microbatches] == list(one.peak_live_microbatches)
+
+
 @pytest.mark.parametrize("up_ns", [0, 10**9 + 1, 86_400 * 10**9 + 123_456_789, 90 * 86_400 * 10**9 + 1])
 def test_a_row_keeps_every_nanosecond_of_a_host_that_has_been_up_for_long(up_ns: int):
     action = Record(
