@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,16 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
     (_, version, _), (error, arrived, num_tokens) = run_ranks(2, comes_late)
     assert "after 1 s rank 0 has not called send_weights" in error
     assert (version, arrived, num_tokens) == (3, 3, 1)
+
+
+def test_an_engine_that_is_closed_cuts_its_ways_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[Any] = []
+    monkeypatch.setattr(weight_transfer, "cut_backends", cut.append)
+    settings = [EngineOptions(learns=learns) for learns in (True, False)]
+    one, other = (Engine(decoder_units(DENSE), DENSE.hidden_size, options=options) for options in settings)
+    one.send_weights(other)
+    # Between ranks the way is a group of its own.
+    one._transfers[other].group = SimpleNamespace(backends=lambda: "the way")  # pyright: ignore[reportAttributeAccessIssue]
+    one.close()
+    assert cut == ["the way"]
+    other.close()
