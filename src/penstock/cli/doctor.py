@@ -203,18 +203,17 @@ def products() -> dict[str, float]:
 def _link_rows(links: Mapping[str, Any]) -> list[tuple[str, str]]:
     hosts, word_us = list(dict.fromkeys(links["hosts"])), links["word_s"] * 1e6
     where = f"{len(links['hosts'])} processes on {', '.join(hosts)}" if len(hosts) < 5 else f"{len(hosts)} hosts"
-    return [
+    rows = [
         ("ring test", f"passed: {where}, {links['device']}"),
         ("", f"{word_us:,.0f} us a step with a word, {links['block_bytes_per_s'] / 2**20:,.0f} MiB/s a link"),
         ("groups", f"all made and used in {links['connect_s']:.2f} s"),
-        *(_cluster_rows(links["cluster"]) if links["cluster"] else ()),
     ]
-
-
-def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+    cluster = links["cluster"]
+    if not cluster:
+        return rows
     device, peaks = cluster["device"], cluster["device"]["peak_tflops"]
     products = ", ".join(f"{name} {flops:g} TFLOP/s" for name, flops in peaks.items())
-    rows = [("peaks", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
+    rows += [("peaks", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
     for section, name in (("host", "links in a host"), ("network", "links of hosts")):
         link = cluster[section]
         shared = f", shared by {link['shared_by']}" if link["shared_by"] > 1 else ""

@@ -206,6 +206,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
     at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
+    rank, most = max(enumerate(plan.states), key=lambda numbered: numbered[1].total)
     for name, text in (
         ("layout", f"{config.parallel}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
         *group_rows(config.parallel),
@@ -214,7 +215,11 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),
         ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step"),
         ("length", f"{config.train.steps:,} steps, {plan.epochs:.2f} epochs"),
-        ("state", _largest_state(plan.states)),
+        (
+            "state",
+            f"at most {size_in_words(most.total)}, on rank {rank}: parameters {size_in_words(most.parameters)}, "
+            f"gradients {size_in_words(most.gradients)}, optimizer {size_in_words(most.optimizer)}",
+        ),
         ("memory", f"as rehearsed for {plan.device}, rank by rank below"),
         ("output", config.output),
     ):
@@ -240,11 +245,3 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         console.print()
         console.print(table, highlight=False)
     console.print("\nNothing was started; leave out --dry-run to train.", highlight=False)
-
-
-def _largest_state(states: Sequence[StateBytes]) -> str:
-    rank, most = max(enumerate(states), key=lambda numbered: numbered[1].total)
-    return (
-        f"at most {size_in_words(most.total)}, on rank {rank}: parameters {size_in_words(most.parameters)}, gradients "
-        f"{size_in_words(most.gradients)}, optimizer {size_in_words(most.optimizer)}"
-    )

@@ -99,7 +99,15 @@ def write_recorded_step(path: str | Path, recorded: RecordedStep) -> None:
     """Write a recorded step into a file; an existing file is overwritten."""
     values = {"format": FORMAT, "measured": recorded.recording.to_json(), "simulated": None}
     if recorded.simulated is not None:
-        values["simulated"] = _timeline_to_json(recorded.simulated)
+        timeline = recorded.simulated
+        values["simulated"] = {
+            "title": timeline.title,
+            "compute": timeline.span_cost * (1 - timeline.bubble_rate),
+            "ranks": [
+                [[str(event.action), round(event.start, 6), round(event.end, 6)] for event in events]
+                for events in timeline.events
+            ],
+        }
     with whole_file(path) as new:
         new.write_text(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
@@ -121,17 +129,6 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no recorded step: {error}") from None
     return RecordedStep(recording, simulated)
-
-
-def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "title": timeline.title,
-        "compute": timeline.span_cost * (1 - timeline.bubble_rate),
-        "ranks": [
-            [[str(event.action), round(event.start, 6), round(event.end, 6)] for event in events]
-            for events in timeline.events
-        ],
-    }
 
 
 def _timeline_from_json(values: dict[str, Any], stages_per_rank: int) -> Timeline:

@@ -73,7 +73,10 @@ def check_reproducible(units: Iterable[tuple[str, nn.Module]], hidden_size: int,
         lengths = [min(length, NUM_DECODED) if isinstance(module, Head) else length for length in LENGTHS]
         texts = [torch.randn(length, hidden_size, generator=generator) for length in lengths]
         together = _forward(module, texts).split(lengths)
-        alone = _alone(module, texts)
+        # As in training; weights that are packed for good are never trained.
+        trains = all(part.fixed is None for part in module.modules() if isinstance(part, Linear))
+        with torch.set_grad_enabled(trains):
+            alone = [_forward(module, [text]).detach() for text in texts]
         with casts.kept(packed=True):
             read = _read(module, texts)
         for how, found in (("in a batch of its own", alone), ("in generation", read)):
@@ -87,13 +90,6 @@ def check_reproducible(units: Iterable[tuple[str, nn.Module]], hidden_size: int,
 
 def _forward(module: nn.Module, texts: Sequence[Tensor]) -> Tensor:
     return module(torch.cat(list(texts)), Sequences.from_lengths([len(text) for text in texts]))
-
-
-def _alone(module: nn.Module, texts: Sequence[Tensor]) -> list[Tensor]:
-    """Each text in a batch of its own, as in training; weights that are packed for good are never trained."""
-    trains = all(part.fixed is None for part in module.modules() if isinstance(part, Linear))
-    with torch.set_grad_enabled(trains):
-        return [_forward(module, [text]).detach() for text in texts]
 
 
 def _read(module: nn.Module, texts: Sequence[Tensor]) -> list[Tensor]:

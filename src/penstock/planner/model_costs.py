@@ -361,7 +361,10 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
         kept = kept + 2 * stream + (2 * gathered if shared else 0.0)
         transient = (12 if shared else 8) * logits
     if size.own_engine:
-        kept, transient = logits_bytes, _loss_bytes(logits, logits_bytes, tp)
+        # The loss needs the logits' gradient besides, and blocks of rows in fp32. A block is made before the last
+        # is freed, and tensor-parallel ranks have their exchange's too.
+        more, block = (logits > _LOSS_BLOCK) + (tp > 1), 4 * min(logits, _LOSS_BLOCK)
+        kept, transient = logits_bytes, max(min(3, 2 + more) * block, logits_bytes + (1 + more) * block)
     return UnitCosts(
         "head",
         product + loss + sent,
@@ -372,11 +375,3 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
         0.0 if shape.tie_embeddings else weights,
         transient_bytes=transient,
     )
-
-
-def _loss_bytes(logits: float, logits_bytes: float, tp: int) -> float:
-    """The most that this engine's loss needs besides the logits: their gradient, and blocks of rows in fp32."""
-    # A block is made before the one before it is freed, and tensor-parallel ranks have their exchange's besides.
-    more = (logits > _LOSS_BLOCK) + (tp > 1)
-    block = 4 * min(logits, _LOSS_BLOCK)
-    return max(min(3, 2 + more) * block, logits_bytes + (1 + more) * block)

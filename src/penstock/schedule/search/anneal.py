@@ -165,7 +165,11 @@ def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_ste
     `max_live_microbatches` whole ones of the rank that keeps the most; in `orders` it may. The last orders of the
     result run one microbatch at a time, which always fits.
     """
-    alone = [_with_weights(steps) for steps in microbatch_by_microbatch(problem)]
+    # Each W right after its I.
+    alone = [
+        [code + more for step in steps for code in [3 * (step >> 1)] for more in ((1, 2) if step & 1 else (0,))]
+        for steps in microbatch_by_microbatch(problem)
+    ]
     found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
     if not found:
         # Changes may never make an order fit that keeps too much; the slow order fits from the start.
@@ -201,12 +205,3 @@ def peak_of(problem: Problem, order: Sequence[int], kept: Sequence[float]) -> fl
     share = problem.weight_memory_share
     change = (1.0, share - 1.0, -share)
     return max(accumulate(kept[code // 3] * change[code % 3] for code in order))
-
-
-def _with_weights(steps: Sequence[int]) -> list[int]:
-    """A rank's skeleton as an order, with each W right after its I."""
-    order = []
-    for step in steps:
-        code = 3 * (step >> 1)
-        order += [code + 1, code + 2] if step & 1 else [code]
-    return order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, dropwhile
 from math import floor, inf
 from typing import NamedTuple
 
@@ -85,7 +85,8 @@ class _Weaving:
         self.may_idle = None if allowed_span is None else [allowed_span - work + TOLERANCE for work in problem.work]
         self.waiting = [deque() for _ in range(num_ranks)]
         self.orders = [[] for _ in range(num_ranks)]
-        self.awaited = [len(steps) - _num_trailing(steps, 1) for steps in skeleton]
+        # All but the backwards at the end.
+        self.awaited = [len([*dropwhile((1).__eq__, reversed(steps))]) for steps in skeleton]
         self.latest = None
 
     def result(self) -> Woven | None:
@@ -182,14 +183,6 @@ class _Weaving:
                 break
         self.now[rank], self.live[rank], self.idle[rank], self.place[rank] = now, live, idle, place
         return reached
-
-
-def _num_trailing(steps: list[int], step: int) -> int:
-    """Count the copies of a step at the end of a list."""
-    number = 0
-    while number < len(steps) and steps[-1 - number] == step:
-        number += 1
-    return number
 
 
 def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None:
