@@ -372,3 +372,18 @@ def test_a_layer_that_changes_what_the_batch_holds_is_refused_by_name(world: int
     for words in run_ranks(world, cleaned, world):
         assert "layers.2 changes the batch's 'tokens' in place, which no other rank and no recomputation" in words
         assert "tokens.clone()" in words
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_a_tensor_that_a_layer_changes_though_a_backward_needs_it_is_told_with_the_layers() -> None:
+    engine = opened([nn.Embedding(VOCAB, WIDTH), nn.Sigmoid(), Doubles(), nn.Linear(WIDTH, VOCAB)], 1)
+    words = words_of(lambda: engine.train_batch(batch()))
+    assert words.startswith(
+        "a tensor that the layers from layers.0 to layers.3 need for their backward was changed in place, by one of "
+        "them or by the next; let the layer work on a copy (one of the variables needed"
+    )
+    engine.close()

@@ -166,6 +166,7 @@ def _versions(x: Any) -> list[int]:
 
 
 _NO_PROFILER = nullcontext()
+_CHANGED_IN_PLACE = re.compile(r"inplace operation: \[[\w.]+ (\[[\d, ]*\])\].* is at version (\d+)")
 
 
 # ---- The tape: what a stage keeps of a microbatch from its F to its last backward action
@@ -596,34 +597,55 @@ class Stage:
         if isinstance(grad, Message):
             grad = grad.tensors
         owes_turn = False
-        while tape.segments:
-            entry = tape.segments.pop()
-            if owes_turn and not isinstance(entry, GraphSegment):
-                owes_turn = False
-                if fill:
-                    self.weight_backward(tape)
-                yield
-            if isinstance(entry, RecomputedEntry):
-                for _ in entry.forward_again(tape):
+        try:
+            while tape.segments:
+                entry = tape.segments.pop()
+                if owes_turn and not isinstance(entry, GraphSegment):
+                    owes_turn = False
                     if fill:
                         self.weight_backward(tape)
                     yield
-                continue
-            lane = Driven(entry.backward(grad), deferred)
-            for turn in lane:
-                if turn is Turn.RELEASE_WAITS and pairs.early_release:
-                    owes_turn = True
-                elif not fill:
-                    yield turn
-                elif turn is not Turn.WEIGHTS_WAIT:
-                    self.weight_backward(tape)
-                    yield
-                elif pairs.overlap:
-                    # The other lane launches something first, and the weight gradients hide it.
-                    yield
-                    self.weight_backward(tape)
-            grad = lane.result
+                if isinstance(entry, RecomputedEntry):
+                    for _ in entry.forward_again(tape):
+                        if fill:
+                            self.weight_backward(tape)
+                        yield
+                    continue
+                lane = Driven(entry.backward(grad), deferred)
+                for turn in lane:
+                    if turn is Turn.RELEASE_WAITS and pairs.early_release:
+                        owes_turn = True
+                    elif not fill:
+                        yield turn
+                    elif turn is not Turn.WEIGHTS_WAIT:
+                        self.weight_backward(tape)
+                        yield
+                    elif pairs.overlap:
+                        # The other lane launches something first, and the weight gradients hide it.
+                        yield
+                        self.weight_backward(tape)
+                grad = lane.result
+        except RuntimeError as error:
+            self._name_changed(error)
+            raise
         return Message(grad) if isinstance(grad, tuple) else grad
+
+    def _name_changed(self, error: RuntimeError) -> None:
+        """Raise torch's error of a tensor that was changed in place anew, with the layers at fault; or do nothing."""
+        found = _CHANGED_IN_PLACE.search(words_of(error))
+        if found is None:
+            return
+        which = [
+            name
+            for name, own in (*self.named_parameters(), *self.named_buffers())
+            if str(list(own.shape)) == found[1] and own._version == int(found[2])
+        ]
+        named = f"a tensor that the layers from {self.units[0][0]} to {self.units[-1][0]} need for their backward"
+        by = ", by one of them or by the next"
+        if which:
+            named, by = " or ".join(which), " by a forward after the one whose backward is due"
+        reason = words_of(error).partition(" Hint:")[0]
+        raise RuntimeError(f"{named} was changed in place{by}; let the layer work on a copy ({reason})") from error
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
