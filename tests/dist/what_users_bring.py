@@ -2014,10 +2014,10 @@ class Underlined(Each):
 
 
 class Values(Each):
-    """Keeps the parameter's own memory."""
+    """Keeps the parameter's own memory, and only reads it."""
 
     def one(self, p: Any, state: dict[Any, Any]) -> None:
-        state.setdefault("values", p.data).sub_(0.1 * p.grad)
+        p.copy_(state.setdefault("values", p.data) - 0.1 * p.grad)
 
 
 class Count:

@@ -250,7 +250,9 @@ class Fallible(torch.optim.SGD):
             return float(self.counts["all"][0])
         if self.where == "memory":
             parameter.data = parameter.data.clone()
-            return 1.0
+            own = self.state[parameter].setdefault("own", torch.zeros(0))
+            own.data = torch.cat([own, torch.ones(1)])
+            return float(len(own))
         holder, key = holders[self.where], 0 if self.where in ("array", "list in an object") else "_count"
         holder[key] = (holder[key] if key == 0 else holder.get(key, 0)) + 1
         return float(holder[key])

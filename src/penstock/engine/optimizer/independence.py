@@ -161,13 +161,15 @@ class _Calls(TorchFunctionMode):
 
 def _dense(values: Any) -> Iterator[Tensor]:
     """The plain tensors in a value, as deep as they lie."""
+    if values is None or isinstance(values, int | float | str):
+        return
     if isinstance(values, Tensor) and is_traceable_wrapper_subclass(values):
         yield from _dense([getattr(values, name) for name in values.__tensor_flatten__()[0]])  # type: ignore[attr-defined]
     elif isinstance(values, Tensor):
         yield values
     elif isinstance(values, Mapping):
         yield from _dense(list(values.values()))
-    elif isinstance(values, Iterable) and not isinstance(values, str):
+    elif isinstance(values, Iterable):
         for value in values:
             yield from _dense(value)
 
