@@ -113,11 +113,12 @@ class StepState:
         torch.set_rng_state(self._random)
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random_on_device, self._device)
+        for kept in self._kept:
+            kept.restore()
+        # After that, which goes by versions.
         for (module, name), tensor, values in zip(self._places, self._tensors, self._values, strict=True):
             tensor.copy_(values)
             module._buffers[name] = tensor
-        for kept in self._kept:
-            kept.restore()
 
 
 @dataclass(frozen=True)
