@@ -1,6 +1,10 @@
 """The errors that a rank raises because of other ranks, or of the way to them."""
 
+import re
+from collections.abc import Iterable, Sequence
+
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.settings.declare import words_of
 
@@ -53,6 +57,7 @@ class Deadlock(PipelineError):
 
 
 _LAYER = "in the layer "
+_CHANGED_IN_PLACE = re.compile(r"inplace operation: \[[\w.]+ (\[[\d, ]*\])\].* is at version (\d+)")
 
 
 def note_layer(error: BaseException, layer: str) -> None:
@@ -82,3 +87,22 @@ def is_of_link(error: BaseException | None) -> bool:
         return True
     names = ("gloo", "pair closure", "NCCL")
     return isinstance(error, RuntimeError) and any(name in words_of(error) for name in names)
+
+
+def name_changed(error: RuntimeError, kept: Iterable[tuple[str, Tensor]], layers: Sequence[str]) -> None:
+    """Raise torch's error of a tensor that was changed in place anew, with who is at fault; for any other do nothing.
+
+    kept: parameters and buffers of the stage whose backward failed, by name. layers: its layers.
+
+    Raises: RuntimeError.
+    """
+    found = _CHANGED_IN_PLACE.search(words_of(error))
+    if found is None:
+        return
+    which = [name for name, own in kept if str(list(own.shape)) == found[1] and own._version == int(found[2])]
+    named = f"a tensor that the layers from {layers[0]} to {layers[-1]} need for their backward"
+    by = ", by one of them or by the next"
+    if which:
+        named, by = " or ".join(which), " by a forward after the one whose backward is due"
+    reason = words_of(error).partition(" Hint:")[0]
+    raise RuntimeError(f"{named} was changed in place{by}; let the layer work on a copy ({reason})") from error

@@ -37,7 +37,7 @@ from penstock.model import (
     pack_joint,
     recomputed,
 )
-from penstock.runtime.errors import PipelineError, note_layer
+from penstock.runtime.errors import PipelineError, name_changed, note_layer
 from penstock.runtime.layer_state import LayerState, Moment
 from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
@@ -166,7 +166,6 @@ def _versions(x: Any) -> list[int]:
 
 
 _NO_PROFILER = nullcontext()
-_CHANGED_IN_PLACE = re.compile(r"inplace operation: \[[\w.]+ (\[[\d, ]*\])\].* is at version (\d+)")
 
 
 # ---- The tape: what a stage keeps of a microbatch from its F to its last backward action
@@ -626,26 +625,9 @@ class Stage:
                         self.weight_backward(tape)
                 grad = lane.result
         except RuntimeError as error:
-            self._name_changed(error)
+            name_changed(error, (*self.named_parameters(), *self.named_buffers()), [name for name, _ in self.units])
             raise
         return Message(grad) if isinstance(grad, tuple) else grad
-
-    def _name_changed(self, error: RuntimeError) -> None:
-        """Raise torch's error of a tensor that was changed in place anew, with the layers at fault; or do nothing."""
-        found = _CHANGED_IN_PLACE.search(words_of(error))
-        if found is None:
-            return
-        which = [
-            name
-            for name, own in (*self.named_parameters(), *self.named_buffers())
-            if str(list(own.shape)) == found[1] and own._version == int(found[2])
-        ]
-        named = f"a tensor that the layers from {self.units[0][0]} to {self.units[-1][0]} need for their backward"
-        by = ", by one of them or by the next"
-        if which:
-            named, by = " or ".join(which), " by a forward after the one whose backward is due"
-        reason = words_of(error).partition(" Hint:")[0]
-        raise RuntimeError(f"{named} was changed in place{by}; let the layer work on a copy ({reason})") from error
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""

@@ -148,8 +148,8 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
         raise RefusalError(503, parts.mailboxes.refused, None, "server_ended")
     body = await _body(request, parts.model.config.max_body_bytes)
     queue = parts.mailboxes.queue
-    if sum(queue.counts) + len(parts.unread) >= queue.max_unfinished:
-        reason = "as many requests wait or are answered as there may be; try again later"
+    if (unfinished := sum(queue.counts) + len(parts.unread)) >= queue.max_unfinished:
+        reason = f"{unfinished} answers are waiting or running, as many as there may be; try again later"
         raise RefusalError(429, reason, None, QUEUE_FULL)
     reader, model = parts.readers[len(body) > _SHORT_BYTES]
     parts.unread.add(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entro
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
-from penstock.runtime import Feed
+from penstock.runtime import Feed, Stage
 from penstock.settings import Normalize
 from penstock.settings.declare import NamedValue, type_in_words
 
@@ -107,6 +108,27 @@ def check_reached(elsewhere: Mapping[Tensor, str], first: str, outputs: Sequence
                 "another rank's layer, which would never change here; assign it to the layer that reads it "
                 "(self.weight = other.weight), which ties it, or put both layers on one rank (schedule.cut)"
             )
+
+
+def look_for_others(pipeline: Pipeline, trained: Set[Tensor], loss_fn: LossFn) -> None:
+    """Have each stage of a user's own layers look once for parameters that only other ranks train.
+
+    And for what its layers leave for a loss that is computed in another one. trained: this rank's own parameters.
+    """
+    stages, placement = pipeline.stages.values(), pipeline.placement
+    local = {name for stage in stages for name, _ in stage.units}
+    others = [unit for unit in pipeline.units if unit.is_own and unit.name not in local]
+    named = [(unit.full_name(name), other) for unit in others for name, other in unit.build().named_parameters()]
+    # A module that several layers register is one on this rank.
+    elsewhere: dict[Tensor, str] = {other: name for name, other in named if other not in trained}
+
+    def look(stage: Stage, outputs: Sequence[Tensor]) -> None:
+        check_reached(elsewhere, stage.units[0][0], outputs)
+        if not placement.is_last(stage.index):
+            check_left(loss_fn, stage.units[0][0], stage.units[-1][0])
+
+    for stage in stages if placement.stages_per_route > 1 and pipeline.boundary.is_open else ():
+        stage.look = partial(look, stage)
 
 
 def check_left(loss_fn: LossFn, first: str, last: str) -> None:

@@ -30,9 +30,8 @@ from penstock.engine.training.losses import (
     LossFn,
     LossMetrics,
     LossWeightFn,
-    check_left,
-    check_reached,
     checked_loss,
+    look_for_others,
     loss_factors,
     token_cross_entropy,
 )
@@ -48,7 +47,7 @@ from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard
-from penstock.runtime import Feed, PipelineError, Stage
+from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
 from penstock.settings.declare import check_argument, nearest
@@ -188,34 +187,13 @@ class Trainer:
             for own, parameter in part._parameters.items()
             if parameter in trained
         ]
-        self._look_for_others()
-
-    def _look_for_others(self) -> None:
-        """Have each stage of a user's own layers look once for parameters that only other ranks train.
-
-        And for what its layers leave for a loss that is computed in another one.
-        """
-        stages, own = self.pipeline.stages.values(), set(self._parameters.values())
-        local = {name for stage in stages for name, _ in stage.units}
-        others = [unit for unit in self.pipeline.units if unit.is_own and unit.name not in local]
-        named = [(unit.full_name(name), other) for unit in others for name, other in unit.build().named_parameters()]
-        # A module that several layers register is one on this rank.
-        elsewhere: dict[Tensor, str] = {other: name for name, other in named if other not in own}
-        placement = self.pipeline.placement
-
-        def look(stage: Stage, outputs: Sequence[Tensor]) -> None:
-            check_reached(elsewhere, stage.units[0][0], outputs)
-            if not placement.is_last(stage.index):
-                check_left(self._loss_fn, stage.units[0][0], stage.units[-1][0])
-
-        for stage in stages if placement.stages_per_route > 1 and self.pipeline.boundary.is_open else ():
-            stage.look = partial(look, stage)
+        look_for_others(self.pipeline, set(self._parameters.values()), self._loss_fn)
 
     def _look_with(self, loss_fn: LossFn) -> None:
         """Look anew where the loss is another than that of the step before."""
         if getattr(loss_fn, "__code__", loss_fn) is not getattr(self._loss_fn, "__code__", self._loss_fn):
             self._loss_fn = loss_fn
-            self._look_for_others()
+            look_for_others(self.pipeline, set(self._parameters.values()), loss_fn)
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
