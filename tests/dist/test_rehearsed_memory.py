@@ -26,6 +26,8 @@ from penstock.settings import ExpertConfig, Layout, ModelConfig, OptimizerConfig
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 
+pytestmark = pytest.mark.subject("src/penstock/**/*.py")
+
 DENSE = ModelConfig(vocab_size=96, hidden_size=64, intermediate_size=160, num_layers=2, num_heads=4, max_length=64)
 EXPERTS = ModelConfig(
     vocab_size=96,

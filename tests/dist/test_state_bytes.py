@@ -21,6 +21,8 @@ from penstock.settings import (
 )
 from tests.dist.launch import run_ranks
 
+pytestmark = pytest.mark.subject("src/penstock/**/*.py")
+
 LAYOUTS = [
     (ParallelConfig(pp=4), "1f1b", False),
     (ParallelConfig(dp=4), "1f1b", False),

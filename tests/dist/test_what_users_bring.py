@@ -243,10 +243,16 @@ def run(rank: int, world: int, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def worlds_of(name: str) -> tuple[int, ...]:
-    """The numbers of stages for a case: three for one, one and two for the next; all where all are run."""
+    """The numbers of stages for a case: one for the first, two for the next, then three; all where all are run.
+
+    Two for those that are refused from two on.
+    """
     if EVERY or name in FAULTS:
         return WORLDS
-    return (3,) if list(CASES).index(name) % 2 else (1, 2)
+    if CASES[name].refused_from > 1:
+        return (CASES[name].refused_from,)
+    number = list(CASES).index(name) % len(WORLDS)
+    return WORLDS[number : number + 1]
 
 
 @pytest.fixture(scope="module")

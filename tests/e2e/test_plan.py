@@ -9,6 +9,7 @@ from penstock import planner
 from penstock.cli.main import main
 from penstock.planner import ModelShape
 from penstock.settings import read_config
+from tests.covering import EVERY
 from tests.e2e.training import CORPUS
 
 CLUSTER = 'host_type = "cpu"\nnum_devices = 2\n'
@@ -42,7 +43,7 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.shows(144)
-@pytest.mark.parametrize(("num_devices", "wanted"), [(2, "tp2"), (4, "pp2")])
+@pytest.mark.parametrize(("num_devices", "wanted"), [(2, "tp2"), (4, "pp2")] if EVERY else [(2, "tp2")])
 def test_a_plans_file_trains_as_it_is(
     files: tuple[Path, Path, Path], num_devices: int, wanted: str, capfd: pytest.CaptureFixture[str]
 ):
