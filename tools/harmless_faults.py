@@ -33,6 +33,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     },
     "model/quantized.py": {
         "_PART = (19)": "how many elements are rounded at a time",
+        "return y_TO.to(x.dtype).reshape(*x.shape[:-1], y_TO.shape[(1)])": "the last of two dimensions",
     },
     "model/sampling.py": {
         "return torch.empty_like(left_out_SV).scatter_((1), order_SV, left_out_SV)": "the last of two dimensions",

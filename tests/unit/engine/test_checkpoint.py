@@ -103,6 +103,16 @@ def test_loading_is_in_place_into_parameters_and_views(tmp_path: Path) -> None:
     assert torch.equal(flat[10:16], _tensors(1)["double"].flatten().float()) and not flat[16:].any()
 
 
+def test_a_tensor_may_have_another_type_or_shape_at_each_save(tmp_path: Path) -> None:
+    checkpointer, weight = _checkpointer(tmp_path), torch.randn(4, 6, dtype=torch.float64)
+    for step, tensor in enumerate((weight, weight.float(), weight.half(), weight.half()[:1], weight.half())):
+        checkpointer.save(step, {"weight": tensor}, wait=True)
+        info, found = checkpointer.latest(), torch.zeros_like(tensor)
+        assert info is not None and info.step == step
+        checkpointer.load(info, {"weight": found})
+        assert torch.equal(found, tensor)
+
+
 def test_training_may_change_tensors_while_they_are_written(tmp_path: Path) -> None:
     checkpointer, tensors, extra = _checkpointer(tmp_path), _tensors(1), {"position": 1}
     checkpointer.save(1, tensors, extra)

@@ -1,5 +1,6 @@
 """Products of quantized weights: their error, their rows, their kernels, and what takes the place of parameters."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -76,6 +77,10 @@ def test_a_row_depends_on_that_row_alone(kind: Quantize, num_inputs: int, num_ou
     assert whole.dtype is dtype
     for begin, end in ((4, 4), (0, 1), (7, 8), (3, 5), (8, 16), (1, 18), (20, 64)):
         assert torch.equal(packed.output(x[begin:end].clone()), whole[begin:end]), (begin, end)
+    # Rows may have any leading shape.
+    for shape in ((1,), (4, 2), (2, 2, 2)):
+        rows = x[: math.prod(shape)]
+        assert torch.equal(packed.output(rows.view(*shape, -1)), whole[: len(rows)].view(*shape, -1)), shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -209,8 +209,7 @@ class Optimizer:
             Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
             for bucket, master in zip(self._stepped, self._masters, strict=True)
         ]
-        is_split = group is not None and group.size() > 1
-        self._steppers = [self.aside, *steppers_for(self.groups.rules, blocks, is_split)]
+        self._steppers = [self.aside, *steppers_for(self.groups.rules, blocks, is_split=group is not None)]
 
     @property
     def loss_scale(self) -> float:
