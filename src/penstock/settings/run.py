@@ -261,15 +261,16 @@ class RunConfig(Settings):
     def identity(self) -> dict[str, Any]:
         """The settings that decide the numbers of the run, under dotted names; equal ones continue each other.
 
-        Left out are the cut, logging, saving and length of a run: pipeline ranks and schedules do not change a single
-        bit, and tensor- and expert-parallel ranks change only rounding. So do data- and context-parallel ranks and
-        microbatches if the loss of a step is divided by all its tokens.
+        Left out are the place of the text, whose tokens are compared when a run goes on, and the cut, logging, saving
+        and length of a run: pipeline ranks and schedules do not change a single bit, and tensor- and expert-parallel
+        ranks change only rounding. So do data- and context-parallel ranks and microbatches if the loss of a step is
+        divided by all its tokens.
         """
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
         settings["train.precision"] = settings["train.precision"] or Precision.FP32.value
-        free = _FREE if self.train.normalize is Normalize.GLOBAL else _FREE - _FREE_IF_GLOBAL
+        free = MAY_CHANGE if self.train.normalize is Normalize.GLOBAL else MAY_CHANGE - _FREE_IF_GLOBAL
         added = {name for name, own in SETTINGS.items() if own.is_newer and settings[name] == plain(own.default)}
         if settings["data.special_tokens"] == (settings["data.tokenizer"] == "bytes"):
             # As it was before there was such a setting: bytes have none, and those of other tokenizers were left out.
@@ -305,7 +306,7 @@ SETTINGS: Mapping[str, Setting] = {own.name: own for own in walk_settings(RunCon
 
 # Settings, or whole sections, that a continued run may change.
 _FREE_IF_GLOBAL = frozenset({"parallel.dp", "parallel.cp", "train.num_microbatches", "train.max_microbatch_tokens"})
-_FREE = _FREE_IF_GLOBAL | {
+MAY_CHANGE = _FREE_IF_GLOBAL | {
     "output",
     "log",
     "watch",
@@ -314,6 +315,8 @@ _FREE = _FREE_IF_GLOBAL | {
     "schedule",
     "train.steps",
     "data.cache",
+    "data.corpus",
+    "data.validation_corpus",
     "parallel.pp",
     "parallel.tp",
     "parallel.ep",

@@ -14,7 +14,7 @@ from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_parts import engine_arguments
-from penstock.engine.folders.runs import RunLock
+from penstock.engine.folders.runs import MODEL_FOLDER, RunLock
 from penstock.settings import from_dict
 from tests.hugging_face import SIZES, make_model, make_tokenizer
 
@@ -65,6 +65,8 @@ def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp
     before = open_model(tmp_path / "run")
     assert (before.tokenizer is not None, before.vocab_size) == (True, size)
     shutil.rmtree(tmp_path / "words")
+    assert open_model(tmp_path / "run").tokenizer is not None
+    shutil.rmtree(tmp_path / "run" / MODEL_FOLDER)
     after = open_model(tmp_path / "run")
     assert (after.tokenizer, after.vocab_size) == (None, size)
 

@@ -26,7 +26,7 @@ NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.
 MAY_CHANGE = re.compile(
     r"output|(log|watch|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
-    r"|data\.cache|optimizer\.zero"
+    r"|data\.(cache|corpus|validation_corpus)|optimizer\.zero"
 )
 
 

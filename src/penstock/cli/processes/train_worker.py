@@ -333,6 +333,9 @@ def train_worker(
         try:
             loop = TrainLoop(on_device, engine, data, folder, as_json=as_json)
             loop.resume(must=must_resume)
+            if folder is not None:
+                # Not before: a start that cannot go on leaves the settings as they were.
+                folder.keep(config)
             catch()
             result = loop.run(lambda: bool(stops))
         except Exception as error:

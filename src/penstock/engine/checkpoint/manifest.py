@@ -27,6 +27,7 @@ from penstock.io.files import open_file, parse_json, read_bytes, write_durably
 from penstock.model.hf.files import DTYPES, Names, WeightFiles, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
 from penstock.settings.declare import check_kinds, match, mismatch
+from penstock.settings.run import MAY_CHANGE
 
 MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"
@@ -282,7 +283,8 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[st
     """Say in which settings two identities differ."""
     return [
         f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-        for key in sorted(ours.keys() | theirs.keys())
+        # An earlier version may have compared more.
+        for key in sorted(ours.keys() | (theirs.keys() - MAY_CHANGE))
         if ours.get(key) != theirs.get(key)
     ]
 

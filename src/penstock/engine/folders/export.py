@@ -24,7 +24,13 @@ from penstock.engine.folders.lora import merged_weight, save_adapter, with_adapt
 from penstock.engine.folders.model_folder import ModelFolder, open_folder
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
-from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, RunLock
+from penstock.engine.folders.runs import (
+    CHECKPOINT_FOLDER,
+    MODEL_FOLDER,
+    RUN_FILE,
+    TOKENIZER_FILES,
+    RunLock,
+)
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import ModelState, Trainer
 from penstock.io.files import naming, refuse_used
@@ -53,19 +59,6 @@ from penstock.settings.declare import checked
 
 
 MAX_SHARD_BYTES = 5 * 10**9
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 ADAPTER_FOLDER = "adapter"
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -347,9 +340,6 @@ def _file_name(number: int, num_files: int) -> str:
 # ---- A model's folder rewritten in the other form, a run's or Hugging Face's, by one process
 
 
-_TOKENIZER = "tokenizer.json"
-
-
 def to_hugging_face(
     source: Path, destination: Path, options: ExportOptions, expect: Callable[[int], None], progress: Progress
 ) -> int | None:
@@ -418,12 +408,12 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     if dtype is not None and dtype not in list(Precision):
         raise ValueError(f"a run's dtype {dtype!r} is none of {', '.join(Precision)}")
     refuse_used(destination)
-    has_tokenizer = (source / _TOKENIZER).is_file()
+    found = open_folder(source, quiet=True)
     config = with_pretrained(
         RunConfig(
             output=str(destination),
             model=ModelConfig(pretrained=str(source)),
-            data=DataConfig(tokenizer=str(source.resolve()) if has_tokenizer else "bytes"),
+            data=DataConfig(tokenizer="bytes" if found.tokenizer is None else found.tokenizer_name),
             train=TrainConfig(precision=None if dtype is None else Precision(dtype)),
         )
     )
@@ -437,7 +427,8 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
         saved.save(0, state.state(optimizer=False), extra={}, wait=True)
     except BaseException:
         folder.close()
-        shutil.rmtree(destination / CHECKPOINT_FOLDER, ignore_errors=True)
+        for own in (CHECKPOINT_FOLDER, MODEL_FOLDER):
+            shutil.rmtree(destination / own, ignore_errors=True)
         (destination / RUN_FILE).unlink(missing_ok=True)
         if not before:
             shutil.rmtree(destination, ignore_errors=True)
@@ -445,4 +436,4 @@ def to_run(source: Path, destination: Path, dtype: str | None) -> int | None:
     finally:
         pipeline.close()
     folder.close()
-    return open_folder(source, quiet=True).step
+    return found.step

@@ -23,7 +23,14 @@ from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from penstock.engine.build import EngineArguments, bytes_of_weight
 from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
 from penstock.engine.checkpoint.manifest import newest_intact, published
-from penstock.engine.folders.runs import CHECKPOINT_FOLDER, RUN_FILE, read_run
+from penstock.engine.folders.runs import (
+    CHECKPOINT_FOLDER,
+    MODEL_FOLDER,
+    RUN_FILE,
+    TOKENIZER_FILE,
+    read_run,
+    tokenizer_of,
+)
 from penstock.engine.options import EngineOptions
 from penstock.engine.training.trainer import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
@@ -59,7 +66,7 @@ from penstock.settings import (
 if TYPE_CHECKING:
     from penstock.model.transformers.model import TransformersModel
 
-_TOKENIZER, _SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+_SENTENCEPIECE = "tokenizer.model"
 _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.BF16, "F16": Precision.FP16}
 
 
@@ -458,7 +465,7 @@ class HfFolder(ModelFolder):
 
     @property
     def tokenizer_name(self) -> str:
-        if any((self.folder / name).is_file() for name in (_TOKENIZER, _SENTENCEPIECE)):
+        if any((self.folder / name).is_file() for name in (TOKENIZER_FILE, _SENTENCEPIECE)):
             return str(self.folder.resolve())
         if self.vocab_size > ByteTokenizer(end_token=True).vocab_size:
             raise ValueError(
@@ -468,7 +475,7 @@ class HfFolder(ModelFolder):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(str(self.folder)) if (self.folder / _TOKENIZER).is_file() else None
+        return load_tokenizer(str(self.folder)) if (self.folder / TOKENIZER_FILE).is_file() else None
 
     @property
     def kept_as(self) -> Quantize:
@@ -492,8 +499,8 @@ class RunFolder(ModelFolder):
 
     @cached_property
     def run(self) -> RunConfig:
-        """The run's settings."""
-        return read_run(self.folder)
+        """The run's settings, whose output is where it lies now."""
+        return replace(read_run(self.folder), output=str(self.folder))
 
     @cached_property
     def checkpoint(self) -> CheckpointInfo:
@@ -506,8 +513,10 @@ class RunFolder(ModelFolder):
 
     @cached_property
     def source(self) -> Path | None:
-        """As of every model; a run has the values alone, and names what it began with."""
+        """As of every model; a run keeps that of what it began with, but transformers' layers need its weights too."""
         run = self.run
+        if self.is_native and (self.folder / MODEL_FOLDER / CONFIG_FILE).is_file():
+            return self.folder / MODEL_FOLDER
         while run.model.pretrained is not None:
             folder = Path(run.model.pretrained)
             if not (folder / RUN_FILE).is_file():
@@ -536,7 +545,7 @@ class RunFolder(ModelFolder):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.run.data.tokenizer or "bytes"
+        return tokenizer_of(self.run)
 
     @property
     def tokenizer_folder(self) -> Path | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from penstock.engine.folders.runs import continued_run
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import SETTINGS, ConfigError, Precision, RunConfig, check_rates, check_sections, walk_settings
 from penstock.settings.declare import plain, with_values
@@ -47,6 +48,7 @@ def check_run(
 def with_pretrained(config: RunConfig) -> RunConfig:
     """The settings with the shape, tokenizer and precision of `model.pretrained` filled in; without one, bytes.
 
+    Those of a run that goes on are in its own folder, and the model that it began with may be gone.
     What trains experts, and the longest sequence, stay as they are given.
 
     Raises:
@@ -56,19 +58,23 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     if folder is None:
         found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
-    # Only now, since it loads PyTorch.
-    from penstock.engine.folders.model_folder import open_folder
+    known = continued_run(config)
+    if known is not None:
+        shape, tokenizer, precision = known.model, config.data.tokenizer or known.data.tokenizer, known.train.precision
+    else:
+        # Only now, since it loads PyTorch.
+        from penstock.engine.folders.model_folder import open_folder
 
-    try:
-        model = open_folder(folder, config.model.native)
-        model.refuse_adapters()
-        shape, _ = model.shape, model.files
-        model.refuse_untrained()
-        if model.is_reward_model and config.adapter.is_used:
-            raise ValueError("a reward model is trained whole; leave the settings of adapter out")
-        tokenizer = config.data.tokenizer or model.tokenizer_name
-    except ValueError as error:
-        raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
+        try:
+            model = open_folder(folder, config.model.native)
+            model.refuse_adapters()
+            shape, _ = model.shape, model.files
+            model.refuse_untrained()
+            if model.is_reward_model and config.adapter.is_used:
+                raise ValueError("a reward model is trained whole; leave the settings of adapter out")
+            tokenizer, precision = config.data.tokenizer or model.tokenizer_name, model.stored_precision
+        except ValueError as error:
+            raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
     given, usual = config.flat(), RunConfig().flat()
     found = {
         own.name: plain(own.default)
@@ -81,7 +87,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
                 f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
             )
     found[_TOKENIZER] = tokenizer
-    found[_PRECISION] = config.train.precision or model.stored_precision
+    found[_PRECISION] = config.train.precision or precision
     if shape.native is False:
         found[_NATIVE] = False
     if given["model.max_length"] == usual["model.max_length"]:

@@ -25,7 +25,7 @@ from penstock.engine.build import EngineArguments, cut_units
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.engine.folders.runs import CHECKPOINT_FOLDER
+from penstock.engine.folders.runs import CHECKPOINT_FOLDER, tokenizer_of
 from penstock.engine.options import EngineOptions
 from penstock.engine.training.losses import (
     LossFn,
@@ -47,7 +47,7 @@ def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
         ValueError: the settings cannot go together.
     """
     settings = check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
-    tokenizer = load_tokenizer(settings.data.tokenizer, settings.data.end_token or False)
+    tokenizer = load_tokenizer(tokenizer_of(settings), settings.data.end_token or False)
     return engine_arguments(settings, tokenizer.vocab_size)
 
 
@@ -116,7 +116,7 @@ class RunData:
             validation_source=data.validation_corpus,
             validation_fraction=data.validation_fraction,
             text_field=data.text_field,
-            tokenizer=data.tokenizer or "bytes",
+            tokenizer=tokenizer_of(config),
             end_token=False if data.end_token is None else data.end_token,
             ends_rows=config.model.pretrained is not None and data.end_token is None,
             special_tokens=data.special_tokens,

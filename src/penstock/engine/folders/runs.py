@@ -5,19 +5,46 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import tomli_w
 
-from penstock.io.files import lines_of, naming, open_file, parse_json, refuse_link_out, unfinished, write_durably
+from penstock.io.files import (
+    lines_of,
+    naming,
+    open_file,
+    parse_json,
+    read_bytes,
+    refuse_link_out,
+    sync_folder,
+    unfinished,
+    write_durably,
+)
 from penstock.settings import ConfigError, RunConfig, differences, read_config
 
 RUN_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+MODEL_FOLDER = "model_files"
+"""The folder of a run with its tokenizer and, of a run that began with a model, that model's settings."""
+TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE = "tokenizer.json", "config.json", "generation_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION_FILE,
+)
 _LOCK_FILE = ".lock"
 _DECAY_END = "optimizer.num_decay_steps"
 
@@ -44,6 +71,45 @@ def read_run(folder: Path) -> RunConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return read_config(folder / RUN_FILE)
+
+
+def tokenizer_of(config: RunConfig) -> str:
+    """The place of a run's tokenizer: its own copy, once its folder has one, or else what the settings name."""
+    folder, name = Path(config.output), config.data.tokenizer or "bytes"
+    own = folder / MODEL_FOLDER
+    has_own = name != "bytes" and (own / TOKENIZER_FILE).is_file() and (folder / RUN_FILE).is_file()
+    return str(own) if has_own and read_run(folder).data.tokenizer == name else name
+
+
+def continued_run(config: RunConfig) -> RunConfig | None:
+    """The settings of the run in `config.output`, where it goes on and needs its `model.pretrained` no more."""
+    folder = Path(config.output)
+    if not (folder / RUN_FILE).is_file() or not any((folder / CHECKPOINT_FOLDER).glob("step-*")):
+        return None
+    known = read_run(folder)
+    # Transformers' layers are described by the model's folder.
+    return known if known.model.pretrained == config.model.pretrained and known.model.native is not False else None
+
+
+def model_files(config: RunConfig) -> dict[str, Path]:
+    """The files of the model, but its weights, that a run keeps in its folder, by their names there.
+
+    They are the tokenizer's, and the settings of the model that the run begins with.
+    """
+    name, found = config.data.tokenizer or "bytes", {}
+    if config.model.pretrained is not None:
+        base = Path(config.model.pretrained)
+        for folder in (base / MODEL_FOLDER, base):
+            theirs = (CONFIG_FILE, GENERATION_FILE, *(TOKENIZER_FILES if name == "bytes" else ()))
+            found |= {own: folder / own for own in theirs if (folder / own).is_file()}
+    if name != "bytes":
+        place = Path(name).expanduser()
+        folder = place if place.is_dir() else place.parent
+        # A file stands for itself: it may lie beside a model that it does not belong to.
+        names = [own for own in TOKENIZER_FILES if place.is_dir() or own not in (TOKENIZER_FILE, GENERATION_FILE)]
+        found |= {own: folder / own for own in names if (folder / own).is_file()}
+        found |= {} if place.is_dir() else {TOKENIZER_FILE: place}
+    return found
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
@@ -156,13 +222,36 @@ class RunLock:
         except OSError:
             os.close(self._lock)
             raise ConfigError(f"output = {config.output!r} is being written by another run; wait or stop it") from None
-        # The settings that a continued run may change are those of its latest start.
+        self.continued = continued
+        if not continued:
+            try:
+                self.keep(config)
+            except BaseException:
+                os.close(self._lock)
+                raise
+
+    def keep(self, config: RunConfig) -> None:
+        """Write the settings of the latest start, and the model's files where the folder has none yet.
+
+        Raises: ConfigError with the path that cannot be written.
+        """
+        own = self.path / MODEL_FOLDER
+        new = unfinished(own)
+        contents = {} if own.exists() else {name: read_bytes(path) for name, path in model_files(config).items()}
         try:
             write_durably(self.path / RUN_FILE, to_toml(config))
+            with naming(own):
+                shutil.rmtree(new, ignore_errors=True)
+                if contents:
+                    new.mkdir()
+                    for name, content in contents.items():
+                        (new / name).write_bytes(content)
+                    os.replace(new, own)
+                    sync_folder(self.path)
         except OSError as error:
-            os.close(self._lock)
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
-        self.continued = continued
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
 
     def close(self) -> None:
         os.close(self._lock)

@@ -25,6 +25,7 @@ from penstock.engine.build import EngineArguments, UnitSource, units_for
 from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
+from penstock.engine.folders.runs import tokenizer_of
 from penstock.engine.optimizer.groups import Division, ParameterGroups
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
@@ -244,7 +245,7 @@ class RehearsedRun:
             raise ConfigError("a rehearsal knows native layers alone, but transformers' own run this model; train it")
         vocab_size = config.model.vocab_size or vocab_size
         if not vocab_size:
-            vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
+            vocab_size = load_tokenizer(tokenizer_of(config), config.data.end_token or False).vocab_size
         found = engine_arguments(config, vocab_size)
         device = device or found.options.device
         options = replace(found.options, device="cuda" if device == "auto" else device)
