@@ -320,16 +320,6 @@ def test_what_no_layer_can_be_given_is_refused_by_the_name_of_the_layer_that_giv
                 assert "a tensor, or a tuple or mapping of tensors" in text or "as a tuple or mapping" in text
 
 
-def test_work_in_place_on_what_the_layer_before_still_needs_is_an_error_wherever_both_are_on_one_rank() -> None:
-    for schedule in (ScheduleConfig("1f1b"), ScheduleConfig("looped-bfs", stages_per_rank=4)):
-        # The hyperbolic tangent's derivative is made of its result.
-        model = [nn.Embedding(VOCAB, WIDTH), Middle(), InPlace(), nn.Linear(WIDTH, VOCAB)]
-        engine = Engine.from_layers(model, WIDTH, optimizer=sgd, schedule=schedule)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            engine.train_batch(batch(0))
-        engine.close()
-
-
 class Doubles(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2.0)

@@ -383,7 +383,7 @@ def test_a_tensor_that_a_layer_changes_though_a_backward_needs_it_is_told_with_t
     engine = opened([nn.Embedding(VOCAB, WIDTH), nn.Sigmoid(), Doubles(), nn.Linear(WIDTH, VOCAB)], 1)
     words = words_of(lambda: engine.train_batch(batch()))
     assert words.startswith(
-        "a tensor that the layers from layers.0 to layers.3 need for their backward was changed in place, by one of "
-        "them or by the next; let the layer work on a copy (one of the variables needed"
+        "a tensor that the layers from layers.0 to layers.3 need for their backward was changed in place, by "
+        "layers.2; let the layer work on a copy (one of the variables needed"
     )
     engine.close()

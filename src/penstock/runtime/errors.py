@@ -89,10 +89,13 @@ def is_of_link(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(name in words_of(error) for name in names)
 
 
-def name_changed(error: RuntimeError, kept: Iterable[tuple[str, Tensor]], layers: Sequence[str]) -> None:
+def name_changed(
+    error: RuntimeError, kept: Iterable[tuple[str, Tensor]], layers: Sequence[str], changing: Sequence[str]
+) -> None:
     """Raise torch's error of a tensor that was changed in place anew, with who is at fault; for any other do nothing.
 
-    kept: parameters and buffers of the stage whose backward failed, by name. layers: its layers.
+    kept: parameters and buffers of the stage whose backward failed, by name. layers: its layers. changing: those of
+    them that have changed their input in place.
 
     Raises: RuntimeError.
     """
@@ -101,7 +104,7 @@ def name_changed(error: RuntimeError, kept: Iterable[tuple[str, Tensor]], layers
         return
     which = [name for name, own in kept if str(list(own.shape)) == found[1] and own._version == int(found[2])]
     named = f"a tensor that the layers from {layers[0]} to {layers[-1]} need for their backward"
-    by = ", by one of them or by the next"
+    by = f", by {' or '.join(changing) or 'one of them'}"
     if which:
         named, by = " or ".join(which), " by a forward after the one whose backward is due"
     reason = words_of(error).partition(" Hint:")[0]

@@ -41,6 +41,8 @@ class Message:
     form: Form = Form.TUPLE
     #: the names of a mapping's tensors
     names: tuple[str, ...] = ()
+    #: the places of those that the next layer may not change in place: somebody else has their memory
+    kept: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, value: Any) -> "Message":
@@ -79,13 +81,13 @@ class Message:
         return replace(self, tensors=tensors)
 
     def header(self) -> bytes:
-        """The form, and shape and dtype of each tensor, as `read_header` reads them."""
+        """The form, what is kept, and shape and dtype of each tensor, as `read_header` reads them."""
         parts = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self.tensors]
-        return json.dumps([self.form.name, self.names, parts]).encode() + HEADER_END
+        return json.dumps([self.form.name, self.names, self.kept, parts]).encode() + HEADER_END
 
 
 def read_header(header: bytearray) -> tuple[Message, Shapes]:
     """The message that has this header, without its tensors, and their shapes and dtypes; more may follow its end."""
-    form, names, parts = json.loads(header[: header.index(HEADER_END)])
+    form, names, kept, parts = json.loads(header[: header.index(HEADER_END)])
     shapes = tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in parts)
-    return Message((), Form[form], tuple(names)), shapes
+    return Message((), Form[form], tuple(names), tuple(kept)), shapes

@@ -3,16 +3,18 @@
 Shapes: T tokens of the microbatch, D hidden size.
 """
 
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch._C._autograd import CreationMeta, _get_creation_meta  # pyright: ignore[reportMissingImports]
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from penstock.model import (
@@ -72,6 +74,8 @@ class UnitCall:
     parameters: Parameters = field(init=False)
     #: False for units that never draw a random number
     draws: bool = field(init=False)
+    #: True once it has changed its input in place, where a backward follows
+    changes_input: bool = field(default=False, init=False)
     #: under activation checkpointing, the tensors that the unit kept before its last forward
     _moments: dict[Tensor, Moment] = field(default_factory=dict, init=False)
 
@@ -103,11 +107,24 @@ class UnitCall:
 
     def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The unit's output for the stream, or the several tensors, that the unit before gave."""
-        if not self.recompute or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.run(x, sequences, given)
+        versions = _versions(x)
+        output = self._recomputed(x, sequences, given) if self.recompute else self.run(x, sequences, given)
+        if _versions(x) != versions:
+            self.changes_input = True
+            if self.recompute:
+                raise PipelineError(
+                    f"{self.name} changes its input in place, so that its activations cannot be computed again from "
+                    "it; let it work on a copy, or leave the layer out of recompute"
+                )
+        return output
+
+    def _recomputed(self, x: Any, sequences: Sequences, given: Given) -> Any:
+        """The output, whose activations are computed again from the input, and from what the layer keeps now."""
         state = LayerState.of(self.module, self.name, self._moments)
         self._moments = state.moments
-        is_done, versions = False, _versions(x)
+        is_done = False
 
         def run(x: Any) -> Any:
             nonlocal is_done
@@ -118,13 +135,7 @@ class UnitCall:
 
         # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
         run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
-        output = recomputed(run, x)
-        if _versions(x) != versions:
-            raise PipelineError(
-                f"{self.name} changes its input in place, so that its activations cannot be computed again from it; "
-                "let it work on a copy, or leave the layer out of recompute"
-            )
-        return output
+        return recomputed(run, x)
 
     def run(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """Call the module."""
@@ -210,6 +221,47 @@ class GraphSegment:
 
 def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+# ---- Memory that passes from stage to stage, which the next may change in place where nobody else has it
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The number of a tensor's memory, and how many tensors have it, in Python and among what autograd has saved."""
+    memory = tensor.untyped_storage()
+    # One more is the handle.
+    return memory._cdata, torch._C._storage_Use_Count(memory._cdata) - 1
+
+
+def _expected(x: Tensor | Message, with_leaves: bool) -> dict[int, float]:
+    """By memory of a stage's inputs how many tensors have it once they are entered: none where it is not the stage's.
+
+    Rows of floating point that enter the first stage are its own; token ids are all layers'.
+    """
+    tensors, kept = (x.tensors, x.kept) if isinstance(x, Message) else ((x,), () if _can_have_gradient(x) else (0,))
+    found: dict[int, float] = {}
+    for place, tensor in enumerate(tensors):
+        memory, num = _memory(tensor)
+        found[memory] = -math.inf if place in kept else num + (with_leaves and _can_have_gradient(tensor))
+    return found
+
+
+def _check_kept(kept: list[tuple[Tensor, int]], layer: str) -> None:
+    """Raises: PipelineError if the layer has changed one of these inputs, each given with its version at its entry."""
+    if any(value._version != version for value, version in kept):
+        raise PipelineError(
+            f"{layer} changes in place what it is given, which is not its alone: a layer before it needs it for its "
+            "backward, keeps it, or gave a view that no layer may change; let it work on a copy, such as x.clone()"
+        )
+
+
+def _refuses_change(output: Tensor) -> bool:
+    """True where torch itself lets nobody change the tensor in place; what it says of a copy is not known."""
+    if torch._debug_has_internal_overlap(output) == 1:
+        return True
+    if not output.requires_grad:
+        return False
+    return output.is_leaf or (output._is_view() and _get_creation_meta(output) != CreationMeta.DEFAULT)
 
 
 class Entry(Protocol):
@@ -418,6 +470,7 @@ class Stage:
         `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
+        expected = _expected(x, tape is not None) if self.boundary.is_open else {}
         for run in self._runs:
             if isinstance(run, list):
                 x = self._segment(run, x, tape, sequences, finish, given)
@@ -427,6 +480,10 @@ class Stage:
             x = yield from Driven(unit.forward_lane(tape, x, sequences), context)  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
                 x = self._segment([], x, tape, sequences, finish, given)
+        if isinstance(x, Message):
+            # Of all that the segment had, only what somebody keeps is left by now.
+            held = [num > 1 + expected.get(memory, 0) for memory, num in map(_memory, x.tensors)]
+            x = replace(x, kept=tuple(i for i, is_held in enumerate(held) if is_held or i in x.kept))
         return x
 
     def _segment(
@@ -442,10 +499,12 @@ class Stage:
         tensors, is_last = (x,) if isinstance(x, Tensor) else x.tensors, not calls or calls is self._runs[-1]
         values, leaves = self._entered(tensors, tape)
         h = values[0] if isinstance(x, Tensor) else x.of_tensors(values).value
+        kept = [] if isinstance(x, Tensor) else [(values[i], values[i]._version) for i in x.kept]
         output = None
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given)
+                _check_kept(kept, call.name)
                 leaves_stage = is_last and call is calls[-1]
                 # The loss may take any output of the last layer.
                 if finish is None or not leaves_stage:
@@ -454,11 +513,7 @@ class Stage:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
                 h = output = finish(h)
-        if self.boundary.is_open:
-            for tensor, value in zip(tensors, values, strict=True):
-                if value is not tensor and value._version:
-                    # A neighbour on this rank may need it as it was, and autograd then says so.
-                    increment_version(tensor)
+                _check_kept(kept, "loss_fn")
         outputs = output.tensors if isinstance(output, Message) else (h,)
         if tape is not None:
             if self.look is not None:
@@ -466,7 +521,9 @@ class Stage:
                 self.look = None
             tape.record(leaves, outputs, isinstance(x, Tensor))
         detached = tuple(tensor.detach() for tensor in outputs)
-        return output.of_tensors(detached) if isinstance(output, Message) else detached[0]
+        if not isinstance(output, Message):
+            return detached[0]
+        return replace(output, tensors=detached, kept=tuple(i for i, own in enumerate(outputs) if _refuses_change(own)))
 
     def _entered(
         self, tensors: tuple[Tensor, ...], tape: Tape | None
@@ -625,7 +682,9 @@ class Stage:
                         self.weight_backward(tape)
                 grad = lane.result
         except RuntimeError as error:
-            name_changed(error, (*self.named_parameters(), *self.named_buffers()), [name for name, _ in self.units])
+            changing = [call.name for call in self.calls if call.changes_input]
+            kept = (*self.named_parameters(), *self.named_buffers())
+            name_changed(error, kept, [name for name, _ in self.units], changing)
             raise
         return Message(grad) if isinstance(grad, tuple) else grad
 
