@@ -213,6 +213,7 @@ def test_torch_itself_refuses_what_is_refused_here() -> None:
                 plain(case)
 
 
+@pytest.mark.shows(174)
 @pytest.mark.parametrize(("world", "schedule"), LAYOUTS, ids=lambda value: getattr(value, "name", str(value)))
 def test_work_in_place_ends_as_in_a_plain_loop(world: int, schedule: ScheduleConfig) -> None:
     ranks = run_ranks(world, outcomes, world, schedule)
@@ -253,6 +254,7 @@ def of_kept(rank: int, world: int, schedule: ScheduleConfig) -> list[str]:
     return found
 
 
+@pytest.mark.shows(174)
 @pytest.mark.parametrize(("world", "schedule"), LAYOUTS, ids=lambda value: getattr(value, "name", str(value)))
 def test_what_a_stage_keeps_is_changed_by_no_other(world: int, schedule: ScheduleConfig) -> None:
     is_cut = world > 1 or schedule.name != "1f1b"

@@ -5,7 +5,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -171,9 +171,9 @@ class UnitCall:
 
 
 def _versions(x: Any) -> list[int]:
-    """Numbers that change where a tensor of a layer's input is changed in place."""
-    tensors = (x,) if isinstance(x, Tensor) else x.values() if isinstance(x, Mapping) else x
-    return [tensor._version for tensor in tensors]
+    """Numbers that change where a tensor of a layer's input is changed in place; those of inference mode have none."""
+    tensors = (x,) if isinstance(x, Tensor) else x if isinstance(x, tuple) else x.values()
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 _NO_PROFILER = nullcontext()
@@ -246,9 +246,9 @@ def _expected(x: Tensor | Message, with_leaves: bool) -> dict[int, float]:
     return found
 
 
-def _check_kept(kept: list[tuple[Tensor, int]], layer: str) -> None:
-    """Raises: PipelineError if the layer has changed one of these inputs, each given with its version at its entry."""
-    if any(value._version != version for value, version in kept):
+def _check_kept(kept: list[tuple[Tensor, list[int]]], layer: str) -> None:
+    """Raises: PipelineError if the layer has changed one of these inputs, each given with its versions at its entry."""
+    if kept and any(_versions(value) != versions for value, versions in kept):
         raise PipelineError(
             f"{layer} changes in place what it is given, which is not its alone: a layer before it needs it for its "
             "backward, keeps it, or gave a view that no layer may change; let it work on a copy, such as x.clone()"
@@ -257,7 +257,7 @@ def _check_kept(kept: list[tuple[Tensor, int]], layer: str) -> None:
 
 def _refuses_change(output: Tensor) -> bool:
     """True where torch itself lets nobody change the tensor in place; what it says of a copy is not known."""
-    if torch._debug_has_internal_overlap(output) == 1:
+    if torch._debug_has_internal_overlap(output) == 1:  # pyright: ignore[reportPrivateImportUsage]
         return True
     if not output.requires_grad:
         return False
@@ -482,8 +482,9 @@ class Stage:
                 x = self._segment([], x, tape, sequences, finish, given)
         if isinstance(x, Message):
             # Of all that the segment had, only what somebody keeps is left by now.
-            held = [num > 1 + expected.get(memory, 0) for memory, num in map(_memory, x.tensors)]
-            x = replace(x, kept=tuple(i for i, is_held in enumerate(held) if is_held or i in x.kept))
+            held = [i for i, (memory, num) in enumerate(map(_memory, x.tensors)) if num > 1 + expected.get(memory, 0)]
+            if held:
+                x = replace(x, kept=tuple({*x.kept, *held}))
         return x
 
     def _segment(
@@ -499,7 +500,7 @@ class Stage:
         tensors, is_last = (x,) if isinstance(x, Tensor) else x.tensors, not calls or calls is self._runs[-1]
         values, leaves = self._entered(tensors, tape)
         h = values[0] if isinstance(x, Tensor) else x.of_tensors(values).value
-        kept = [] if isinstance(x, Tensor) else [(values[i], values[i]._version) for i in x.kept]
+        kept = [] if isinstance(x, Tensor) else [(values[i], _versions(values[i])) for i in x.kept]
         output = None
         with self.autocast():
             for call in calls:
@@ -523,7 +524,9 @@ class Stage:
         detached = tuple(tensor.detach() for tensor in outputs)
         if not isinstance(output, Message):
             return detached[0]
-        return replace(output, tensors=detached, kept=tuple(i for i, own in enumerate(outputs) if _refuses_change(own)))
+        return Message(
+            detached, output.form, output.names, tuple(i for i, y in enumerate(outputs) if _refuses_change(y))
+        )
 
     def _entered(
         self, tensors: tuple[Tensor, ...], tape: Tape | None
