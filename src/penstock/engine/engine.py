@@ -183,8 +183,8 @@ class Engine(ModelState, WeightEndpoint):
                 of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
                 Parameters of its own are refused: the last layer holds them.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, two for each
-                rank of the pipeline, or fewer where the batch has fewer sequences.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
+                fewer where the batch has fewer items. Long pipelines idle less with more.
             normalize: the divisor of the loss, a `Normalize` or its name.
             step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
 
@@ -242,8 +242,7 @@ class Engine(ModelState, WeightEndpoint):
                 (cp), each of them gets whole logits, unless the hook is a `PerToken`.
             aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
                 taken apart), to what is returned; None joins them.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, two for each
-                rank of the pipeline, or fewer where the batch has fewer sequences.
+            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, as in `train_batch`.
             output_seqlens: rows of each item in the results, where these are neither one per token, nor per sequence,
                 nor per item.
             broadcast: True if all ranks of the pipeline get the result.

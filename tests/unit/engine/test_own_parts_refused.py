@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import BatchError, ConfigError, Engine, OptimizerConfig, PackedBatch
+from penstock import BatchError, ConfigError, Engine, MicroBatchSpec, OptimizerConfig, PackedBatch
 from penstock.schedule import Schedule, ScheduleError, build
 
 WIDTH = 8
@@ -130,7 +130,7 @@ def test_a_first_layer_may_take_images_in_the_place_of_tokens() -> None:
     lengths = [[1]] * 4
     given = PackedBatch.from_data({"tokens": images, "labels": torch.arange(4)}, {"tokens": lengths, "labels": lengths})
     expected = nn.Sequential(*layers)(images)
-    assert torch.equal(own.forward(given), expected)
+    assert torch.equal(own.forward(given, micro_batches=MicroBatchSpec()), expected)
     loss = nn.functional.cross_entropy(expected, torch.arange(4))
     assert own.train_batch(given).loss == pytest.approx(loss.item(), rel=1e-6)
     with pytest.raises(

@@ -23,6 +23,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
+from penstock.settings import TrainConfig
 from penstock.settings.declare import type_in_words
 
 # ---- Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds
@@ -160,6 +161,12 @@ def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides:
 # ---- The split of a batch into microbatches, the same number on every rank, with one small collective
 
 
+BY_DEFAULT = MicroBatchSpec(num=TrainConfig().num_microbatches, allow_fewer=True)
+"""The microbatches of a call that names none: as many as those of a run that names none, whatever the layout.
+
+So another layout changes no bit. Fewer where the batch has fewer items.
+"""
+
 _NOTHING = Split((), (), (), ())
 _NO_LIMIT = 1 << 62
 
@@ -260,8 +267,7 @@ def agree_on_microbatches(
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
-    A rank that has `ended` gives no batch, and gets no microbatches. Without `spec` there are two microbatches for each
-    rank of the pipeline, fewer where the batch is too small.
+    A rank that has `ended` gives no batch, and gets no microbatches. spec: left out, `BY_DEFAULT`.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
@@ -277,7 +283,7 @@ def agree_on_microbatches(
         call.check()
     except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
         error = exception
-    spec = spec if isinstance(spec, MicroBatchSpec) else MicroBatchSpec(num=2 * pipeline.layout.pp, allow_fewer=True)
+    spec = spec if isinstance(spec, MicroBatchSpec) else BY_DEFAULT
     if isinstance(batch, PackedBatch):
         view = replace(view, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
         view = replace(view, **count(batch, spec)._asdict())
