@@ -162,10 +162,10 @@ def test_ranks_that_reduce_differently_are_refused_on_all() -> None:
     ("given", "message"),
     [
         (
-            lambda loss: (loss, 3),
-            r"loss_fn gave a tuple of \(Tensor, int\); possible are the loss, or the loss and a dict",
+            lambda loss: (loss, 3, 4),
+            r"loss_fn gave a tuple of \(Tensor, int, int\); possible are the loss, or the loss and one more value",
         ),
-        (lambda loss: (loss, {"a": 1.0}), "reported 'a' as a float; give names, and a penstock.Metric"),
+        (lambda loss: (loss, {1: Metric(1.0)}), "reported a Metric under 1; give each a name"),
         (lambda loss: (loss, {"a": Metric(1.0, "median")}), "one of sum, mean, min, max, not 'median'"),
         (lambda loss: (loss, {"a": Metric(torch.ones(3))}), r"value is one number, not a Tensor of shape \[3\]"),
         (lambda loss: (loss, {"a": Metric(1.0, "max", weight=2.0)}), "counts in a mean alone, not in a max"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent, split
 from penstock.engine import EngineOptions
-from penstock.model import Parameters, Sequences, cross_entropy_sum
+from penstock.model import Given, Parameters, Sequences, cross_entropy_sum
 from penstock.runtime import StepError
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.covering import pairs_of
@@ -147,7 +147,7 @@ def by_hand(model: str) -> tuple[list[float], dict[str, Tensor]]:
             x: Any = microbatch["tokens"]
             for layer in layers:
                 args, kwargs = Parameters.of(layer).arguments(
-                    x, Sequences.from_lengths(microbatch.sequence_lengths()), microbatch.data or {}
+                    x, Sequences.from_lengths(microbatch.sequence_lengths()), Given(microbatch.data or {})
                 )
                 x = layer(*args, **kwargs)
             loss = cross_entropy_sum(x, microbatch["labels"]) * (1.0 / weight)

@@ -127,7 +127,8 @@ class Engine(ModelState, WeightEndpoint):
 
         The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. One gives
         [T, hidden_size] to the next, and the last what the loss takes. Each is given what else its `forward` asks for
-        by name: `sequences`, or any key of the batch. A parameter that several layers hold stays one: it is tied.
+        by name: `sequences`, any key of the batch, or the numbers `microbatch`, `num_microbatches` and `step`. A
+        parameter that several layers hold stays one: it is tied.
         The option `precision` casts parameters and buffers in fp32, in place; those of other dtypes keep theirs.
 
         Args:
@@ -180,8 +181,9 @@ class Engine(ModelState, WeightEndpoint):
             batch: this pipeline's part of the data, a `PackedBatch`; ranks of one pipeline give the same, data-parallel
                 ranks each their own.
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
-                of its losses, one number with its graph; or that and a dict of numbers to report, each a `Metric`.
-                Parameters of its own are refused: the last layer holds them.
+                of its losses, one number with its graph; or a pair of that and anything else, which comes back in
+                `TrainResult.outputs`, or where it is a `Metric` of a dict, reduced in `TrainResult.metrics`. It may ask
+                for numbers as layers do. Parameters of its own are refused: the last layer holds them.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
                 fewer where the batch has fewer items. Long pipelines idle less with more.
@@ -211,9 +213,9 @@ class Engine(ModelState, WeightEndpoint):
     ) -> EvaluationLoss:
         """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned.
 
-        The result is a float, whose `metrics` are the numbers that the loss function reported. The arguments are those
-        of `Engine.train_batch`, with several batches. Ranks of one pipeline give the same ones; data-parallel ranks may
-        have unequal numbers of them, except where they share experts (ep > 1).
+        The result is a float, whose `metrics` and `outputs` are what the loss function gave beside, as in a step. The
+        arguments are those of `Engine.train_batch`, with several batches. Ranks of one pipeline give the same ones;
+        data-parallel ranks may have unequal numbers of them, except where they share experts (ep > 1).
 
         Raises: as `Engine.forward`.
         """
@@ -237,9 +239,9 @@ class Engine(ModelState, WeightEndpoint):
 
         Args:
             batch: this pipeline's part of the data; ranks of one pipeline give the same.
-            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch; its result is
-                kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
-                (cp), each of them gets whole logits, unless the hook is a `PerToken`.
+            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, and numbers as
+                a loss; its result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where
+                ranks share sequences (cp), each of them gets whole logits, unless the hook is a `PerToken`.
             aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
                 taken apart), to what is returned; None joins them.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, as in `train_batch`.
@@ -257,6 +259,16 @@ class Engine(ModelState, WeightEndpoint):
         """
         outputs = Outputs(post_hook, aggregate_fn, output_seqlens, broadcast)
         return scorer.forward(self.pipeline, batch, micro_batches, outputs)
+
+    def share_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """The `outputs` of a step or an evaluation, on every rank of the pipeline; every rank calls it with its own.
+
+        They are numbers, strings, tensors (which arrive in host memory), None, and lists and mappings of them.
+
+        Raises: TypeError on all ranks if one has anything else.
+        """
+        self.check_call("share_outputs", outputs=(outputs, Sequence))
+        return scorer.share_outputs(self.pipeline, outputs)
 
     def generate(
         self,

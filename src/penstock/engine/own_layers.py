@@ -256,10 +256,10 @@ class OwnLayers:
         """True if all take and give the plain stream with its sequences, and ask for no more."""
         return not (self._wanted or self._are_open or any(call.parameters.required for call in self.calls))
 
-    def given(self, own: PackedBatch, randomness: Randomness | None) -> Given:
+    def given(self, own: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
         """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
         wanted = sorted(self._wanted.intersection(own.keys))
-        return Given({key: own[key].to(self._device) for key in wanted}, randomness)
+        return Given({key: own[key].to(self._device) for key in wanted}, randomness, numbers)
 
     def prepare_for(self, batch: PackedBatch, check_labels: CheckLabels | None = None) -> None:
         """Refuse a batch that they cannot take, as far as that is known before they run; `check_labels` is kept for it.

@@ -38,6 +38,7 @@ from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import (
+    NUMBERS,
     Given,
     Logits,
     ModelGroups,
@@ -75,8 +76,11 @@ from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 
-Finish = Callable[[Any, PackedBatch], Tensor]
-"""A function from the last stage's output and its microbatch to a result; for training, the scaled scalar loss."""
+Finish = Callable[[Any, PackedBatch, Mapping[str, int]], Tensor]
+"""A function from the last stage's output, its microbatch and the `NUMBERS` of that to a result.
+
+For training, this is the scaled scalar loss.
+"""
 
 StartReduction = Callable[[int], None]
 """Starts summing the gradients of a local stage, given by number, over ranks; does not wait."""
@@ -334,10 +338,12 @@ class Pipeline:
 
     # ---- running a program
 
-    def feed(self, microbatch: PackedBatch, finish: Finish, training_number: int | None = None) -> Feed:
+    def feed(
+        self, microbatch: PackedBatch, finish: Finish, place: tuple[int, int, int], training: bool = False
+    ) -> Feed:
         """The executor's view of a microbatch: tokens and `finish` only where this rank holds that end.
 
-        `training_number`: the microbatch's number in a training step, on which random numbers depend; None elsewhere.
+        `place`: its `NUMBERS`, on which random numbers depend in training.
 
         Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
         where ranks share the vocabulary, these are `ShardedLogits`.
@@ -355,23 +361,23 @@ class Pipeline:
             and not own.dtypes["positions"].is_floating_point
         ):
             sequences = sequences.with_positions(own["positions"])
-        randomness = None
-        if training_number is not None:
-            place = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-            randomness = Randomness(self.options.seed, self.step, place, training_number, self.device)
+        randomness, numbers = None, dict[str, int](zip(NUMBERS, place, strict=True))
+        if training:
+            shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+            randomness = Randomness(self.options.seed, self.step, shard, numbers["microbatch"], self.device)
         present = self.units[-1].present
 
         def finish_own(output: Any) -> Tensor:
             if self.own_layers is not None:
                 self.own_layers.note_output(output, own)
-            return finish(output if present is None else present(output), own)
+            return finish(output if present is None else present(output), own, numbers)
 
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
             tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
             finish=finish_own if self.holds_last_stage else None,
-            given=Given({}, randomness) if self.own_layers is None else self.own_layers.given(own, randomness),
+            given=Given({}, randomness) if self.own_layers is None else self.own_layers.given(own, randomness, numbers),
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:

@@ -2,12 +2,14 @@
 
 from penstock.model.arguments import (
     NOTHING_GIVEN,
+    NUMBERS,
     BoundLayer,
     Given,
     Parameters,
     Randomness,
     kept_python_numbers,
     kept_random_state,
+    numbers_asked,
     switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
@@ -61,6 +63,7 @@ from penstock.model.units import Limits, ModelGroups, UnitSpec
 
 __all__ = [
     "NOTHING_GIVEN",
+    "NUMBERS",
     "AuxLoss",
     "AuxLosses",
     "BoundLayer",
@@ -107,6 +110,7 @@ __all__ = [
     "kept_python_numbers",
     "kept_random_state",
     "leaf_of",
+    "numbers_asked",
     "pack_joint",
     "recomputed",
     "share_casts",

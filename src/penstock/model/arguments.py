@@ -1,8 +1,9 @@
 """The arguments with which units are called: by position the stream, by name all that their `forward` asks for.
 
 A parameter called `sequences`, or annotated `Sequences`, gets the microbatch's sequences. Any other that bears the name
-of a key of the batch gets this microbatch's part of it. All others keep their defaults. A wrapper with `**kwargs`, or
-with nothing but `*args`, asks for what the modules inside it ask for, and so does an `nn.Sequential`.
+of a key of the batch gets this microbatch's part of it, and one of `NUMBERS` says which microbatch it is of which step.
+All others keep their defaults. A wrapper with `**kwargs`, or with nothing but `*args`, asks for what the modules inside
+it ask for, and so does an `nn.Sequential`. A loss or hook is given these numbers, too.
 
 In training a unit also draws its random numbers, such as dropout's, from a seed of its own.
 """
@@ -99,6 +100,24 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+NUMBERS = ("microbatch", "num_microbatches", "step")
+"""What a forward, loss or hook may ask for beside the batch's keys: whole numbers.
+
+microbatch: counted from 0, in the order of the rank's batch. num_microbatches: of the rank's batch. step: that of the
+training step, counted from 1; elsewhere that of the last step taken.
+"""
+
+
+def numbers_asked(function: Any) -> frozenset[str]:
+    """The names of `NUMBERS` that a loss or hook asks for by name, after the output and the microbatch itself."""
+    form = function.forward if isinstance(function, nn.Module) else function
+    bound = form.keywords if isinstance(form, functools.partial) else ()
+    try:
+        others = list(inspect.signature(form).parameters.values())[2:]
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return frozenset()
+    return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -108,6 +127,8 @@ class Given:
     keys: Mapping[str, Tensor] = field(default_factory=dict)
     #: None outside of training
     randomness: Randomness | None = None
+    #: name among `NUMBERS` -> number
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 NOTHING_GIVEN = Given()
@@ -177,23 +198,22 @@ class Parameters:
         return frozenset(self.names) - self.sequences
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Parameters without a default that no key of the batch fills."""
-        present = set(keys)
+        """Parameters without a default that no key of the batch and no number fills."""
+        present = {*keys, *NUMBERS}
         return [name for name in self.names if name in self.required and name not in present]
 
     def unreachable(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """A key that the unit asks for but cannot be given by position, and the parameter before it that lacks one."""
-        given = self.keys.intersection(keys) | self.sequences
+        given = self.keys.intersection({*keys, *NUMBERS}) | self.sequences
         gap = next((i for i, name in enumerate(self.names) if name not in given), len(self.names))
         beyond = [name for name in self.names[gap:] if name in given]
         return (beyond[0], self.names[gap]) if beyond and not self.by_keyword else None
 
-    def arguments(
-        self, x: Any, sequences: Sequences, keys: Mapping[str, Tensor]
-    ) -> tuple[Iterable[Any], dict[str, Any]]:
+    def arguments(self, x: Any, sequences: Sequences, given: Given) -> tuple[Iterable[Any], dict[str, Any]]:
         """The arguments of a call, by position and by name; those of a tuple come first, those of a mapping by name."""
         named: dict[str, Any] = dict.fromkeys(self.sequences, sequences)
-        for key, value in keys.items():
+        # A key of the batch goes before a number of that name.
+        for key, value in (*given.numbers.items(), *given.keys.items()):
             if key in self.keys:
                 named[key] = value
         if not isinstance(x, Tensor):

@@ -144,7 +144,7 @@ class UnitCall:
         if self.draws and given.randomness is not None:
             given.randomness.begin(self.name)
         try:
-            args, kwargs = self.parameters.arguments(x, sequences, given.keys)
+            args, kwargs = self.parameters.arguments(x, sequences, given)
             with record_function(self.name) if profiler_is_active() else _NO_PROFILER:
                 return self.module(*args, **kwargs)
         except TypeError as error:

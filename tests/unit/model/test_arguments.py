@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Parameters, Sequences
+from penstock.model import Given, Parameters, Sequences
 
 SEQUENCES = Sequences.from_lengths([2, 1])
 KEYS = {"sequences": torch.tensor([7]), "positions": torch.tensor([0, 1, 0]), "other": torch.tensor([1])}
@@ -18,7 +18,7 @@ class Asks(nn.Module):
 
 
 def called(module: nn.Module) -> Any:
-    args, kwargs = Parameters.of(module).arguments(torch.zeros(3, 1), SEQUENCES, KEYS)
+    args, kwargs = Parameters.of(module).arguments(torch.zeros(3, 1), SEQUENCES, Given(KEYS))
     return module(*args, **kwargs)
 
 

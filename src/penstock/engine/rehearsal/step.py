@@ -389,7 +389,7 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
     assert isinstance(pipeline, RehearsedPipeline)
     factors = [loss_scale / agreed.num_tokens for _ in agreed.weights]
     with explained(pipeline.recorder):
-        feeds = trainer.feeds(agreed, LossMetrics(loss_fn), factors)
+        feeds = trainer.feeds(agreed, LossMetrics(loss_fn), factors, 1)
         if optimizer.is_own:
             # One of torch makes its state in the first step; this is a later one.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
+from torch.utils._pytree import tree_map_only
 
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
-from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum
+from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum, numbers_asked
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
@@ -28,10 +30,11 @@ from penstock.settings.declare import NamedValue, type_in_words
 # ---- The default loss function and its weight, and what the loss is divided by
 
 
-LossFn = Callable[[Any, PackedBatch], Any]
+LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
 
-Beside it, in a pair, it may give a dict of the numbers that it reports: name -> `Metric`.
+Beside it, in a pair, it may give anything: of a dict each `Metric` is a number that it reports under that name, and all
+else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.NUMBERS` by name.
 """
 
 LossWeightFn = Callable[[PackedBatch], float]
@@ -255,36 +258,51 @@ class Metric:
 
 @dataclass(eq=False)
 class LossMetrics:
-    """A loss function, and the numbers that it reports in the course of one step or evaluation."""
+    """A loss function, and what it gives beside losses in the course of one step or evaluation."""
 
-    #: gives a microbatch's loss, or that and the numbers
+    #: gives a microbatch's loss, or that and anything else
     _loss_fn: LossFn
     #: name -> the microbatches' parts, on this rank
     _parts: dict[str, list[Metric]] = field(default_factory=dict)
+    #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
+    _outputs: dict[int, Any] = field(default_factory=dict)
 
-    def __call__(self, output: Any, microbatch: Any) -> Any:
-        """The microbatch's loss alone.
+    @cached_property
+    def _asked(self) -> frozenset[str]:
+        return numbers_asked(self._loss_fn)
 
-        Raises: ValueError where the loss function gives a pair that is not a loss and named `Metric`s.
+    def __call__(self, output: Any, microbatch: Any, numbers: Mapping[str, int]) -> Any:
+        """The microbatch's loss alone. numbers: its `NUMBERS`.
+
+        Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
-        given = self._loss_fn(output, microbatch)
-        if not isinstance(given, tuple):
-            return given
-        if len(given) != 2 or not isinstance(given[1], Mapping):
-            kinds = ", ".join(type(part).__name__ for part in given)
-            raise ValueError(f"loss_fn gave a tuple of ({kinds}); possible are the loss, or the loss and a dict")
-        loss, metrics = given
+        given = self._loss_fn(output, microbatch, **{name: numbers[name] for name in self._asked})
+        loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if isinstance(loss, tuple):
+            kinds = ", ".join(type(part).__name__ for part in loss)
+            raise ValueError(
+                f"loss_fn gave a tuple of ({kinds}); possible are the loss, or the loss and one more value, such as a "
+                "dict"
+            )
+        metrics: dict[Any, Metric] = {}
+        if isinstance(beside, Mapping):
+            metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
+            beside = {name: value for name, value in beside.items() if name not in metrics} or None
+        self._outputs[numbers["microbatch"]] = tree_map_only(Tensor, Tensor.detach, beside)
         for name, metric in metrics.items():
-            if not isinstance(name, str) or not isinstance(metric, Metric):
-                raise ValueError(
-                    f"loss_fn reported {name!r} as {type_in_words(metric)}; give names, and a penstock.Metric for "
-                    "each, which holds the number and its reduction"
-                )
+            if not isinstance(name, str):
+                raise ValueError(f"loss_fn reported a Metric under {name!r}; give each a name")
             parts = self._parts.setdefault(name, [])
             if parts and parts[0].reduction != metric.reduction:
                 raise ValueError(f"loss_fn reported {name!r} as a {parts[0].reduction} and as a {metric.reduction}")
             parts.append(metric)
         return loss
+
+    def outputs(self) -> tuple[Any, ...]:
+        """All that was given beside losses since the last call, in the order of microbatches; empty for nothing."""
+        found = tuple(own for _, own in sorted(self._outputs.items(), key=itemgetter(0)))
+        self._outputs.clear()
+        return found if any(own is not None for own in found) else ()
 
     def total(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[float, int]:
         """The sum of all ranks' losses, and the number of names that ranks report; all ranks call it at one point."""
@@ -329,11 +347,15 @@ class EvaluationLoss(float):
 
     #: name -> number, over all batches and ranks
     metrics: Mapping[str, float]
+    #: what else it gave, as `TrainResult.outputs`, one batch after another
+    outputs: Sequence[Any]
 
-    def __new__(cls, loss: float, metrics: Mapping[str, float] | None = None) -> EvaluationLoss:
-        # A copy is made from the number alone, and given the metrics afterwards.
+    def __new__(
+        cls, loss: float, metrics: Mapping[str, float] | None = None, outputs: Sequence[Any] = ()
+    ) -> EvaluationLoss:
+        # A copy is made from the number alone, and given the rest afterwards.
         made = super().__new__(cls, loss)
-        made.metrics = dict(metrics or {})
+        made.metrics, made.outputs = dict(metrics or {}), outputs
         return made
 
 

@@ -8,7 +8,7 @@ import numbers
 import struct
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, agree, count, split
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Limits
+from penstock.model import Limits, numbers_asked
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import TrainConfig
@@ -107,7 +107,7 @@ def check_callable(name: str, function: Any, arguments: str, optional: bool = Fa
     except (TypeError, ValueError):  # of some functions in C nothing is known
         return
     try:
-        form.bind(*(arguments.split(", ") if arguments else ()))
+        form.bind(*(arguments.split(", ") if arguments else ()), **dict.fromkeys(numbers_asked(function)))
     except TypeError:
         raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
 
@@ -260,6 +260,11 @@ class AgreedSplit:
     refit: bool = False
     #: data-parallel ranks that have no batch left, in order
     ended: Sequence[int] = ()
+
+    def places(self, step: int) -> Iterator[tuple[PackedBatch, tuple[int, int, int]]]:
+        """This rank's microbatches, each with its `penstock.model.NUMBERS` in a step of that number."""
+        parts = self.split.microbatches
+        return ((own, (number, len(parts), step)) for number, own in enumerate(parts))
 
 
 def agree_on_microbatches(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from penstock.engine.training.microbatches import (
     check_callable,
     check_loss,
 )
-from penstock.model import Logits, token_log_probs, token_statistics, whole_logits
+from penstock.model import Logits, numbers_asked, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
 from penstock.settings import Layout
 from penstock.settings.declare import check_argument, checked, type_in_words
 
-PostHook = Callable[[Any, PackedBatch], Any]
-"""A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch."""
+PostHook = Callable[..., Any]
+"""A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch.
+
+It may ask for `penstock.model.NUMBERS` by name.
+"""
 
 AggregateFn = Callable[[list[Any]], Any]
 
@@ -48,7 +52,7 @@ def forward(pipeline: Pipeline, batch: PackedBatch, micro_batches: MicroBatchSpe
         )
         agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
         with pipeline.recovery.announcing():
-            feeds = [outputs.feed(pipeline, microbatch) for microbatch in agreed.split.microbatches]
+            feeds = [outputs.feed(pipeline, microbatch, place) for microbatch, place in agreed.places(pipeline.step)]
             pipeline.executor(len(feeds)).run(feeds)
         return outputs.handed_out(pipeline, agreed.split)
 
@@ -62,7 +66,7 @@ def evaluate(
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
     loss, weight, recovery, layout = 0.0, 0.0, pipeline.recovery, pipeline.layout
-    num_rounds, num_metrics, measured = 0, 0, LossMetrics(loss_fn)
+    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn), list[Any]()
     are_batches = isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
     pipeline.set_training(False)
 
@@ -89,12 +93,26 @@ def evaluate(
                     break
                 num_rounds += 1
                 with recovery.announcing():
-                    feeds = [pipeline.feed(microbatch, measured) for microbatch in agreed.split.microbatches]
+                    feeds = [pipeline.feed(own, measured, place) for own, place in agreed.places(pipeline.step)]
                     losses = pipeline.executor(len(feeds)).run(feeds) if feeds else []
                     total, num_metrics = measured.total(pipeline, losses)
+                outputs += measured.outputs()
                 loss += total
                 weight += sum(agreed.rank_totals)
-    return EvaluationLoss(loss / weight if weight else float("nan"), measured.reduced(pipeline, num_metrics))
+    metrics = measured.reduced(pipeline, num_metrics)
+    return EvaluationLoss(loss / weight if weight else float("nan"), metrics, tuple(outputs))
+
+
+def share_outputs(pipeline: Pipeline, outputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Give every rank of the pipeline what those of the last stage have; see `Engine.share_outputs`."""
+    own, found, placement = list(outputs), list[Any](), pipeline.placement
+    with pipeline.recorder.collective("share outputs"):
+        gather = partial(gather_json, group=pipeline.grid.control)
+        on_all_ranks(lambda: check_portable(own), gather, TypeError, message="rank {rank}: {error}")
+        # Each copy of a bidirectional model has computed its own microbatches, one half after the other.
+        for source in placement.copies_of(placement.stages_per_route - 1):
+            found += broadcast_value(own, source, pipeline.grid.pp_control)
+    return tuple(found)
 
 
 def _check_ended(layout: Layout, ended: Sequence[int], num_rounds: int) -> None:
@@ -129,8 +147,8 @@ class PerToken:
     #: True if it reads the labels as token ids
     reads_labels: bool = False
 
-    def __call__(self, logits: Logits, microbatch: PackedBatch) -> Any:
-        result = self.hook(logits, microbatch)
+    def __call__(self, logits: Logits, microbatch: PackedBatch, **numbers: int) -> Any:
+        result = self.hook(logits, microbatch, **numbers)
         for rows in result.values() if isinstance(result, Mapping) else [result]:
             if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
                 given = tuple(rows.shape) if isinstance(rows, Tensor) else f"{type_in_words(rows)}"
@@ -189,17 +207,19 @@ class Outputs:
         if self.output_seqlens is not None:
             check_lengths(self.output_seqlens, batch.num_items)
 
-    def feed(self, pipeline: Pipeline, microbatch: PackedBatch) -> Feed:
+    def feed(self, pipeline: Pipeline, microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
         """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""
         context, hook = pipeline.context, self.post_hook
+        asked = numbers_asked(hook.hook if isinstance(hook, PerToken) else hook)
 
-        def take(logits: Logits, own: PackedBatch) -> Tensor:
+        def take(logits: Logits, own: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
             if context is not None and not isinstance(hook, PerToken):
                 logits, own = context.whole_logits(logits, microbatch), microbatch
-            self._results.append(whole_logits(logits) if hook is None else hook(logits, own))
+            given = {name: numbers[name] for name in asked}
+            self._results.append(whole_logits(logits) if hook is None else hook(logits, own, **given))
             return torch.empty(0, device=logits.device)
 
-        return pipeline.feed(microbatch, take)
+        return pipeline.feed(microbatch, take, place)
 
     def handed_out(self, pipeline: Pipeline, split: Split) -> Any:
         """Gather the results, raise on all ranks if one has failed, and return this rank's."""

@@ -58,7 +58,7 @@ _LAST = 2**63 - 1
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The outcome of one step, the same on every rank but for `idle_share` and `step_time_s`.
+    """The outcome of one step, the same on every rank but for `idle_share`, `step_time_s` and `outputs`.
 
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> result = engine.train_batch(PackedBatch.from_documents([torch.arange(5), torch.arange(3)]))
@@ -92,6 +92,8 @@ class TrainResult:
     aux_losses: AuxLossReport = AuxLossReport()
     #: numbers that the loss function reported, over all microbatches and ranks
     metrics: Mapping[str, float] = field(default_factory=dict)
+    #: what else it gave beside each loss, by microbatch, on ranks of the last stage; see `Engine.share_outputs`
+    outputs: Sequence[Any] = field(default=(), compare=False, repr=False)
 
 
 class Trainer:
@@ -274,11 +276,10 @@ class Trainer:
             factors = self._loss_factors(agreed, loss_weight_fn, mode)
             with recovery.announcing():
                 self._look_with(loss_fn)
-                feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors])
+                feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors], number)
                 losses = self.run(feeds)
                 self._check_parameters()
-                if pipeline.buffers_apart:
-                    self._check_buffers_apart()
+                self._check_buffers_apart()
                 rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(pipeline, losses)
@@ -299,6 +300,7 @@ class Trainer:
             stop_requested=agreed.stop_requested,
             aux_losses=aux_losses,
             metrics=metrics,
+            outputs=measured.outputs(),
         )
 
     # ---- the parts of a step, in order
@@ -313,22 +315,22 @@ class Trainer:
         own = [float(loss_weight_fn(part)) for part in parts]
         return loss_factors(normalize, own, [total for total in agreed.rank_totals for _ in range(num_cp)])
 
-    def feeds(self, agreed: AgreedSplit, loss_fn: LossFn, factors: Sequence[float]) -> list[Feed]:
+    def feeds(self, agreed: AgreedSplit, measured: LossMetrics, factors: Sequence[float], number: int) -> list[Feed]:
         """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
 
         trained = set(self._parameters.values())
 
-        def finish(factor: float, output: Any, microbatch: PackedBatch) -> Tensor:
-            return checked_loss(loss_fn(output, microbatch), output, trained) * factor
+        def finish(factor: float, output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+            return checked_loss(measured(output, microbatch, numbers), output, trained) * factor
 
-        microbatches = agreed.split.microbatches
         feeds = [
-            self.pipeline.feed(microbatch, partial(finish, factors[i] if factors else 0.0), training_number=i)
-            for i, microbatch in enumerate(microbatches)
+            self.pipeline.feed(microbatch, partial(finish, factors[place[0]] if factors else 0.0), place, training=True)
+            for microbatch, place in agreed.places(number)
         ]
         if self.aux_losses is None:
             return feeds
-        return self.aux_losses.attached_to(feeds, microbatches, factors, sum(agreed.rank_totals) / agreed.num_tokens)
+        weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
+        return self.aux_losses.attached_to(feeds, agreed.split.microbatches, factors, weight_per_token)
 
     def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
