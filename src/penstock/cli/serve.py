@@ -31,9 +31,9 @@ API_KEY = "PENSTOCK_API_KEY"
 
 _SERVE = options_of(ServeConfig(), {"drain_s": "drain"})
 _USUAL_LENGTH = 4096
-# oneDNN keeps code for each number of rows that a product has had, up to 1,024 of them: here so many come that this
-# would take a hundred megabytes, most of it for prompts' lengths that do not come again.
-_KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+# oneDNN and PyTorch's layer above it each keep code for every number of rows that a product has had, up to 1,024 of
+# them, a quarter of a megabyte apiece: most of it for prompts' lengths that do not come again.
+_KEEP_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 # A launcher passes on a signal that its workers may have been sent as well.
 _SAME_SIGNAL_S = 1.0
 _METAVARS = {
@@ -135,7 +135,7 @@ class Serve(ModelCommand):
             return self._parts(model, shape), listening_socket(config.address, config.port)
 
         prepared = self.together("address", prepare)
-        os.environ.setdefault(*_KEPT_PRODUCTS)
+        os.environ.update(_KEEP_PRODUCTS | os.environ)
         # Answers are on their way from the first token to the last: half of the longest, on average.
         with self.open(model, (shape.rows_per_slot, length / 2, shape.num_rows * length)) as (engine, _):
             ending = threading.Event() if prepared is not None else None
