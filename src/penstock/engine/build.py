@@ -549,12 +549,12 @@ def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec
 def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         module = unit.build()
-        if unit.is_own:
-            # Of other dtypes than torch's default are those that the user chose.
-            module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
-        else:
-            module.to(dtype=parameter_dtype(options.precision))
+    if not unit.is_own:
+        module.to(dtype=parameter_dtype(options.precision))
     unit.initialise(module, options.seed)
+    if unit.is_own:
+        # Of other dtypes than torch's default are those that the user chose.
+        module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
     return module.to(device)
 
 

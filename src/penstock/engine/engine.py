@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -117,7 +117,7 @@ class Engine(ModelState, WeightEndpoint):
     @classmethod
     def from_layers(
         cls,
-        layers: Sequence[nn.Module],
+        layers: Sequence[nn.Module | partial[Any]],
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,

@@ -18,7 +18,17 @@ from torch.nn.parameter import is_lazy
 
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
-from penstock.model import BoundLayer, Given, Limits, Randomness, UnitSpec, switch_linears, switch_sequentials
+from penstock.model import (
+    BoundLayer,
+    Given,
+    Limits,
+    Randomness,
+    UnitSpec,
+    kept_python_numbers,
+    kept_random_state,
+    switch_linears,
+    switch_sequentials,
+)
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
 from penstock.settings import checked
@@ -39,22 +49,18 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
     if not len(layers):
         raise ValueError("a model needs at least one layer")
     modules: list[nn.Module] = []
+    makers: dict[int, partial[nn.Module]] = {}
     for number, layer in enumerate(layers):
-        if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
-            layer = BoundLayer(layer)
-        if not isinstance(layer, nn.Module):
-            raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
-        if lazy := [name for name, own in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(own)]:
-            raise ValueError(
-                f"layer {number} has {lazy[0]!r} without a shape, of a lazy module such as nn.LazyLinear; give "
-                "the module its sizes, as in nn.Linear(8, 8), or call it once before"
-            )
-        switch_linears(layer)
-        switch_sequentials(layer)
-        # A user has compiled it, or a part of it.
-        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
-            keep_linears_eager(layer)
-        modules.append(layer)
+        if isinstance(layer, partial) and not isinstance(layer.func, nn.Module):
+            # What the others know of it: names, shapes and dtypes.
+            makers[number] = partial(_made, layer, number)
+            layer = makers[number]()
+            if real := [name for name, own in layer.named_parameters() if not own.is_meta]:
+                raise ValueError(
+                    f"layer {number} is made on the rank that holds it, but its {real[0]!r} exists already; make the "
+                    "parameter in the layer, or give the layer itself"
+                )
+        modules.append(_prepared(layer, number))
     units, (reads, shared_buffers), tied = [], _shared(modules), _tied(modules)
     for number, layer in enumerate(modules):
         num_parameters = sum(p.numel() for p in layer.parameters())
@@ -67,8 +73,8 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
         units.append(
             UnitSpec(
                 f"layers.{number}",
-                lambda made=layer: made,
-                lambda module, seed: None,
+                makers.get(number, lambda made=layer: made),
+                partial(_become, maker=layers[number], number=number) if number in makers else _keep,
                 num_parameters,
                 flops_per_token,
                 is_own=True,
@@ -79,6 +85,49 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             )
         )
     return tuple(units)
+
+
+def _keep(module: nn.Module, seed: int) -> None:
+    """Leave the values that the user gave."""
+
+
+def _prepared(layer: Any, number: int) -> nn.Module:
+    """A layer as a module whose linear layers can defer weight gradients."""
+    if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
+        layer = BoundLayer(layer)
+    if not isinstance(layer, nn.Module):
+        raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
+    if lazy := [name for name, own in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(own)]:
+        raise ValueError(
+            f"layer {number} has {lazy[0]!r} without a shape, of a lazy module such as nn.LazyLinear; give "
+            "the module its sizes, as in nn.Linear(8, 8), or call it once before"
+        )
+    switch_linears(layer)
+    switch_sequentials(layer)
+    # A user has compiled it, or a part of it.
+    if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
+        keep_linears_eager(layer)
+    return layer
+
+
+def _made(maker: partial[Any], number: int, seed: int | None = None) -> nn.Module:
+    """A layer that its maker makes: a new one whose random numbers are those of the seed, or one without values."""
+    cpu = torch.device("cpu")
+    with kept_random_state(cpu), kept_python_numbers(), torch.device("meta") if seed is None else cpu:
+        Randomness(seed or 0, 0, 0, 0, cpu).begin(f"new layers.{number}")
+        try:
+            layer = maker()
+        except Exception as error:
+            without = " without values" if seed is None else ""
+            raise ValueError(f"layer {number} cannot be made{without} by {maker.func}: {error}") from error
+    return _prepared(layer, number)
+
+
+def _become(module: nn.Module, seed: int, maker: partial[Any], number: int) -> None:
+    """Turn a layer without values into a new one."""
+    real = _made(maker, number, seed)
+    vars(module).clear()
+    vars(module).update(vars(real))
 
 
 def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
