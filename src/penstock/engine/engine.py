@@ -132,7 +132,9 @@ class Engine(ModelState, WeightEndpoint):
         The option `precision` casts parameters and buffers in fp32, in place; those of other dtypes keep theirs.
 
         Args:
-            layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it.
+            layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it; its
+                random numbers are then those of the option `seed` and its number, in any layout. All ranks call it
+                under `torch.device("meta")` too, for names and shapes.
             hidden_size: width of what layers pass on. The other arguments are those of `Engine`.
 
         Raises: ValueError if there is no layer, or one is no module, or is given twice with buffers; and as `Engine`.
