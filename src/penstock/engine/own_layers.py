@@ -49,7 +49,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
     if not len(layers):
         raise ValueError("a model needs at least one layer")
     modules: list[nn.Module] = []
-    makers: dict[int, partial[nn.Module]] = {}
+    makers: dict[int, Callable[..., nn.Module]] = {}
     for number, layer in enumerate(layers):
         if isinstance(layer, partial) and not isinstance(layer.func, nn.Module):
             # What the others know of it: names, shapes and dtypes.
@@ -74,7 +74,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             UnitSpec(
                 f"layers.{number}",
                 makers.get(number, lambda made=layer: made),
-                partial(_become, maker=layers[number], number=number) if number in makers else _keep,
+                partial(_become, makers[number]) if number in makers else lambda module, seed: None,
                 num_parameters,
                 flops_per_token,
                 is_own=True,
@@ -85,10 +85,6 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             )
         )
     return tuple(units)
-
-
-def _keep(module: nn.Module, seed: int) -> None:
-    """Leave the values that the user gave."""
 
 
 def _prepared(layer: Any, number: int) -> nn.Module:
@@ -123,9 +119,9 @@ def _made(maker: partial[Any], number: int, seed: int | None = None) -> nn.Modul
     return _prepared(layer, number)
 
 
-def _become(module: nn.Module, seed: int, maker: partial[Any], number: int) -> None:
+def _become(make: Callable[[int], nn.Module], module: nn.Module, seed: int) -> None:
     """Turn a layer without values into a new one."""
-    real = _made(maker, number, seed)
+    real = make(seed)
     vars(module).clear()
     vars(module).update(vars(real))
 
