@@ -11,6 +11,7 @@ import torch
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.output import print_json, show_log, size_in_words
+from penstock.data import DataShard
 from penstock.engine.build import cut_units
 from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import RehearsedRun
@@ -51,8 +52,9 @@ class RunPlan:
 
     The schedule's figures assume equal stages whose backward takes twice as long as their forward or, if
     `is_measured`, times measured on this machine. `peak_live_microbatches` counts a microbatch that waits for its W by
-    its remaining bytes. Memory is that of each rank of the layout as a rehearsal for `device` finds it: `memory` in the
-    action with the highest peak, `states` throughout. `peers`: for each rank the first one that takes the same bytes.
+    its remaining bytes. step_tokens: of a step, on average over the items. Memory is that of each rank of the layout as
+    a rehearsal for `device` finds it: `memory` in the action with the highest peak, `states` throughout. `peers`: for
+    each rank the first one that takes the same bytes.
     """
 
     world_size: int
@@ -63,6 +65,7 @@ class RunPlan:
     num_parameters: int
     step_tokens: int
     corpus_tokens: int
+    num_items: int
     epochs: float
     stages: tuple[StagePlan, ...]
     device: str
@@ -87,7 +90,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     ours, shape = config.parallel, config.model.whole(data.corpus.vocab_size)
     # Autocast casts for no GPU that is not there.
     device = "cpu" if config.train.precision is Precision.BF16_AUTOCAST else None
-    run = RehearsedRun.of(config, device, data.corpus.vocab_size)
+    run = RehearsedRun.of(config, device, data.corpus.vocab_size, data.fullest_lengths())
     options, units = run.engine.options, decoder_units(shape)
     placement, times = options.choice.placement(ours.pp), _measured(run, config)
     if times is not None:
@@ -111,8 +114,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     timeline = schedule.simulate(program, costs)
     tied = {name for unit in units for name in unit.tied}
     copies = shape.vocabulary * shape.hidden_size if tied else 0
-    step_tokens = config.data.num_sequences * config.data.sequence_length
-    corpus_tokens = data.corpus.training.num_tokens
+    packing, num_sequences = data.loader(DataShard(), with_data=False).packing, config.data.num_sequences
     return RunPlan(
         world_size=ours.world_size,
         schedule=program.schedule.name,
@@ -120,9 +122,10 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         bubble_rate=timeline.bubble_rate,
         peak_live_microbatches=timeline.peak_live_microbatches,
         num_parameters=sum(unit.num_parameters for unit in units) - copies,
-        step_tokens=step_tokens,
-        corpus_tokens=corpus_tokens,
-        epochs=config.train.steps * step_tokens / corpus_tokens,
+        step_tokens=round(num_sequences * packing.num_tokens / packing.num_items),
+        corpus_tokens=data.corpus.training.num_tokens,
+        num_items=packing.num_items,
+        epochs=config.train.steps * num_sequences / packing.num_items,
         stages=tuple(stages),
         device=options.device,
         memory=tuple(rehearsals[first].fullest for first in peers),
@@ -206,6 +209,9 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
     facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
     at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
+    # Windows are all alike.
+    is_mean = plan.step_tokens != config.data.num_sequences * config.data.sequence_length
+    mean = f" on average, in {plan.num_items:,} items" if is_mean else ""
     rank, most = max(enumerate(plan.states), key=lambda numbered: numbered[1].total)
     for name, text in (
         ("layout", f"{config.parallel}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
@@ -213,14 +219,14 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         ("schedule", f"{plan.schedule}, {plan.num_microbatches} microbatches: proved"),
         ("", f"bubble {plan.bubble_rate:.1%} {at_times}; microbatches live at once, by rank: {live}"),
         ("parameters", f"{plan.num_parameters:,} in {config.train.precision}"),
-        ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step"),
+        ("data", f"{plan.corpus_tokens:,} tokens of {config.data.corpus}, {plan.step_tokens:,} a step{mean}"),
         ("length", f"{config.train.steps:,} steps, {plan.epochs:.2f} epochs"),
         (
             "state",
             f"at most {size_in_words(most.total)}, on rank {rank}: parameters {size_in_words(most.parameters)}, "
             f"gradients {size_in_words(most.gradients)}, optimizer {size_in_words(most.optimizer)}",
         ),
-        ("memory", f"as rehearsed for {plan.device}, rank by rank below"),
+        ("memory", f"as rehearsed for {plan.device}{' with the fullest batch' * is_mean}, rank by rank below"),
         ("output", config.output),
     ):
         facts.add_row(name, text)

@@ -56,10 +56,10 @@ def parser() -> Parser:
     parser = Parser(
         "penstock generate",
         """Continue prompts with the model in a folder: that of a run, whose newest checkpoint is taken, or of a Hugging
-Face model. Prompts are given on the command line, or as JSON lines ({"prompt": ...} or {"tokens": [...]}, with an "id"
-that is carried along), or one comes from standard input. Answers to a file are kept as soon as they have ended: a
-stopped call continues when it is given again. A token depends on the seed, its prompt and its place alone:
-not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
+Face model. Prompts are given on the command line, or as JSON lines ({"prompt": ...}, {"messages": [...]} as
+for training, or {"tokens": [...]}, with an "id" that is carried along), or one comes from standard input. Answers to
+a file are kept as soon as they have ended: a stopped call continues when it is given again. A token depends on the
+seed, its prompt and its place alone: not on the other prompts, nor on --pp, --dp, --slots and --rows.""",
         examples=(
             ('penstock generate runs/demo "def main("', "print the answer as it comes"),
             ("penstock generate runs/demo --file prompts.jsonl", "write prompts.answers.jsonl, or go on with it"),

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
     "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
     "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
+    "chat": Command("talk with a saved model in the terminal", "penstock.cli.chat"),
     "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.serve"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no torch)", "penstock.cli.schedule"),

@@ -221,7 +221,7 @@ class ModelCommand:
 
 _TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
 _MOST_SHOWN = 40
-_PROMPT_FORMS = '{"prompt": ...} or {"tokens": [...]}'
+_PROMPT_FORMS = '{"prompt": ...}, {"messages": [...]} or {"tokens": [...]}'
 
 
 @dataclass(frozen=True)
@@ -302,13 +302,20 @@ def read_prompts(path: Path, model: "ModelFolder") -> list[Text]:
 
     Raises: ValueError naming the line that is not a prompt, and why.
     """
+    from penstock.data.examples import ExampleReader
+
+    reader = cache(lambda: ExampleReader.load(str(model.tokenizer_folder), None))
     found = []
     for where, number, value in _lines(path, "continue", _PROMPT_FORMS):
         given = value if isinstance(value, dict) else {}
-        form = _form(where, given, {"prompt": ("prompt",), "tokens": ("tokens",)})
+        form = _form(where, given, {name: (name,) for name in ("prompt", "messages", "tokens")})
         text, tokens = given.get("prompt"), given.get("tokens")
         if form is None:
             raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
+        if form == "messages":
+            tokens = _conversation(where, given, model, reader, answer_follows=True)
+            found.append(Text(tokens, None, number, given.get("id")))
+            continue
         if form == "prompt":
             if not isinstance(text, str):
                 raise ValueError(f"{where}: 'prompt' is {type_in_words(text)}; a text is expected")
@@ -368,14 +375,31 @@ def _text(
     if form in ("tokens", text_field):
         return Text(_text_tokens(where, form, value[form], model), **own)
     if form == "messages" and model.rates is not None:
-        if model.tokenizer is None or model.tokenizer_folder is None:
-            raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
-        from penstock.data.examples import Chat, messages_of, template_options
-
-        # As a reward model learns from them: without further special tokens.
-        chat = Chat(reader(), where, template_options(where, value))
-        return Text(chat.tokenise(chat.render(messages_of(where, "messages", value))), **own)
+        # As a reward model learns from them.
+        return Text(_conversation(where, value, model, reader), **own)
     raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
+
+
+def _conversation(
+    where: str,
+    value: Mapping[str, Any],
+    model: "ModelFolder",
+    reader: "Callable[[], ExampleReader]",
+    answer_follows: bool = False,
+) -> list[int]:
+    """The token ids of a line's messages, written by the chat template, which puts all special tokens itself.
+
+    answer_follows: they end where the assistant is to speak.
+    """
+    if model.tokenizer is None or model.tokenizer_folder is None:
+        raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
+    from penstock.data.examples import Chat, messages_of, template_options
+
+    messages = messages_of(where, "messages", value)
+    if answer_follows and messages[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: ends with the assistant, so that no answer follows; leave its last message out")
+    chat = Chat(reader(), where, template_options(where, value))
+    return chat.tokenise(chat.render(messages, answer_follows))
 
 
 def _form(where: str, value: Mapping[str, Any], forms: Mapping[str, Sequence[str]]) -> str | None:

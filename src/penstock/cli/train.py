@@ -154,6 +154,10 @@ def main(argv: Sequence[str]) -> int:
         from penstock.engine.folders.model_folder import open_folder
 
         show_layers(open_folder(asked.model.pretrained or "", asked.model.native))
+    if config.train.epochs is not None:
+        from penstock.engine.folders.run_parts import with_steps
+
+        config = with_steps(config)
     if dry:
         from penstock.cli.dry_run import show_dry_run
 

@@ -47,6 +47,11 @@ class Packing(ABC):
         """The largest number of tokens of an item."""
 
     @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """The tokens of all items."""
+
+    @property
     def fingerprint(self) -> str:
         """A hash that differs if any item would."""
         return hashlib.blake2b(f"{self.store.fingerprint} {self}".encode(), digest_size=16).hexdigest()
@@ -93,6 +98,10 @@ class WindowPacking(Packing):
     @cached_property
     def longest_item(self) -> int:
         return self.sequence_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_items * self.sequence_tokens
 
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
         S = self.sequence_tokens
@@ -164,6 +173,10 @@ class DocumentPacking(Packing):
     def longest_item(self) -> int:
         return int(self._pieces[1].max())
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self._pieces[1].sum())
+
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
         return tuple((length,) for length in self._pieces[1][np.asarray(items, dtype=np.int64)].tolist())
 
@@ -191,6 +204,10 @@ class PairPacking(Packing):
     @cached_property
     def longest_item(self) -> int:
         return int(np.diff(self.store.offsets[::2]).max())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.store.num_tokens
 
     def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
         better_B = 2 * np.asarray(items, dtype=np.int64)
@@ -314,7 +331,7 @@ class Loader:
             ends.append(self._end_of_batch(ends[-1]))
         first, end = ends[shard.rank], ends[shard.rank + 1]
         num_items = self.packing.num_items
-        ids = self._items(first, end) + np.arange(first, end) // num_items * num_items
+        ids = self.items(first, end) + np.arange(first, end) // num_items * num_items
         batch = _batch(self.packing, ids, self.with_data)
         self._position = ends[-1]
         return batch
@@ -359,13 +376,13 @@ class Loader:
         # items have at least one token, and the longest fits: read as far ahead as the budget lasts for longest items
         step = max(1, self.size.tokens // self.packing.longest_item)
         while True:
-            for item in self.packing.lengths(self._items(end, end + step)):
+            for item in self.packing.lengths(self.items(end, end + step)):
                 room -= sum(item)
                 if room < 0:
                     return end
                 end += 1
 
-    def _items(self, start: int, stop: int) -> np.ndarray:
+    def items(self, start: int, stop: int) -> np.ndarray:
         """The items at these positions of the endless sequence; an epoch's order comes from seed and epoch alone."""
         num_items = self.packing.num_items
         pieces = []

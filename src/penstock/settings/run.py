@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from penstock.io.files import UnfitFileError, parse_toml, read_text
 from penstock.settings.declare import (
+    ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
     Bounds,
@@ -154,6 +155,13 @@ class TrainConfig(Settings, section="train"):
     """
 
     steps: int = setting(100, "Optimizer steps.", AT_LEAST_1)
+    epochs: float | None = setting(
+        None,
+        "Passes over the text, in place of train.steps; each has as many steps as in transformers and TRL, so that the "
+        "last batch of one goes on with the first items of the next.",
+        ABOVE_0,
+        is_newer=True,
+    )
     seed: int = setting(0, "Decides the initial weights and the order of the data.", Bounds(least=0, below=1 << 64))
     precision: Precision | None = setting(
         None,
@@ -314,6 +322,7 @@ MAY_CHANGE = _FREE_IF_GLOBAL | {
     "validation",
     "schedule",
     "train.steps",
+    "train.epochs",
     "data.cache",
     "data.corpus",
     "data.validation_corpus",
@@ -406,6 +415,10 @@ _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
         "model.native = false runs a model of transformers; name its folder as model.pretrained",
     ),
     (
+        lambda run: run.train.epochs is not None and run.train.steps != TrainConfig().steps,
+        "train.steps = {train.steps} and train.epochs = {train.epochs:g} both say how long the run is; leave one out",
+    ),
+    (
         lambda run: run.model.native is False and run.parallel.cp > 1,
         "parallel.cp = {parallel.cp}" + _NOT_SHARED,
     ),
@@ -473,6 +486,9 @@ def check_rates(config: RunConfig) -> None:
     Raises:
         ConfigError: the message names the longest possible warm-up.
     """
+    if config.train.epochs is not None:
+        # The number of steps is not known yet.
+        return
     end = config.optimizer.num_decay_steps(config.train.steps)
     rate = config.optimizer.learning_rate
     warmup = rate.num_warmup_steps if isinstance(rate, LearningRate) else 0

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from penstock.cli.dry_run import plan_run
+from penstock.data import DataShard
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import RunData
-from penstock.engine.rehearsal.step import rehearse_run
+from penstock.engine.rehearsal.step import RehearsedRun, rehearse_run
 from penstock.schedule.rehearsal import STATE
 from penstock.settings import RunConfig
 from penstock.settings.run import from_values
@@ -93,3 +94,24 @@ def test_stages_say_what_they_keep_of_a_microbatch(tmp_path: Path) -> None:
         assert (0 < one.for_weights_bytes <= one.microbatch_bytes) is keeps
     assert sum(one.units != ("embedding",) for one in plain.stages) >= 3
     assert max(plain.peak_live_microbatches) <= 2
+
+
+@pytest.mark.shows(181)
+def test_documents_are_counted_one_by_one_and_the_fullest_batch_is_rehearsed(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(10):
+        (tmp_path / "texts" / f"{number}.txt").write_text("all work " * (1 if number else 7))
+    changed = {"data.packing": "document", "data.corpus": str(tmp_path / "texts"), "data.validation_fraction": 0.0}
+    config = config_of(tmp_path, {**changed, "train.steps": 5, "data.sequence_length": 64, "parallel.dp": 2})
+    data = RunData.load(config)
+    plan = plan_run(config, data)
+    loader = data.loader(DataShard(0, 1))
+    taken = [next(loader).sequence_lengths("tokens") for _ in range(5 * 2)]
+    fullest = max(taken, key=sum)
+    assert max(fullest) == 62 and len(fullest) == 2
+    assert data.fullest_lengths() == list(fullest)
+    assert plan.step_tokens == round(4 * (9 * 8 + 62) / 10)
+    assert (plan.num_items, plan.epochs) == (10, 2.0)
+    without = RehearsedRun.of(config, plan.device, lengths=[8, 8]).rehearse(0).peak_bytes
+    with_it = RehearsedRun.of(config, plan.device, lengths=list(fullest)).rehearse(0).peak_bytes
+    assert plan.memory_bytes[0] == with_it > without

@@ -1,8 +1,11 @@
 """The parts of a run, made from its settings: its engine's arguments and its data."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
+
+import numpy as np
 
 from penstock.data import (
     BatchSize,
@@ -36,7 +39,10 @@ from penstock.engine.training.losses import (
     token_cross_entropy,
 )
 from penstock.model import ModelGroups, decoder_units
-from penstock.settings import ConfigError, RunConfig, checked, read_config
+from penstock.settings import ConfigError, RunConfig, check_rates, checked, read_config
+
+# Items that are looked through for the largest batch.
+_MOST_COUNTED = 1 << 20
 
 
 @checked
@@ -46,7 +52,7 @@ def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
     Raises:
         ValueError: the settings cannot go together.
     """
-    settings = check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config))
+    settings = with_steps(check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config)))
     tokenizer = load_tokenizer(tokenizer_of(settings), settings.data.end_token or False)
     return engine_arguments(settings, tokenizer.vocab_size)
 
@@ -65,6 +71,21 @@ def engine_arguments(config: RunConfig, vocab_size: int) -> EngineArguments:
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
         return EngineArguments.of_decoder(shape, config.parallel, options)
     return open_folder(source, native=True, quiet=True).arguments_from_files(config.parallel, options, shape)
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The settings of a run with `train.steps` in place of `train.epochs`, counted as transformers and TRL do.
+
+    Raises: ValueError as `RunData.load`, and ConfigError for a warm-up as long as the run.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    num_items = RunData.load(config).loader(DataShard(), with_data=False).packing.num_items
+    steps = ceil(epochs * ceil(num_items / config.data.num_sequences))
+    found = replace(config, train=replace(config.train, steps=steps, epochs=None))
+    check_rates(found)
+    return found
 
 
 def check_parts(config: RunConfig) -> "RunData":
@@ -158,6 +179,19 @@ class RunData:
             shard=shard,
             with_data=with_data,
         )
+
+    def fullest_lengths(self) -> list[int]:
+        """The lengths of a data-parallel rank's sequences in the step of the run with the largest microbatch."""
+        loader, config = self.loader(DataShard(), with_data=False), self.config
+        per_rank = config.data.num_sequences // config.parallel.dp
+        if isinstance(loader.packing, WindowPacking):
+            return [config.data.sequence_length] * per_rank
+        num_batches = max(1, min(config.train.steps * config.parallel.dp, _MOST_COUNTED // per_rank))
+        each = [sum(own) for own in loader.packing.lengths(loader.items(0, num_batches * per_rank))]
+        lengths = np.array(each).reshape(num_batches, per_rank)
+        # None is cut, and the others are shared evenly.
+        largest = np.maximum(lengths.max(axis=1), lengths.sum(axis=1) / config.train.num_microbatches)
+        return lengths[int(largest.argmax())].tolist()
 
     @property
     def loss(self) -> tuple[LossFn, LossWeightFn]:

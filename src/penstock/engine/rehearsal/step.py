@@ -236,8 +236,16 @@ class RehearsedRun:
     num_active: int
 
     @classmethod
-    def of(cls, config: RunConfig, device: str | None = None, vocab_size: int | None = None) -> RehearsedRun:
+    def of(
+        cls,
+        config: RunConfig,
+        device: str | None = None,
+        vocab_size: int | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> RehearsedRun:
         """The run of settings that have been checked; see `rehearse_run`. vocab_size: that of a tokenizer in use.
+
+        lengths: of a data-parallel rank's sequences; None for as many of `data.sequence_length` as it has.
 
         Raises: ConfigError if transformers' own layers run the model.
         """
@@ -253,7 +261,7 @@ class RehearsedRun:
         if options.adapter is not None:
             units = with_adapter(units, options.adapter, found.form, found.layout)
         num_sequences = config.data.num_sequences // config.parallel.dp
-        batch = RehearsedBatch([config.data.sequence_length] * num_sequences, micro_batches(config))
+        batch = RehearsedBatch(lengths or [config.data.sequence_length] * num_sequences, micro_batches(config))
         experts = config.model.experts
         return cls(found._replace(units=units, options=options), batch, experts.num_experts, experts.num_active)
 
