@@ -107,9 +107,8 @@ def test_a_chat_file_becomes_a_conversation(
     assert said.out[0] == ANSWERS["what is a stage?"]
     assert "there is no command '/clera'" in said.err and "/clear" in said.err
     assert "too many for the model; /clear begins a new one" in said.err
-    switched = talk(
-        monkeypatch, capsys, ["and the cat?"], *("--chat-template-kwargs", '{"brief": true}'), "--top-k", "1"
-    )
+    brief = ("--chat-template-kwargs", '{"brief": true}', "--top-k", "1")
+    switched = talk(monkeypatch, capsys, ["never read"], "/clear", "and the cat?", *brief)
     assert switched.out == ["so what."]
     assert main(["chat", "tuned", "--chat-template-kwargs", "brief"]) == 2
     assert "is no JSON object" in capsys.readouterr().err

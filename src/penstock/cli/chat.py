@@ -42,7 +42,8 @@ def parser() -> Parser:
         "penstock chat",
         """Talk with the model in a folder, that of a run or of a Hugging Face model, in this process. Its own chat
 template writes the conversation, all of which is read again for each answer. A line is what you say; /system TEXT,
-/clear, /help and /exit are commands, and Ctrl-C ends an answer early. Lines may also come from a file or a pipe.""",
+/clear, /help and /exit are commands, and Ctrl-C ends an answer early. Lines may also come from a pipe, or be given
+here.""",
         examples=(
             ("penstock chat runs/tuned", "ask, and see the answer as it comes"),
             'penstock chat model/ --system "You are brief." --temperature 0',
@@ -50,6 +51,7 @@ template writes the conversation, all of which is read again for each answer. A 
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
+    parser.add_argument("lines", nargs="*", metavar="LINE", help="what you say, in place of what is typed")
     parser.add_argument("--system", metavar="TEXT", help="what the system says ahead of the conversation")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a template in Jinja's language of your own")
     parser.add_argument(
@@ -57,7 +59,7 @@ template writes the conversation, all of which is read again for each answer. A 
     )
     sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
     add_options(sampling, _SAMPLING, _METAVARS, switches=True)
-    Chat.add_options(parser.add_argument_group("how it runs"))
+    Conversation.add_options(parser.add_argument_group("how it runs"))
     return parser
 
 
@@ -71,7 +73,7 @@ def _switches(word: str) -> dict[str, Any]:
     return found
 
 
-class Chat(ModelCommand):
+class Conversation(ModelCommand):
     """One call of the command, and its conversation."""
 
     parser = staticmethod(parser)
@@ -102,9 +104,10 @@ class Chat(ModelCommand):
         self._begin(given.system)
         show_lacking(model, self.sampling)
         with self.open(model) as (engine, _):
-            if sys.stdin.isatty():
+            lines = iter(given.lines) if given.lines else iter(_said, None)
+            if not given.lines and sys.stdin.isatty():
                 print(f"Talk with {model.folder}; {'; '.join(_COMMANDS.values())}.")
-            while (line := _said()) is not None:
+            for line in map(str.strip, lines):
                 if line.startswith("/"):
                     if line == "/exit":
                         return
@@ -169,7 +172,7 @@ def _said() -> str | None:
         import readline  # noqa: F401
 
     try:
-        return (input("> " if sys.stdin.isatty() else "")).strip()
+        return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
 
@@ -178,4 +181,4 @@ def _note(text: str) -> None:
     print(f"penstock: {text}", file=sys.stderr, flush=True)
 
 
-main = Chat.main
+main = Conversation.main
