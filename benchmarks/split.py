@@ -31,8 +31,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     units, boundary = training.units(), Boundary(training.hidden_size, torch.float32)
     first = 1 + training.num_layers // 2
-    cut = (range(first, first + training.num_layers),)
-    stage = build_stages(units, cut, (0,), boundary, EngineOptions(), torch.device("cpu"))[0]
+    members = {0: range(first, first + training.num_layers)}
+    stage = build_stages(units, members, boundary, EngineOptions(), torch.device("cpu"))[0]
     sequences = Sequences.from_lengths(training.lengths)
     x, grad = torch.randn(2, *boundary.shape(sequences.num_tokens)).unbind()
     pairs = [

@@ -3,8 +3,10 @@
 import math
 import sysconfig
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from penstock.engine.folders.model_folder import open_model
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.model.hf.families import HuggingFaceForm
+from penstock.model.quantized import SHAPES, int_mm
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
@@ -89,6 +92,37 @@ def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_pipeline_slot
                 assert row == pytest.approx(wanted_row, abs=1e-6, rel=0)
 
 
+def chosen(rank: int, layout: Layout, kinds: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """The kind that each engine has settled on, and the kernels that it has packed weights for."""
+    found = []
+    own = ({"fp32": 5.0, "int8 by a": 1.0, "int8 by b": 2.0}, {"fp32": 1.5, "int8 by a": 9.0, "int8 by b": 2.0})[rank]
+    for kind in kinds:
+        packed: list[str] = []
+
+        def kernel(weight_OI: torch.Tensor, scales_O: torch.Tensor, name: str, packed: list[str] = packed) -> Any:
+            packed.append(name)
+            return int_mm(weight_OI, scales_O)
+
+        kernels = {name: partial(kernel, name=name) for name in "ab"}
+        options = EngineOptions(quantize=Quantize(kind), learns=False, timeout_s=60)
+        with (
+            patch("penstock.engine.build.measured_seconds", lambda *_: [own] * len(SHAPES)),
+            patch("penstock.model.quantized.INT8_KERNELS", kernels),
+        ):
+            engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)
+        found.append((str(engine.pipeline.options.quantize), sorted(set(packed))))
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(175)
+def test_all_ranks_take_the_kernel_and_the_numbers_that_are_fastest_for_all_of_them() -> None:
+    # The first rank alone would take a; for the second alone auto would be none.
+    for found in run_ranks(2, chosen, Layout(pp=2), ("int8", "auto")):
+        assert found == [("int8", ["b"]), ("int8", ["b"])]
+
+
 DEMO = ModelConfig(vocab_size=256, **tomllib.loads(Path("examples/tiny.toml").read_text())["model"])
 
 
@@ -113,7 +147,8 @@ def test_the_perplexity_of_a_trained_model_is_within_one_percent_in_int8(tmp_pat
     engine.close()
     held_out = [PackedBatch.from_documents(texts(("textwrap.py",), 64)[:32])]
     found = {}
-    for kind in Quantize:
+    kinds = [kind for kind in Quantize if kind is not Quantize.AUTO]
+    for kind in kinds:
         model = open_model(tmp_path / "model", quantize=kind)
         engine = Engine(*model.arguments(ParallelConfig()))
         found[kind] = math.exp(engine.evaluate(held_out))

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from penstock import Engine, SamplingParams
 from penstock.cli.main import main
 from penstock.engine.folders.model_folder import open_model
+from penstock.model import quantized
 from penstock.settings import ParallelConfig, Quantize
 from tests.hugging_face import make_model, make_tokenizer
 
@@ -88,12 +89,47 @@ def test_commands_take_the_kind_of_numbers_and_refuse_what_they_cannot_keep_so(
         assert told in caught and "Traceback" not in caught
 
 
+@pytest.mark.shows(175)
+def test_a_kind_that_is_slower_here_is_named_once_and_auto_takes_the_faster(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, found = tmp_path / "prompts.jsonl", {}
+    prompts.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in PROMPTS))
+    seconds = {"int8 by FBGEMM": 1.0, "int8 by oneDNN": 3.0, "int8-weights": 5.0}
+    for kind, fp32 in (
+        ("int8", 2.0),
+        ("int8", 0.5),
+        ("int8-weights", 2.0),
+        ("auto", 2.0),
+        ("auto", 0.5),
+        ("none", 2.0),
+    ):
+        monkeypatch.setattr(quantized, "measured_seconds", lambda *_, own=fp32: [seconds | {"fp32": own}] * 2)
+        output = tmp_path / f"{kind}-{fp32}.jsonl"
+        words = ["generate", str(folder), "--file", str(prompts), "--output", str(output), "--quantize", kind]
+        assert main([*words, "--temperature", "0", "--max-new-tokens", "8", "--ignore-end"]) == 0
+        answers = [tuple(json.loads(line)["tokens"]) for line in output.read_text().splitlines()]
+        lines = [line for line in capsys.readouterr().err.splitlines() if "slower" in line]
+        found[kind, fp32] = answers, lines
+    assert {key: len(lines) for key, (_, lines) in found.items() if lines} == {
+        ("int8", 0.5): 1,
+        ("int8-weights", 2.0): 1,
+    }
+    assert (
+        "int8-weights is slower on this machine than fp32 without it: products take 2.50 times as long"
+        in (found["int8-weights", 2.0][1][0])
+    )
+    assert found["int8", 2.0][0] != found["none", 2.0][0]
+    assert found["auto", 2.0][0] == found["int8", 2.0][0] and found["auto", 0.5][0] == found["none", 2.0][0]
+
+
 def test_a_folder_of_8_bit_weights_is_run_as_asked(folder: Path, tmp_path: Path) -> None:
     made = tmp_path / "small"
     assert main(["convert", str(folder), str(made), "--to", "huggingface", "--quantize", "int8"]) == 0
     kept, found = {}, {}
     for kind in (None, *Quantize):
-        if kind is not Quantize.INT4:  # which this model's widths do not allow
+        # This model's widths do not allow int4.
+        if kind not in (Quantize.INT4, Quantize.AUTO):
             model = open_model(made, quantize=kind)
             engine = Engine(*model.arguments(ParallelConfig()))
             kept[kind] = engine.parameters().keys()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.cli.processes.session import Pipelines
     from penstock.data.examples import ExampleReader
+    from penstock.engine.build import EngineArguments
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
@@ -47,6 +48,9 @@ MODEL_OPTIONS: Options = {
 """The options of a saved model that decide how it is run."""
 
 RING_OPTIONS = options_of(RingConfig(), {"num_slots": "slots", "rows_per_slot": "rows"}, without=("max_rows_per_slot",))
+
+_SLOWER = 1.05
+"""What is slower by less than a measurement is off goes without a word."""
 
 
 class ModelCommand:
@@ -200,7 +204,7 @@ class ModelCommand:
             show_layers(model)
         device = choose_device(store, group, parallel.device)
         initialise(*self.pipelines.world(group), device, parallel.timeout_s)
-        arguments = model.arguments(replace(parallel, device=device))
+        arguments = self._settled(model, model.arguments(replace(parallel, device=device)))
         if decoded is not None:
             num_rows, mean_tokens, num_cached = decoded
             measured = measured_ranks(store, group, parallel.pp, device)
@@ -214,6 +218,30 @@ class ModelCommand:
         finally:
             watchdog.close()
             engine.close()
+
+    def _settled(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
+        """The arguments without `auto` for quantized weights, as all processes choose; says where these are slower."""
+        from penstock.engine.build import parameter_dtype
+        from penstock.model.quantized import measured_seconds, seconds_of_all, times_as_slow
+        from penstock.settings import Quantize
+
+        options, kind = arguments.options, model.kept_as
+        if kind is Quantize.NONE or options.device != "cpu":
+            return arguments
+        dtype = parameter_dtype(options.precision)
+        found = self.together("products", lambda: measured_seconds(dtype, kind))
+        views = [theirs["seconds"] for theirs in self.agree("seconds of products", {"seconds": found})]
+        ratio = times_as_slow(kind, dtype, seconds_of_all(views), arguments.hidden_size)
+        if kind is Quantize.AUTO:
+            model.quantize = kind = Quantize.INT8 if ratio < 1 else Quantize.NONE
+            ratio = 1.0
+        if self.group.rank == 0 and ratio > _SLOWER:
+            print(
+                f"penstock: {kind} is slower on this machine than {options.precision} without it: products take "
+                f"{ratio:.2f} times as long; --quantize auto takes the faster one of int8 and none",
+                file=sys.stderr,
+            )
+        return arguments._replace(options=replace(options, quantize=kind))
 
 
 # ---- Input: JSON lines of texts to score or to continue

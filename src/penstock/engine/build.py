@@ -26,8 +26,8 @@ from penstock.model import (
     defer,
 )
 from penstock.model.hf.families import HuggingFaceForm
-from penstock.model.linear import Deferring, fix_weights
-from penstock.model.quantized import quantizer
+from penstock.model.linear import Deferring, Pack, fix_weights
+from penstock.model.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
 from penstock.model.reproducible import make_reproducible
 from penstock.parallel import Grid, Reduction
 from penstock.parallel.gradients import as_real
@@ -476,13 +476,15 @@ def cut_units(
 
 def build_stages(
     units: Sequence[UnitSpec],
-    cut: Sequence[range],
-    numbers: Sequence[int],
+    members: Mapping[int, range],
     boundary: Boundary,
     options: EngineOptions,
     device: torch.device,
+    pack: Pack | None = None,
 ) -> dict[int, Stage]:
-    """The stages of these numbers, with initial weights that depend on the seed alone.
+    """The stages of these numbers and units, with initial weights that depend on the seed alone.
+
+    pack: the kind of numbers in which weights of products are kept, if they are quantized.
 
     Raises:
         ConfigError: the options recompute a layer that the model does not have.
@@ -495,12 +497,11 @@ def build_stages(
                 f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
             )
             raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
-    stages, build = {}, _builder(options, device)
-    for number in numbers:
-        members = cut[number % len(cut)]
+    stages, build = {}, _builder(options, device, pack)
+    for number, own in members.items():
         # The largest first: what reading one takes beside its weights is then not on top of all others.
-        made = {i: build(units[i]) for i in sorted(members, key=lambda i: -units[i].num_parameters)}
-        modules = [(units[i].name, made[i]) for i in members]
+        made = {i: build(units[i]) for i in sorted(own, key=lambda i: -units[i].num_parameters)}
+        modules = [(units[i].name, made[i]) for i in own]
         if options.reproducible:
             make_reproducible(modules, device)
         owner = WeightGradients()
@@ -516,21 +517,33 @@ def build_stages(
             autocast=autocast_of(options.precision, device),
             recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
         )
-        if number >= len(cut):
-            stages[number].suffix = SECOND_COPY
     return stages
 
 
-def _builder(options: EngineOptions, device: torch.device) -> Callable[[UnitSpec], nn.Module]:
-    """The function that makes a unit's module; one whose weights are packed for good, before the next is read.
+def settled(options: EngineOptions, device: torch.device, grid: Grid, width: int) -> tuple[EngineOptions, Pack | None]:
+    """The options without `auto` for quantized weights, and what packs these; the same on all ranks, which agree.
 
     Raises: ConfigError for quantized weights elsewhere than on a CPU.
     """
+    kind = options.quantize
+    if device.type != "cpu":
+        if kind not in (Quantize.NONE, Quantize.AUTO):
+            raise ConfigError(f"quantize = {kind}: products of whole numbers are for CPUs; give device = cpu")
+        return replace(options, quantize=Quantize.NONE), None
+    if kind not in (Quantize.INT8, Quantize.AUTO):
+        return options, None if kind is Quantize.NONE else quantizer(kind)
+    dtype = parameter_dtype(options.precision)
+    seconds = build_on_all_ranks(lambda: measured_seconds(dtype, kind), grid.control)
+    seconds = seconds_of_all(gather_json(seconds, grid.control))
+    if kind is Quantize.AUTO and times_as_slow(kind, dtype, seconds, width) >= 1:
+        return replace(options, quantize=Quantize.NONE), None
+    return replace(options, quantize=Quantize.INT8), quantizer(Quantize.INT8, seconds)
+
+
+def _builder(options: EngineOptions, device: torch.device, pack: Pack | None) -> Callable[[UnitSpec], nn.Module]:
+    """The function that makes a unit's module; one whose weights are packed for good, before the next is read."""
     if not options.packs_for_good:
         return partial(_build_unit, options=options, device=device)
-    if device.type != "cpu" and options.quantize is not Quantize.NONE:
-        raise ConfigError(f"quantize = {options.quantize}: products of whole numbers are for CPUs; give device = cpu")
-    pack = None if options.quantize is Quantize.NONE else quantizer(options.quantize)
 
     def build(unit: UnitSpec) -> nn.Module:
         module = _build_unit(unit, options, device)

@@ -28,6 +28,7 @@ from penstock.engine.build import (
     check_ties,
     check_whole_model,
     cut_units,
+    settled,
     stepped_whole,
     stream_dtype,
     units_for,
@@ -51,6 +52,7 @@ from penstock.model import (
     cut_sequences,
     share_casts,
 )
+from penstock.model.linear import Pack
 from penstock.model.reproducible import check_reproducible
 from penstock.parallel import Grid, connect, gather_uneven, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
@@ -129,7 +131,7 @@ class Pipeline:
     errors are those of `Engine`.
     """
 
-    #: the settings that the caller gave
+    #: the settings that the caller gave, with what `auto` stands for here
     options: EngineOptions
 
     # -- the grid
@@ -157,6 +159,8 @@ class Pipeline:
     choice: ScheduleChoice
     #: shape and dtype of the messages between stages
     boundary: Boundary
+    #: makes what is kept of weights that are quantized
+    pack: Pack | None
     #: stage -> its modules, for the stages of this rank
     stages: dict[int, Stage]
     #: parameters of the model that are copies of others
@@ -224,6 +228,7 @@ class Pipeline:
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
+        self.options, self.pack = settled(self.options, self.device, self.grid, self.boundary.hidden_size)
         build_on_all_ranks(self._build_stages, self.grid.control)
         self.holds_first_stage = any(map(self.placement.is_first, self.stages))
         self.holds_last_stage = any(map(self.placement.is_last, self.stages))
@@ -267,9 +272,11 @@ class Pipeline:
 
     def _build_stages(self) -> None:
         """Make this rank's stages, and find out who else holds their parameters."""
-        self.stages = self._make_stages(self.placement.stages_of(self.grid.pp_rank))
+        numbers, num_cut = self.placement.stages_of(self.grid.pp_rank), len(self.cut)
+        self.stages = self._make_stages({number: self.cut[number % num_cut] for number in numbers})
         self.casts = WeightCasts()
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
+            stage.suffix = SECOND_COPY if number >= num_cut else stage.suffix
             for _, module in stage.units:
                 share_casts(module, self.casts)
                 observe(module, self.recorder)
@@ -295,8 +302,8 @@ class Pipeline:
                 lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
             )
 
-    def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
-        return build_stages(self.units, self.cut, numbers, self.boundary, self.options, self.device)
+    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
+        return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)
 
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         """The units of every stage, and the schedule, which may depend on the units' measured times."""

@@ -68,7 +68,7 @@ def times_here(
             x = torch.randn(boundary.shape(sequences.num_tokens), device=device, dtype=boundary.dtype)
             if i == 0:
                 x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
-            stages = build_stages(units, (range(i, i + 1),), (0,), boundary, options, device)
+            stages = build_stages(units, {0: range(i, i + 1)}, boundary, options, device)
             stages[0].set_training(False)
             known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
         found.append(known[kind])

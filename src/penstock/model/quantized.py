@@ -8,10 +8,11 @@ Shapes: T tokens, I inputs, O outputs, G inputs of a group.
 """
 
 import math
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,21 @@ from penstock.settings import Quantize
 _LARGEST = 127
 _ZERO = 128
 """Kernels that take unsigned activations take this for zero."""
-NUM_ROWS, WIDTH = 8, 1024
-"""Rows, inputs and outputs of the product that is timed."""
+_HALF_ZERO = 64
+"""The same for halves of activations."""
+_LARGEST_16_BITS = 2**15 - 1
+_EXACT = 2**24
+"""Up to here each whole number is one in fp32."""
+IN_HALVES = ", in halves"
 
-_NUM_TIMES = 8
+SHAPES = ((512, 2048), (2048, 2048))
+"""Inputs and outputs of the products that are timed; each layer is taken for the nearest."""
+_FEW, _MANY = 8, 128
+"""Rows of a product that is timed: answers that are written together, and a prompt that is read."""
+_NUM_TURNS, _NUM_LONG_TURNS = 5, 3
+_FAR = 4.0
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
 _PART = 1 << 19
 """Weights that are rounded at a time: what a core's own cache holds of them in fp32."""
 
@@ -43,11 +55,12 @@ Int8Kernel = Callable[[Tensor, Tensor], Product]
 """One way to multiply whole numbers: weights [O, I] int8 and scales [O] fp32 -> their product.
 
 The product is x w^T * scales [..., O] fp32 for x [..., I] fp32 from -127 to 127, which it rounds to whole numbers: as
-those nearest to x + 128 in fp32, halves to the even one.
+those nearest to x + 128 in fp32, halves to the even one. A kernel that takes `zero` adds that in place of 128; what it
+then multiplies is from 0 to 255.
 """
 
 
-def fbgemm(weight_OI: Tensor, scales_O: Tensor) -> Product:
+def fbgemm(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
     """FBGEMM's, which rounds its input itself: fastest with AVX-512 for few rows."""
     zeros = torch.zeros(len(scales_O), dtype=torch.int64)
     with warnings.catch_warnings():
@@ -56,17 +69,17 @@ def fbgemm(weight_OI: Tensor, scales_O: Tensor) -> Product:
         make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
         packed = torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    return lambda x: multiply(x, 1.0, _ZERO, packed)
+    return lambda x: multiply(x, 1.0, zero, packed)
 
 
-def onednn(weight_OI: Tensor, scales_O: Tensor) -> Product:
+def onednn(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
     """oneDNN's, which has code for AMX."""
-    packed = torch.ops.onednn.qlinear_prepack(weight_OI, [NUM_ROWS, weight_OI.shape[1]])
+    packed = torch.ops.onednn.qlinear_prepack(weight_OI, [_FEW, weight_OI.shape[1]])
     zeros_O = torch.zeros(len(scales_O), dtype=torch.int64)
 
     def product(x: Tensor) -> Tensor:
         # Signed activations would run through its reference code.
-        given = ((x + _ZERO).round_().to(torch.uint8), 1.0, _ZERO, packed, scales_O, zeros_O, None)
+        given = ((x + zero).round_().to(torch.uint8), 1.0, zero, packed, scales_O, zeros_O, None)
         return torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
 
     return product
@@ -84,7 +97,61 @@ def int_mm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     return product
 
 
-INT8_KERNELS: Mapping[str, Int8Kernel] = {"FBGEMM": fbgemm, "oneDNN": onednn, "torch._int_mm": int_mm}
+def in_halves(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tensor, int], Product]) -> Product:
+    """The same bits from a kernel that adds up two products in 16 bits, as those do that know neither VNNI nor AMX.
+
+    An activation is the sum of its half rounded down and its half rounded up, which plus 64 are at most 128, so that no
+    sum of two products of either overflows. Both are rows of one product: weights are read once. Where these are so
+    small that whole activations cannot overflow either, those are multiplied.
+    """
+    if _sums_fit_16_bits(weight_OI):
+        return kernel(weight_OI, scales_O, _ZERO)
+    ones_O = torch.ones(len(scales_O))
+    parts = _exact_parts(weight_OI)
+    products = [kernel(part.contiguous(), ones_O, _HALF_ZERO) for part in parts]
+    sizes = [part.shape[1] for part in parts]
+    # Nearest to a half and a quarter less is the half rounded down, to a quarter more the half rounded up.
+    down_and_up = torch.tensor([-_HALF_ZERO - 0.25, -_HALF_ZERO + 0.25])
+
+    def product(x: Tensor) -> Tensor:
+        both = torch.add(down_and_up.view(2, *[1] * x.dim()), (x + _ZERO).round_(), alpha=0.5)
+        if len(products) == 1:
+            down, up = products[0](both)
+            return torch.add(down, up).mul_(scales_O)
+        # Each part is exact in fp32, and their sum in fp64, which is rounded once.
+        sums = [product(part.contiguous()).double().sum(0) for product, part in zip(products, both.split(sizes, -1))]
+        return torch.stack(sums).sum(0).float().mul_(scales_O)
+
+    return product
+
+
+def _sums_fit_16_bits(weight_OI: Tensor) -> bool:
+    """True if no sum of two neighbouring products with activations from 0 to 255 exceeds 16 bits."""
+    for part in weight_OI.split(max(1, _PART // weight_OI.shape[1])):
+        pairs = F.pad(part, (0, part.shape[1] % 2)).to(torch.int16).unflatten(1, (-1, 2))
+        for signed in (pairs.clamp(min=0), pairs.clamp(max=0)):
+            if signed.sum(2).abs().max().item() * 255 > _LARGEST_16_BITS:
+                return False
+    return True
+
+
+def _exact_parts(weight_OI: Tensor) -> Sequence[Tensor]:
+    """The inputs in as few equal parts as leave each output's sum of products with halves exact in fp32."""
+    sizes, num_parts = weight_OI.abs(), 1
+    while True:
+        num_inputs = -(-weight_OI.shape[1] // num_parts)
+        if all(part.sum(1).max().item() * _HALF_ZERO <= _EXACT for part in sizes.split(num_inputs, 1)):
+            return weight_OI.split(num_inputs, 1)
+        num_parts += 1
+
+
+INT8_KERNELS: Mapping[str, Int8Kernel] = {
+    "FBGEMM": fbgemm,
+    "oneDNN": onednn,
+    "torch._int_mm": int_mm,
+    f"FBGEMM{IN_HALVES}": partial(in_halves, kernel=fbgemm),
+    f"oneDNN{IN_HALVES}": partial(in_halves, kernel=onednn),
+}
 
 
 def int8_weights(weight_OI: Tensor, bias_O: Tensor | None, kernel: Int8Kernel) -> PackedWeights:
@@ -117,46 +184,6 @@ def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         # The sizes' memory is at hand; that of `wide` may be the weights' own.
         whole.copy_(torch.div(wide, scales[:, None], out=sizes).round_())
     return rounded_OI, scales_O
-
-
-def measured_kernels() -> dict[str, float]:
-    """Seconds of a product of 8 rows, 1,024 wide, for each kernel that is exact on this processor."""
-    found = {}
-    x, weight_OI = torch.full((NUM_ROWS, WIDTH), float(_LARGEST)), torch.full((WIDTH, WIDTH), _LARGEST)
-    for name, kernel in INT8_KERNELS.items():
-        try:
-            product = kernel(weight_OI.to(torch.int8), torch.ones(WIDTH))
-            # Where sums of two products are kept in 16 bits, which they exceed, this is far too small.
-            if not bool((product(x) == WIDTH * _LARGEST**2).all()):
-                continue
-        except (RuntimeError, AttributeError, NotImplementedError):
-            # This build of PyTorch or this processor has no such kernel.
-            continue
-        found[name] = least_seconds(partial(product, x))
-    return found
-
-
-def least_seconds(act: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few calls."""
-    least = math.inf
-    for _ in range(_NUM_TIMES):
-        start = time.perf_counter()
-        act()
-        least = min(least, time.perf_counter() - start)
-    return least
-
-
-def fastest_int8_kernel() -> Int8Kernel:
-    """The fastest kernel by a measurement of a few milliseconds.
-
-    Raises: ValueError where none is exact.
-    """
-    found = measured_kernels()
-    if not found:
-        raise ValueError(
-            "this processor has no exact product of 8-bit numbers (VNNI or AMX); int8-weights and int4 are possible"
-        )
-    return INT8_KERNELS[min(found, key=found.__getitem__)]
 
 
 def int8_weights_alone(weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights:
@@ -222,32 +249,136 @@ def _finished(y_TO: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
     return y_TO.to(x.dtype).reshape(*x.shape[:-1], y_TO.shape[-1])
 
 
-def quantizer(kind: Quantize) -> Pack:
-    """The function that packs weights in this kind of numbers; int8 chooses its kernel by a short measurement.
+def quantizer(kind: Quantize, seconds: Sequence[Mapping[str, float]] | None = None) -> Pack:
+    """The function that packs weights in this kind of numbers.
 
-    Raises: ValueError for NONE, and where the processor lacks the kind.
+    seconds: of each shape's int8 products, which choose the kernel; left out, they are measured.
+
+    Raises: ValueError for NONE and AUTO, and where the processor lacks the kind.
     """
     if kind is Quantize.INT8:
-        return partial(int8_weights, kernel=fastest_int8_kernel())
+        found = measured_seconds(torch.float32, kind) if seconds is None else seconds
+        kernels = [INT8_KERNELS[_fastest_kernel(of_shape)] for of_shape in found]
+        return lambda weight_OI, bias_O: int8_weights(weight_OI, bias_O, kernels[_shape_like(weight_OI.numel())])
     kinds: dict[Quantize, Pack] = {Quantize.INT8_WEIGHTS: int8_weights_alone, Quantize.INT4: int4_weights}
     if kind not in kinds:
         raise ValueError(f"quantize = {kind} packs nothing; possible are int8, {', '.join(kinds)}")
     return kinds[kind]
 
 
+# ---- How fast each kind is here
+
+_BY = f"{Quantize.INT8} by "
+
+
+def _fastest_kernel(seconds: Mapping[str, float]) -> str:
+    """The name of the int8 kernel. Raises: ValueError where none is exact."""
+    found = {name.removeprefix(_BY): took_s for name, took_s in seconds.items() if name.startswith(_BY)}
+    if not found:
+        raise ValueError("this processor has no exact product of 8-bit numbers; int8-weights and int4 are possible")
+    return min(found, key=found.__getitem__)
+
+
+def _shape_like(num_weights: int) -> int:
+    """The number of the shape that is timed whose weights are nearest to so many."""
+    return min(range(len(SHAPES)), key=lambda i: abs(math.log(num_weights / math.prod(SHAPES[i]))))
+
+
+def measured_seconds(dtype: torch.dtype, kind: Quantize) -> list[dict[str, float]]:
+    """Seconds, for each of `SHAPES`, by products in that dtype and of that kind, of int8 by each exact kernel.
+
+    They are of 128 tokens that are written, eight at a time, and as many that are read at once.
+    """
+    return _measured(dtype, Quantize.INT8 if kind is Quantize.AUTO else kind, torch.get_num_threads())
+
+
+@cache
+def _measured(dtype: torch.dtype, kind: Quantize, num_threads: int) -> list[dict[str, float]]:
+    found = []
+    for shape in SHAPES:
+        products = _products(dtype, (kind,), shape)
+        few = _medians(products, _rows(_FEW, shape, dtype), _NUM_TURNS)
+        # What is far slower is not waited for with more rows.
+        near = {name: product for name, product in products.items() if few[name] < _FAR * min(few.values())}
+        scale = _MANY / _FEW
+        many = _medians(near, _rows(_MANY, shape, dtype), _NUM_LONG_TURNS)
+        found.append({name: scale * took_s + many.get(name, scale * took_s) for name, took_s in few.items()})
+    return found
+
+
+def seconds_of_all(views: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """What all ranks have measured, added up, of the products that each of them has: the same on all ranks."""
+    return [
+        {name: sum(theirs[name] for theirs in shape) for name in shape[0] if all(name in theirs for theirs in shape)}
+        for shape in zip(*views, strict=True)
+    ]
+
+
+def times_as_slow(
+    kind: Quantize, dtype: torch.dtype, seconds: Sequence[Mapping[str, float]], hidden_size: int
+) -> float:
+    """How many times as long products of this kind take as those in that dtype, in layers as wide."""
+    of_shape = seconds[_shape_like(hidden_size * max(SHAPES[0]))]
+    name = _BY + _fastest_kernel(of_shape) if kind in (Quantize.INT8, Quantize.AUTO) else str(kind)
+    return of_shape[name] / of_shape[_DTYPES[dtype]]
+
+
 def measured_products() -> dict[str, float]:
     """Seconds of a product of 8 rows, 1,024 wide, by kind, and for int8 by kernel: what this processor is fast at."""
-    weight, found = torch.randn(WIDTH, WIDTH), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(NUM_ROWS, WIDTH, dtype=dtype)
-        if (packed := fastest_matmul().packed(weight.to(dtype), None)) is not None:
-            found["fp32" if dtype is torch.float32 else "bf16"] = least_seconds(partial(packed.output, x))
-    kinds: dict[str, Pack] = {
-        f"int8 by {name}": partial(int8_weights, kernel=INT8_KERNELS[name]) for name in measured_kernels()
-    }
-    kinds |= {kind: quantizer(kind) for kind in (Quantize.INT8_WEIGHTS, Quantize.INT4)}
-    for name, pack in kinds.items():
-        packed = pack(weight, None)
-        assert packed is not None
-        found[str(name)] = least_seconds(partial(packed.output, torch.randn(NUM_ROWS, WIDTH)))
+    shape, found = (1024, 1024), {}
+    for dtype, kinds in (torch.float32, tuple(Quantize)), (torch.bfloat16, ()):
+        found |= _medians(_products(dtype, kinds, shape), _rows(_FEW, shape, dtype), _NUM_TURNS)
     return found
+
+
+def _products(dtype: torch.dtype, kinds: Sequence[Quantize], shape: tuple[int, int]) -> dict[str, Product]:
+    """The products in that dtype and of these kinds, of int8 by each kernel that is exact on this processor."""
+    num_inputs, num_outputs = shape
+    weight_OI = _signed(num_outputs).expand(num_outputs, num_inputs).contiguous()
+    own = weight_OI.to(dtype)
+    packed = fastest_matmul().packed(own, None)
+    found: dict[str, Product] = {_DTYPES[dtype]: partial(F.linear, weight=own) if packed is None else packed.output}
+    for kind in kinds:
+        if kind in (Quantize.INT8_WEIGHTS, Quantize.INT4) and (packed := quantizer(kind)(weight_OI, None)) is not None:
+            found[str(kind)] = packed.output
+    if Quantize.INT8 not in kinds:
+        return found
+    x = _rows(_FEW, shape, torch.float32)
+    for name, kernel in INT8_KERNELS.items():
+        if _BY + name.removesuffix(IN_HALVES) in found:
+            continue
+        try:
+            product = int8_weights(weight_OI, None, kernel).output
+            # Where sums of two products are kept in 16 bits, which these exceed, they are far too small.
+            if torch.equal(product(x), x[:, :1] * _signed(num_outputs).t() * num_inputs):
+                found[_BY + name] = product
+        except (RuntimeError, AttributeError, NotImplementedError):
+            # This build of PyTorch or this processor has no such kernel.
+            continue
+    return found
+
+
+def _signed(count: int) -> Tensor:
+    """The largest weight and its negative in turns, [count, 1]."""
+    return torch.tensor([[float(_LARGEST)], [-float(_LARGEST)]]).repeat(-(-count // 2), 1)[:count]
+
+
+def _rows(count: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """So many rows of the largest activations, of either sign."""
+    return _signed(count).expand(count, shape[0]).to(dtype)
+
+
+def _medians(products: Mapping[str, Product], x: Tensor, num_turns: int) -> dict[str, float]:
+    """The median seconds of each, which take turns; one turn more comes first, and does not count.
+
+    Seconds are those of the thread that calls, on a processor: it has its share of each product, and while other
+    programs run it has no more.
+    """
+    found: dict[str, list[float]] = {name: [] for name in products}
+    for turn in range(num_turns + 1):
+        for name, product in products.items():
+            start = time.thread_time()
+            product(x)
+            if turn:
+                found[name].append(time.thread_time() - start)
+    return {name: statistics.median(times) for name, times in found.items()}

@@ -525,10 +525,11 @@ class Quantize(NamedValue):
     """The whole numbers that weights of products are kept as.
 
     NONE: as they are. INT8: weights of 8 bits, for activations that are rounded to 8 bits row by row. INT8_WEIGHTS and
-    INT4: weights of 8 or 4 bits alone, for activations in bf16.
+    INT4: weights of 8 or 4 bits alone, for activations in bf16. AUTO: INT8 where that is faster than NONE.
     """
 
     NONE = "none"
+    AUTO = "auto"
     INT8 = "int8"
     INT8_WEIGHTS = "int8-weights"
     INT4 = "int4"
@@ -543,7 +544,9 @@ class InferenceConfig(Settings, section="inference"):
     """
 
     quantize: Quantize = setting(
-        Quantize.NONE, "Keep weights as whole numbers of 8 or 4 bits (dense models); int8 rounds activations as well."
+        Quantize.NONE,
+        "Keep weights as whole numbers of 8 or 4 bits (dense models); int8 rounds activations as well; auto "
+        "is int8 where that is faster.",
     )
 
 

@@ -1,7 +1,14 @@
 """Products of quantized weights: their error, their rows, their kernels, and what takes the place of parameters."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +16,23 @@ import torch
 from penstock.model import Linear
 from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
 from penstock.model.quantized import (
+    IN_HALVES,
     INT8_KERNELS,
-    fastest_int8_kernel,
+    SHAPES,
+    _measured,
+    _medians,
+    fbgemm,
+    in_halves,
     int4_weights,
     int8_weights,
     int8_weights_alone,
     int_mm,
-    measured_kernels,
+    measured_seconds,
+    onednn,
     quantizer,
     rounded,
+    seconds_of_all,
+    times_as_slow,
 )
 from penstock.settings import Quantize
 
@@ -38,7 +53,9 @@ def values(num_inputs: int, num_outputs: int, num_rows: int = 65) -> tuple[torch
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SIZES)
 def test_an_int8_product_is_off_by_half_a_step_of_each_factor_at_most(num_inputs: int, num_outputs: int) -> None:
     x, weight, bias = values(num_inputs, num_outputs)
-    y = int8_weights(weight, bias, fastest_int8_kernel()).output(x).double()
+    packed = quantizer(Quantize.INT8)(weight, bias)
+    assert packed is not None
+    y = packed.output(x).double()
     whole, scales = rounded(weight)
     of_weights = x.double().abs().sum(1, keepdim=True) * scales / 2
     of_activations = x.double().abs().amax(1, keepdim=True) / 127 / 2 * (whole.double().abs().sum(1) * scales)
@@ -118,14 +135,121 @@ def test_weights_rounded_part_by_part_are_those_rounded_at_once_and_stay_as_they
     assert torch.equal(weight_OI, before)
 
 
-def test_all_int8_kernels_that_are_exact_give_the_same_bits() -> None:
-    x, weight, bias = values(520, 80)
-    x[5] = 0
-    found = {name: int8_weights(weight, bias, INT8_KERNELS[name]).output(x) for name in measured_kernels()}
-    assert found
+def kernels_here() -> list[str]:
+    """The exact ones of this processor."""
+    names = {name for of_shape in measured_seconds(torch.float32, Quantize.INT8) for name in of_shape}
+    return sorted(name.removeprefix("int8 by ") for name in names if name.startswith("int8 by "))
+
+
+@pytest.mark.parametrize("num_inputs", [520, 4097])
+def test_all_int8_kernels_that_are_exact_give_the_same_bits(num_inputs: int) -> None:
+    x, weight, bias = values(num_inputs, 80)
+    x[5], x[6], weight[0], bias[0] = 0, 1, 3, 0
+    names = {*kernels_here(), *(name for name in INT8_KERNELS if name.endswith(IN_HALVES))}
+    found = {name: int8_weights(weight, bias, INT8_KERNELS[name]).output(x) for name in names}
     first = next(iter(found.values()))
     assert all(torch.equal(y, first) for y in found.values()), list(found)
     assert torch.equal(first[5], bias), "a row of zeros gives the biases"
+
+
+def adversaries(num_inputs: int, num_outputs: int = 40) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Activations from -127 to 127 and weights whose sums of two products exceed 16 bits, or come close to it."""
+    generator = torch.Generator().manual_seed(num_inputs)
+
+    def whole(*shape: int, most: int = 127) -> torch.Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).to(torch.int8)
+
+    x, signs = whole(9, num_inputs).float(), torch.tensor([1, -1]).repeat(num_outputs)[:num_outputs, None]
+    x[0], x[1], x[2, ::2] = 127, -127, 127
+    largest = (127 * signs).expand(num_outputs, num_inputs).to(torch.int8)
+    # Neighbours of 127 and 1 fill 16 bits to the last; 127 and 2 do not fit.
+    full = (torch.where(torch.arange(num_inputs) % 2 == 0, 127, 1) * signs).to(torch.int8)
+    over = (torch.where(torch.arange(num_inputs) % 2 == 0, 127, 2) * signs).to(torch.int8)
+    one_pair = whole(num_outputs, num_inputs, most=60)
+    one_pair[-1, -2:] = 127
+    return {
+        "any": (x, whole(num_outputs, num_inputs)),
+        "largest": (x, largest),
+        "full": (x, full),
+        "over": (x, over),
+        "small": (x, whole(num_outputs, num_inputs, most=64)),
+        "one pair": (x, one_pair),
+    }
+
+
+def exact(x: torch.Tensor, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> torch.Tensor:
+    """Whole numbers, rounded to fp32 once, and then scaled."""
+    return (x.long() @ weight_OI.long().t()).float() * scales_O
+
+
+@pytest.mark.shows(175)
+@pytest.mark.parametrize("num_inputs", [1, 57, 512, 5000])
+@pytest.mark.parametrize("kernel", [fbgemm, onednn])
+def test_products_in_halves_are_those_of_whole_numbers(
+    kernel: Callable[[torch.Tensor, torch.Tensor, int], Callable[[torch.Tensor], torch.Tensor]], num_inputs: int
+) -> None:
+    scales_O = torch.rand(40, generator=torch.Generator().manual_seed(0))
+    for name, (x, weight_OI) in adversaries(num_inputs).items():
+        product, expected = in_halves(weight_OI, scales_O, kernel), exact(x, weight_OI, scales_O)
+        assert torch.equal(product(x), expected), name
+        assert torch.equal(product(x[:1]), expected[:1]), f"{name}, one row"
+        assert torch.equal(product(x.view(3, 3, -1)), expected.view(3, 3, -1)), f"{name}, rows of any shape"
+
+
+def test_one_product_is_taken_where_no_sum_of_two_can_overflow() -> None:
+    made: list[tuple[int, list[int]]] = []
+
+    def counted(weight_OI: torch.Tensor, scales_O: torch.Tensor, zero: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        product, rows = fbgemm(weight_OI, scales_O, zero), list[int]()
+        made.append((zero, rows))
+        return lambda x: rows.append(x.shape[:-1].numel()) or product(x)
+
+    for name, (x, weight_OI) in adversaries(512).items():
+        made.clear()
+        in_halves(weight_OI, torch.ones(40), counted)(x)
+        expected = (128, [9]) if name in ("full", "small") else (64, [18])
+        assert made == [expected], name
+
+
+_LIMITED = {
+    "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+
+def bits_here() -> dict[str, Any]:
+    """What a process with these instructions finds: which kernels are exact, and what int8 products give."""
+    found, scales_O = dict[str, Any](), torch.rand(40, generator=torch.Generator().manual_seed(0))
+    for num_inputs in (57, 2048, 5000):
+        for name, (x, weight_OI) in adversaries(num_inputs).items():
+            whole = exact(x, weight_OI, scales_O)
+            for kernel in ("FBGEMM", *kernels_here()):
+                same = torch.equal(INT8_KERNELS[kernel](weight_OI, scales_O)(x), whole)
+                found[f"{kernel}: {name}, {num_inputs}"] = same
+        x, weight, bias = values(num_inputs, 80)
+        packed = quantizer(Quantize.INT8)(weight, bias)
+        assert packed is not None
+        found[f"product, {num_inputs}"] = packed.output(x).double().cumsum(0)[-1].tolist()
+    return found | {"kernels": kernels_here()}
+
+
+@pytest.mark.shows(175)
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="not an x86 processor")
+def test_a_processor_with_avx2_alone_gives_the_same_bits_where_fbgemm_itself_overflows() -> None:
+    program = "import json; from tests.unit.model.test_quantized import bits_here; print(json.dumps(bits_here()))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=os.environ | _LIMITED, capture_output=True, text=True, timeout=120, check=True)
+    limited, whole = json.loads(done.stdout.splitlines()[-1]), bits_here()
+    kernels = limited.pop("kernels")
+    assert kernels and all(name.endswith(IN_HALVES) for name in kernels)
+    assert not limited["FBGEMM: largest, 2048"], "the limits hold: these sums are lost"
+    for name, value in limited.items():
+        if name.startswith("product"):
+            assert value == whole[name], name
+        elif not name.startswith("FBGEMM: "):
+            assert value, name
 
 
 def test_a_kernel_that_loses_large_sums_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +261,51 @@ def test_a_kernel_that_loses_large_sums_is_not_chosen(monkeypatch: pytest.Monkey
         return product
 
     monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {"saturating": saturating})
+    monkeypatch.setattr("penstock.model.quantized.SHAPES", ((64, 32),))
+    monkeypatch.setattr("penstock.model.quantized._measured", _measured.__wrapped__)
     with pytest.raises(ValueError, match=r"no exact product of 8-bit numbers.*int4 are possible"):
-        fastest_int8_kernel()
+        quantizer(Quantize.INT8)
+
+
+@pytest.mark.shows(175)
+def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def named(name: str, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: used.append(name) or int_mm(weight_OI, scales_O)(x)
+
+    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {name: partial(named, name) for name in "abc"})
+    # The second rank has no c.
+    views = [
+        [{"fp32": 3.0, "int8 by a": 1.0, "int8 by b": 2.0, "int8 by c": 0.1}] * 2,
+        [{"fp32": 3.0, "int8 by a": 2.0, "int8 by b": 1.5}, {"fp32": 3.0, "int8 by a": 9.0, "int8 by b": 1.0}],
+    ]
+    agreed = seconds_of_all(views)
+    assert agreed == seconds_of_all(views[::-1])
+    pack = quantizer(Quantize.INT8, agreed)
+    for num_inputs, num_outputs in ((64, 64), SHAPES[0], SHAPES[1], (2048, 8192)):
+        packed = pack(torch.ones(num_outputs, num_inputs), None)
+        assert packed is not None
+        packed.output(torch.ones(1, num_inputs))
+    assert used == ["a", "a", "b", "b"]
+    assert times_as_slow(Quantize.AUTO, torch.float32, agreed, 512) == 0.5
+    assert times_as_slow(Quantize.INT8, torch.float32, agreed, 4096) == 0.5
+
+
+def test_a_product_that_is_disturbed_now_and_then_keeps_its_place() -> None:
+    turns = iter(range(100))
+
+    def act(seconds: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            end = time.thread_time() + seconds * (20 if next(turns) % 5 == 0 else 1)
+            while time.thread_time() < end:
+                pass
+            return x
+
+        return product
+
+    found = _medians({"slow": act(0.003), "fast": act(0.001)}, torch.ones(1), 5)
+    assert found["fast"] < found["slow"] < 0.01
 
 
 def test_int4_refuses_shapes_that_its_kernel_does_not_take() -> None:
@@ -189,7 +356,7 @@ def test_packed_weights_take_the_place_of_the_parameters_of_layers_that_read_the
 def test_the_table_has_every_kind() -> None:
     weight = torch.randn(64, 64)
     for kind in Quantize:
-        if kind is Quantize.NONE:
+        if kind in (Quantize.NONE, Quantize.AUTO):
             with pytest.raises(ValueError, match="packs nothing; possible are int8"):
                 quantizer(kind)
         else:

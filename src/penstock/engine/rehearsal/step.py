@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -200,8 +200,8 @@ class RehearsedPipeline(Pipeline):
     def _check_whole_model(self) -> None:
         """Compare nothing: there are no values, and no other rank."""
 
-    def _make_stages(self, numbers: Sequence[int]) -> dict[int, Stage]:
-        return self.place.stages(self.units, self.cut, numbers, self.boundary, self.options)
+    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
+        return self.place.stages(self.units, members, self.boundary, self.options)
 
 
 class MeteredRecorder(Recorder):

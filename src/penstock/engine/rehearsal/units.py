@@ -45,12 +45,11 @@ class RehearsedPlace:
     def stages(
         self,
         units: Sequence[UnitSpec],
-        cut: Sequence[range],
-        numbers: Sequence[int],
+        members: Mapping[int, range],
         boundary: Boundary,
         options: EngineOptions,
     ) -> dict[int, Stage]:
-        """The stages of these numbers, whose tensors have no values; what they give each other is the plain stream.
+        """The stages of these numbers and units, whose tensors have no values; they give each other the plain stream.
 
         Raises: ConfigError for layers of a user's own that have values, which a rehearsal would take from them.
         """
@@ -64,7 +63,7 @@ class RehearsedPlace:
         boundary = replace(boundary, is_open=False)
         units = [replace(unit, initialise=lambda module, seed: None) for unit in units]
         with _disable_current_modes():
-            stages = build_stages(units, cut, numbers, boundary, options, torch.device("meta"))
+            stages = build_stages(units, members, boundary, options, torch.device("meta"))
         for stage in stages.values():
             stage.autocast = autocast_of(options.precision, self.device)
             for _, module in stage.units:
@@ -117,7 +116,7 @@ def units_alone(
             tokens,
             lambda output: cross_entropy_sum(output, torch.zeros_like(tokens)),
         )
-        stages = place.stages(units, whole, (0,), boundary, options)
+        stages = place.stages(units, {0: range(len(units))}, boundary, options)
         for _, parameter in stages[0].named_parameters():
             # As if there were a rank's buckets.
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
