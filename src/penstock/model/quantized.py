@@ -307,7 +307,7 @@ def _measured(dtype: torch.dtype, kind: Quantize, num_threads: int) -> list[dict
 
 
 def seconds_of_all(views: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    """What all ranks have measured, added up, of the products that each of them has: the same on all ranks."""
+    """The sums of what all ranks have measured, of the products that each of them has: the same on all ranks."""
     return [
         {name: sum(theirs[name] for theirs in shape) for name in shape[0] if all(name in theirs for theirs in shape)}
         for shape in zip(*views, strict=True)
@@ -317,7 +317,7 @@ def seconds_of_all(views: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[
 def times_as_slow(
     kind: Quantize, dtype: torch.dtype, seconds: Sequence[Mapping[str, float]], hidden_size: int
 ) -> float:
-    """How many times as long products of this kind take as those in that dtype, in layers as wide."""
+    """The seconds of products of this kind over those in that dtype, in layers as wide."""
     of_shape = seconds[_shape_like(hidden_size * max(SHAPES[0]))]
     name = _BY + _fastest_kernel(of_shape) if kind in (Quantize.INT8, Quantize.AUTO) else str(kind)
     return of_shape[name] / of_shape[_DTYPES[dtype]]
