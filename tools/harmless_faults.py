@@ -8,12 +8,21 @@ HARMLESS: dict[str, dict[str, str]] = {
     "engine/checkpoint/checkpointer.py": {
         "_MAX_FILES = (63)": "into how many files a rank's part is divided at most",
         "reason = (error.strerror or (str())).lower()": "the system's errors have a strerror",
+        "self.refused[path] = reasons[(-1)]": "the reason of any rank is one",
     },
     "engine/generation/answers.py": {
         "if max(tokens, default=(-1)) >= limits.vocab_size:": "a vocabulary has a token",
     },
+    "engine/generation/requests.py": {
+        "_next_prompt: int = field(default=(1), init=False)": "numbers of prompts only tell them apart",
+    },
     "engine/rehearsal/counted.py": {
         "return (len())": "only tests ask a transport for it, and none a rehearsal's",
+    },
+    "engine/rehearsal/step.py": {
+        'source, target = (args[(-1)], kwargs.get("device")) if func is _TO_COPY else (args[1], args[0].device)': (
+            "a tensor is all that is given to the operation without a name"
+        ),
     },
     "engine/training/trainer.py": {
         "return found[(-1)].gradients[name]": "a name is found once",

@@ -57,7 +57,7 @@ JOINT: dict[str, Factory] = {"prodigy": Prodigy, "history": History}
 MUON_AND_ADAMW = OptimizerConfig(
     learning_rate=0.01,
     clip_norm=0.5,
-    groups=(ParameterGroup("layers.*", matrices=True, name="muon", learning_rate=0.02, weight_decay=0.05),),
+    groups=(ParameterGroup("layers.*.weight", matrices=True, name="muon", learning_rate=0.02, weight_decay=0.05),),
 )
 
 
@@ -348,7 +348,7 @@ CHAIN = {
         Case(Layout(pp=4)),
         Case(Layout(dp=4), zero=True),
         Case(Layout(pp=2, dp=2), "interleaved", zero=True),
-        Case(Layout(pp=2, dp=2)),
+        Case(Layout(pp=2, dp=2), "dualpipe"),
         Case(Layout(dp=2, cp=2), zero=True),
         Case(Layout(pp=2, dp=2), "zb-h1", zero=True),
     ]

@@ -1,6 +1,7 @@
 """The transport over real processes: shapes, order, freeing, failing links, and peers that never send."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ def transport_of(ranks: int, stages_per_rank: int = 1, timeout_s: float = 20.0) 
 
 def exchange_shapes(rank: int) -> list[bool]:
     """Both ranks send ten messages of different shapes each way, all posted first; no device or host is stopped."""
+    num_threads = threading.active_count()
     transport = transport_of(2)
     there, back = Channel(0, 1, Direction.FORWARD), Channel(1, 0, Direction.BACKWARD)
     inward, outward = (there, back) if rank == 1 else (back, there)
@@ -43,12 +45,23 @@ def exchange_shapes(rank: int) -> list[bool]:
     transport.settle()
     assert transport.num_pending() == 0
     assert not spied
+    transport.close()
+    end = time.monotonic() + 10
+    while threading.active_count() > num_threads:
+        assert time.monotonic() < end, "an engine would leave threads behind"
     return equal
 
 
 @pytest.mark.shows(8)
 def test_tensors_of_different_shapes_arrive_intact() -> None:
     assert run_ranks(2, exchange_shapes) == [[True] * 10] * 2
+
+
+def test_messages_of_other_sizes_have_other_tags_that_gloo_can_hold_and_announcements_do_not_have() -> None:
+    sizes = (1 << 16, (1 << 16) + 1, 1 << 29, (1 << 29) + (1 << 16), (1 << 30) - 1, 1 << 30, (3 << 30) + 5)
+    tags = {module._tag(torch.empty(size, dtype=torch.uint8, device="meta")) for size in sizes}
+    assert len(tags) == len(sizes)
+    assert all(0 < tag < 1 << 31 and tag % 2 == 1 for tag in tags)
 
 
 def send_and_forget(rank: int) -> bool:

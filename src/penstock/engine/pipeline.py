@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import (
-    SECOND_COPY,
     Sharding,
     Ties,
     UnitSource,
@@ -284,7 +283,7 @@ class Pipeline:
         self.ties = Ties.of(self.units, names, self.placement.num_routes)
         self.loans = self.ties.loans(names)
         self.sharding = Sharding.of(self.units, names, self.grid).lending(self.loans)
-        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.owners, SECOND_COPY)
+        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.owners)
         if self.options.learns:
             freeze(names, self.parameter_groups)
             whole = stepped_whole(names, self.parameter_groups, self.sharding.shards)

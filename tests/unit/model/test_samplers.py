@@ -210,3 +210,14 @@ def test_tokens_outside_of_the_vocabulary_are_refused(given: dict[str, object]) 
         check([SamplingParams(max_new_tokens=3, **given)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bad_words hold every token alone"):
         check([SamplingParams(max_new_tokens=3, bad_words=tuple((token,) for token in range(97)))])
+
+
+@pytest.mark.parametrize(("most", "message"), [(None, "pass the model's max_length=9"), (6, "pass 6, where the model")])
+def test_a_prompt_and_its_tokens_may_be_as_long_as_the_model_allows_and_no_longer(
+    most: int | None, message: str
+) -> None:
+    limits, prompts = Limits(CONFIG.vocabulary, 9, max_generated_length=most), [[1, 2, 3], [4] * 5]
+    num_new = 4 if most is None else 1
+    check_prompts(prompts, [SamplingParams(max_new_tokens=num_new)] * 2, limits)
+    with pytest.raises(ValueError, match=rf"^prompt 1 has 5 tokens, and with .* {message}"):
+        check_prompts(prompts, [SamplingParams(max_new_tokens=num_new + 1)] * 2, limits)

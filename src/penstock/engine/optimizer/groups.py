@@ -27,10 +27,8 @@ class ParameterGroups:
     """All groups of an optimizer's settings, and the choice of a parameter's group by its name."""
 
     config: OptimizerConfig
-    #: full name of a copy -> its owner's, whose group it shares
+    #: full name of a copy, second ones included -> its owner's, whose group it shares
     owners: Mapping[str, str] = field(default_factory=dict)
-    #: ends the names of second copies
-    suffix: str = "\0"
 
     @cached_property
     def patterns(self) -> tuple[ParameterGroup, ...]:
@@ -77,7 +75,7 @@ class ParameterGroups:
         return self.rules[self.number(name, parameter)].division
 
     def _index(self, name: str, parameter: nn.Parameter) -> int:
-        owner = self.owners.get(name, name).removesuffix(self.suffix)
+        owner = self.owners.get(name, name)
         return next(i for i, pattern in enumerate(self.patterns) if pattern.matches(owner, parameter.ndim))
 
 
