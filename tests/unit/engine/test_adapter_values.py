@@ -97,6 +97,7 @@ def test_base_weights_keep_their_bits_whatever_is_done_with_the_adapters(
     apart, merged = (stored_tensors(tmp_path / name) for name in ("apart", "merged"))
     assert apart.keys() == merged.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in apart.items())
+    assert [(tmp_path / name / "adapter").exists() for name in ("apart", "merged")] == [True, False]
     moved = {name for name, tensor in merged.items() if not torch.equal(tensor, stored[name])}
     assert len(moved) == 2 * 3 and all("q_proj" in name or "v_proj" in name for name in moved)
     engine.close()

@@ -152,6 +152,28 @@ def test_a_dry_run_searches_the_cut_that_the_run_would(
     assert whole < simulated(plain, 2, 8, costs_of_cut(times, other)).makespan
 
 
+def test_a_search_for_the_cut_knows_what_each_unit_keeps_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def search(costs: Costs, *_: Any) -> None:
+        kept.append(costs.microbatch_bytes)
+        raise InterruptedError
+
+    monkeypatch.setattr("penstock.engine.timed_cut.search_cut", search)
+    units = decoder_units(ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2))
+    alike = [1.0] * len(units)
+    times = Costs(alike, alike, alike)
+    for lengths in ((4, 4), (4, 4, 8)):
+        options = EngineOptions(
+            schedule=ScheduleConfig("auto", 2, measure=True, search_cut=True), measure_lengths=lengths
+        )
+        with pytest.raises(InterruptedError):
+            timed_cut(units, 16, options.choice.placement(2), options, times)
+    once, twice = kept
+    assert len(once) == len(units)
+    assert all(0 < of_few < of_many < 2.5 * of_few for of_few, of_many in zip(once[1:], twice[1:], strict=True))
+
+
 def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
     for of_schedule, told in (
         ({"measure": True, "name": "zb-v"}, "zb-v has an order of its own; possible is schedule.name = auto"),
