@@ -19,7 +19,7 @@ from penstock.engine import Engine, EngineOptions
 from penstock.engine.build import SECOND_COPY
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.schedule import names
-from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, WeightDecay
+from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ScheduleConfig, WeightDecay
 from tests.covering import EVERY, pairs_of
 from tests.dist.launch import run_ranks
 
@@ -35,6 +35,7 @@ class Case:
     num_microbatches: int
     recompute: str
     tied: bool
+    cut: tuple[int, ...] | None = None
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -77,7 +78,8 @@ Outcome = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
 def engine_run(case: Case, pp: int) -> Outcome:
     """Losses, norms, the last step's gradients and the final weights of this rank."""
     optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), CLIP)
-    options = EngineOptions(schedule=case.schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
+    schedule = ScheduleConfig(case.schedule, cut=case.cut)
+    options = EngineOptions(schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
     config = case.config()
     engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)
     results = [
@@ -200,3 +202,25 @@ def test_any_cut_gives_the_bits_of_one_process(pp: int) -> None:
 @pytest.mark.parametrize("pp", FAMILY)
 def test_any_schedule_gives_the_bits_of_one_process(pp: int) -> None:
     check(FAMILY[pp], pp)
+
+
+EMPTY = {
+    2: [
+        Case("interleaved", 4, "none", True, (3, 0, 0, 5)),
+        Case("zb-v", 5, "full", False, (2, 0, 5, 1)),
+    ],
+    3: [
+        Case("1f1b", 5, "full", True, (4, 0, 4)),
+        Case("zb-h1", 3, "none", False, (7, 0, 1)),
+        Case("interleaved", 6, "none", False, (2, 0, 3, 0, 0, 3)),
+        Case("combined-1f1b", 6, "none", True, (1, 0, 7)),
+        Case("zb-v", 6, "none", True, (1, 0, 0, 0, 0, 7)),
+    ],
+    4: [Case("dualpipe", 8, "none", True, (3, 0, 0, 5))],
+}
+
+
+@pytest.mark.shows(188)
+@pytest.mark.parametrize("pp", EMPTY)
+def test_a_stage_without_units_hands_on_what_it_is_given(pp: int) -> None:
+    check(EMPTY[pp], pp)

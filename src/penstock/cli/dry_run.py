@@ -162,7 +162,9 @@ def _stage_plans(
     found = []
     for number in range(placement.num_stages):
         members = cut[number % len(cut)]
-        costs = next(own for one in rehearsals if (own := [unit for unit in one.units if unit.stage == number]))
+        # Each rank that holds it has the same; none for a stage without units.
+        held = ([unit for unit in one.units if unit.stage == number] for one in rehearsals)
+        costs = next(filter(None, held), [])
         found.append(
             StagePlan(
                 stage=number,
@@ -236,7 +238,7 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         column.justify = "right"
     for stage in plan.stages:
         size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", size_in_words(stage.microbatch_bytes)
-        first, *others = stage.units
+        first, *others = stage.units or ("none: it hands on",)
         names = f"{first} ... {others[-1]} ({len(stage.units)})" if others else first
         stages.add_row(str(stage.stage), str(stage.rank), names, *size)
     memory = Table("rank", "fullest in", "peak", "state", "tape", "other", box=None, pad_edge=False)

@@ -471,7 +471,8 @@ class Stage:
         """
         self.weights_ready()
         expected = _expected(x, tape is not None) if self.boundary.is_open else {}
-        for run in self._runs:
+        # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
+        for run in self._runs or [[]]:
             if isinstance(run, list):
                 x = self._segment(run, x, tape, sequences, finish, given)
                 continue
@@ -499,9 +500,10 @@ class Stage:
         """One segment: units that launch no collective, and on the last stage what follows them."""
         tensors, is_last = (x,) if isinstance(x, Tensor) else x.tensors, not calls or calls is self._runs[-1]
         values, leaves = self._entered(tensors, tape)
-        h = values[0] if isinstance(x, Tensor) else x.of_tensors(values).value
+        entered = values[0] if isinstance(x, Tensor) else x.of_tensors(values)
+        h = entered if isinstance(entered, Tensor) else entered.value
         kept = [] if isinstance(x, Tensor) else [(values[i], _versions(values[i])) for i in x.kept]
-        output = None
+        output = entered
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given)

@@ -154,15 +154,15 @@ class ScheduleChoice:
         """The units of each stage where the settings give them by hand; else None.
 
         Raises:
-            ConfigError: they leave out a unit or a stage of the model.
+            ConfigError: they leave out a unit or a stage of the model, or the first or the last stage has none.
         """
         sizes = self.settings.cut
         if sizes is None:
             return None
-        if len(sizes) != num_stages or sum(sizes) != num_units:
+        if len(sizes) != num_stages or sum(sizes) != num_units or not (sizes[0] and sizes[-1]):
             raise ConfigError(
-                f"schedule.cut = {list(sizes)} must give {num_stages} stages at least one unit each, {num_units} in "
-                f"all; it gives {len(sizes)} stages {sum(sizes)} units"
+                f"schedule.cut = {list(sizes)} must give {num_stages} stages {num_units} units in all, and each of the "
+                f"first and the last at least one; it gives {len(sizes)} stages {sum(sizes)} units"
             )
         return check_cut(sizes, num_units, num_stages)
 

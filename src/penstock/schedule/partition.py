@@ -46,17 +46,18 @@ def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
 def check_cut(sizes: Sequence[int], num_units: int, num_stages: int) -> tuple[range, ...]:
     """Turn a cut given by hand, as the number of units of each stage, into the units of each stage.
 
-    >>> check_cut([1, 3], num_units=4, num_stages=2)
-    (range(0, 1), range(1, 4))
+    A stage between the first and the last may have none: it hands on what it is given.
 
-    Raises: ValueError unless it places every unit once, with at least one on each stage.
+    >>> check_cut([1, 0, 3], num_units=4, num_stages=3)
+    (range(0, 1), range(1, 1), range(1, 4))
+
+    Raises: ValueError unless it places every unit once, with at least one on the first and on the last stage.
     """
     check_count("stages", num_stages)
-    _check_stages(num_units, num_stages)
     if len(sizes) != num_stages:
         raise ValueError(f"the cut {list(sizes)} is for {len(sizes)} stages, there are {num_stages}")
-    for size in sizes:
-        check_count("each stage's number of units", size)
+    for place, size in enumerate(sizes):
+        check_count("each stage's number of units", size, least=1 if place in (0, num_stages - 1) else 0)
     if sum(sizes) != num_units:
         raise ValueError(f"the cut {list(sizes)} places {sum(sizes)} units, the model has {num_units}")
     return ranges([0, *accumulate(sizes)])

@@ -338,7 +338,10 @@ class ScheduleConfig(Settings, section="schedule"):
     )
     early_gradients: bool = setting(True, "Send each input gradient upstream before the weight gradients are computed.")
     cut: tuple[int, ...] | None = setting(
-        None, "Units of each stage, by hand; left out, the cut with the fastest slowest rank.", AT_LEAST_1
+        None,
+        "Units of each stage, by hand, 0 for one between others that hands on what it is given; left out, the cut with the "
+        "fastest slowest rank.",
+        AT_LEAST_0,
     )
     measure: bool = setting(
         False,

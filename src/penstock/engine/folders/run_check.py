@@ -30,7 +30,7 @@ def check_run(
     # Sizes first: to build and prove a schedule that has no place to run takes long.
     units = config.model.num_units
     stages = ranks if ranks > units else choice.placement(ranks).stages_per_route
-    if stages > units:
+    if stages > units and config.schedule.cut is None:
         raise ConfigError(
             f"parallel.pp = {ranks} with schedule.name = {choice.name!r} asks for at least "
             f"{stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "

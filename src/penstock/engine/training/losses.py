@@ -131,7 +131,7 @@ def look_for_others(pipeline: Pipeline, trained: Set[Tensor], loss_fn: LossFn) -
             check_left(loss_fn, stage.units[0][0], stage.units[-1][0])
 
     for stage in stages if placement.stages_per_route > 1 and pipeline.boundary.is_open else ():
-        stage.look = partial(look, stage)
+        stage.look = partial(look, stage) if stage.units else None
 
 
 def check_left(loss_fn: LossFn, first: str, last: str) -> None:
