@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedule import Placement, PlacementKind, balanced_cut, check_cut, partition
+from penstock.schedule import Placement, PlacementKind, balanced_cut, check_cut, partition, read_layout
 
 
 def all_cuts(num_units: int, num_stages: int):
@@ -135,3 +135,41 @@ def test_a_thousand_layers_are_cut_into_hundreds_of_stages_in_a_moment():
     assert sorted(loads(times, partition(times, 500)))[-2:] == [5.0, 100.0]
     # Some twenty seconds where every end of a stage is tried; one where Yao's bounds hold.
     assert time.process_time() - start < 8
+
+
+LAYOUTS = {
+    # Megatron-Core's own example, of 61 layers over 32 stages.
+    ("Et*3|(tt|)*29,m|L", 63): [4] + [2] * 29 + [0, 1],
+    ("Et*3|(tt|)*29,mL", 63): [4] + [2] * 29 + [1],
+    ("E|(t|)*2,,tL", 8): [1, 2, 2, 3],
+    ("t|t | t\n", 3): [1, 1, 1],
+    ("((Et|)*1(t|)*2)*1|L", 5): [2, 1, 1, 0, 1],
+}
+
+
+@pytest.mark.shows(188)
+@pytest.mark.parametrize(("text", "num_units"), LAYOUTS)
+def test_a_layout_in_letters_is_the_cut_that_it_spells(text: str, num_units: int) -> None:
+    assert read_layout(text, num_units) == tuple(LAYOUTS[text, num_units])
+
+
+@pytest.mark.shows(188)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Et|x", "'x' at character 4 is none of"),
+        ("Et)|L", r"'\)' at character 3"),
+        ("E(t(t|)*2L", "parenthesis at character 2 has no end"),
+        ("*3t", r"'\*' at character 1"),
+        ("Et*|L", r"'\*' at character 3"),
+        ("t*999999(t*9999)*9999", r"'\*9999' at character 17 makes more letters"),
+        ("tE|L", "the order is E, then every t"),
+        ("EL|t", "the order is E, then every t"),
+        ("E|L", "with at least one t"),
+        ("", "with at least one t"),
+        ("Ettt|L", r"it has 3 layers, but the model's 8 units besides E and L"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_its_place(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_layout(text, 10)

@@ -128,8 +128,8 @@ class EngineOptions(Settings):
         return ScheduleChoice.of(self.schedule)
 
     @property
-    def cut(self) -> tuple[int, ...] | None:
-        """Units of each stage, by hand; None for the cut with the fastest slowest rank."""
+    def cut(self) -> tuple[int, ...] | str | None:
+        """Units of each stage, by hand, as numbers or letters; None for the cut with the fastest slowest rank."""
         return self.choice.settings.cut
 
 

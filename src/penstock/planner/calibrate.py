@@ -141,6 +141,7 @@ def candidate_of(config: RunConfig) -> Candidate:
             f"{config.data.num_sequences} sequences a step, {layout.dp} data-parallel ranks and {num} microbatches do "
             "not give microbatches of equally many whole sequences"
         )
+    cut = config.schedule.cut
     return Candidate(
         layout,
         config.schedule.name,
@@ -149,7 +150,7 @@ def candidate_of(config: RunConfig) -> Candidate:
         num,
         int(config.optimizer.zero),
         RecomputedPart.FULL if config.train.recompute == "full" else RecomputedPart.NONE,
-        cut=config.schedule.cut,
+        cut=schedule.read_layout(cut, config.model.num_units) if isinstance(cut, str) else cut,
     )
 
 

@@ -12,7 +12,7 @@ from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, S
 from penstock.schedule.builders import Builder
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, lower
-from penstock.schedule.partition import check_cut
+from penstock.schedule.partition import check_cut, read_layout
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
@@ -159,6 +159,11 @@ class ScheduleChoice:
         sizes = self.settings.cut
         if sizes is None:
             return None
+        if isinstance(sizes, str):
+            try:
+                sizes = read_layout(sizes, num_units)
+            except ValueError as error:
+                raise ConfigError(f"schedule.cut = {sizes!r}: {error}") from None
         if len(sizes) != num_stages or sum(sizes) != num_units or not (sizes[0] and sizes[-1]):
             raise ConfigError(
                 f"schedule.cut = {list(sizes)} must give {num_stages} stages {num_units} units in all, and each of the "

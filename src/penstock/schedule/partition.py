@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -61,6 +62,59 @@ def check_cut(sizes: Sequence[int], num_units: int, num_stages: int) -> tuple[ra
     if sum(sizes) != num_units:
         raise ValueError(f"the cut {list(sizes)} places {sum(sizes)} units, the model has {num_units}")
     return ranges([0, *accumulate(sizes)])
+
+
+_TIMES = re.compile(r"\*(\d{1,6})")
+_MOST_LETTERS = 1 << 20
+
+
+def read_layout(text: str, num_units: int) -> tuple[int, ...]:
+    """The number of units of each stage, from a layout in the language of Megatron-Core's pipeline layouts.
+
+    `|` ends a stage. `E` is the embedding, `t` a layer, `L` the head with the loss; `m` is a further predicted token, which
+    the head computes wherever it stands. `x*3` and `(tt|)*3` repeat; commas and spaces mean nothing. A layer has as many
+    units as are left for it.
+
+    >>> read_layout("Et*3|(tt|)*2|L", num_units=16)
+    (7, 4, 4, 0, 1)
+
+    Raises: ValueError naming the place of what cannot be read, or what the model has instead.
+    """
+    groups, begins, i = [""], [0], 0
+    while i < len(text):
+        piece, place = text[i], i
+        i += 1
+        if piece in ", \n":
+            continue
+        if piece == "(":
+            groups.append("")
+            begins.append(place)
+            continue
+        if piece == ")" and len(groups) > 1:
+            piece = groups.pop()
+            begins.pop()
+        elif piece not in "EtmL|":
+            raise ValueError(f"{piece!r} at character {place + 1} is none of E, t, m, L, |, (, ) and *")
+        if found := _TIMES.match(text, i):
+            i = found.end()
+            if len(piece) * int(found[1]) > _MOST_LETTERS:
+                raise ValueError(
+                    f"{found[0]!r} at character {found.start() + 1} makes more letters than {_MOST_LETTERS}"
+                )
+            piece *= int(found[1])
+        groups[-1] += piece
+    if len(groups) > 1:
+        raise ValueError(f"the parenthesis at character {begins[-1] + 1} has no end")
+    stages = groups[0].split("|")
+    if not re.fullmatch("E?t+m*L?", letters := "".join(stages)):
+        raise ValueError("the order is E, then every t, then every m, then L, with at least one t")
+    num_layers, rest = letters.count("t"), num_units - letters.count("E") - letters.count("L")
+    if rest < num_layers or rest % num_layers:
+        raise ValueError(
+            f"it has {num_layers} layers, but the model's {rest} units besides E and L are no multiple of them"
+        )
+    each = {"E": 1, "t": rest // num_layers, "m": 0, "L": 1}
+    return tuple(sum(each[letter] for letter in stage) for stage in stages)
 
 
 def _check_stages(num_units: int, num_stages: int) -> None:

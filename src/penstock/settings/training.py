@@ -337,10 +337,10 @@ class ScheduleConfig(Settings, section="schedule"):
         False, "In combined schedules, pairs hold the backward for inputs; the backward for weights follows."
     )
     early_gradients: bool = setting(True, "Send each input gradient upstream before the weight gradients are computed.")
-    cut: tuple[int, ...] | None = setting(
+    cut: tuple[int, ...] | str | None = setting(
         None,
-        "Units of each stage, by hand, 0 for one between others that hands on what it is given; left out, the cut with the "
-        "fastest slowest rank.",
+        "Units of each stage, by hand, 0 for one between others that hands on what it gets; or a layout in Megatron's "
+        'language, such as "Et|(tt|)*3,L". Left out, the cut with the fastest slowest rank.',
         AT_LEAST_0,
     )
     measure: bool = setting(

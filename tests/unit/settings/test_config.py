@@ -179,7 +179,22 @@ IMPOSSIBLE = {
     "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
     "recompute": ({"train": {"recompute": [0, 4]}}, "layer 4, .* 0 to 3"),
     "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "1 stages.*2 stages 10 units"),
-    "cut that loses a unit": ({"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}}, "10 units in all.*it gives 2 stages 9"),
+    "cut that loses a unit": (
+        {"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}},
+        "10 units in all.*it gives 2 stages 9",
+    ),
+    "a layout with an unknown letter": (
+        {"parallel": {"pp": 2}, "schedule": {"cut": "Ett|tx*2L"}},
+        r"cut = 'Ett\|tx\*2L': 'x' at character 6 is none of E, t, m, L",
+    ),
+    "a layout of other layers": (
+        {"parallel": {"pp": 2}, "schedule": {"cut": "Ett|tL"}},
+        "it has 3 layers.* the model's 8 units besides E and L",
+    ),
+    "a layout of other stages": (
+        {"parallel": {"pp": 2}, "schedule": {"cut": "E|tt|ttL"}},
+        r"cut = \[1, 4, 5\] must give 2 stages 10 units",
+    ),
     "cut with an empty stage": (
         {"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}},
         r"cut = \[10, 0\] .* each of the first and the last at least one",
