@@ -71,9 +71,9 @@ _MOST_LETTERS = 1 << 20
 def read_layout(text: str, num_units: int) -> tuple[int, ...]:
     """The number of units of each stage, from a layout in the language of Megatron-Core's pipeline layouts.
 
-    `|` ends a stage. `E` is the embedding, `t` a layer, `L` the head with the loss; `m` is a further predicted token, which
-    the head computes wherever it stands. `x*3` and `(tt|)*3` repeat; commas and spaces mean nothing. A layer has as many
-    units as are left for it.
+    `|` ends a stage. `E` is the embedding, `t` a layer, `L` the head with the loss. `m` is a further predicted token:
+    the head computes it, wherever it stands. `x*3` and `(tt|)*3` repeat; commas and spaces mean nothing. Layers have
+    equally many of the units that are left.
 
     >>> read_layout("Et*3|(tt|)*2|L", num_units=16)
     (7, 4, 4, 0, 1)
