@@ -25,7 +25,7 @@ from penstock.settings.declare import possible
 NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.
 MAY_CHANGE = re.compile(
-    r"output|(log|watch|checkpoint|validation|schedule|parallel)\..*|train\.(steps|num_microbatches|max_microbatch_tokens)"
+    r"output|(log|watch|checkpoint|validation|schedule|parallel)\..*|train\.(steps|epochs|num_microbatches|max_microbatch_tokens)"
     r"|data\.(cache|corpus|validation_corpus)|optimizer\.zero"
 )
 
