@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch, part_of
 from penstock.engine.build import (
+    SECOND_COPY,
     Sharding,
     Ties,
     UnitSource,
