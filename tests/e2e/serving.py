@@ -19,7 +19,7 @@ from tests.hugging_face import make_model, make_tokenizer
 KEY = "a-key-for-tests"
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'evil' %}{{ raise_exception('no such role') }}{% endif %}"
-    "<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endfor %}<|im_start|>assistant "
+    "<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endfor %}<|im_start|>assistant {{ opening }}"
 )
 MAX_LENGTH = 256
 

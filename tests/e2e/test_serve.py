@@ -1,6 +1,7 @@
 """`penstock serve` against the client of OpenAI: its answers are those of `penstock generate`, whole and streamed."""
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from penstock.cli.main import main
 from tests.e2e.serving import KEY, MAX_LENGTH, Served, serving, write_model
 from tests.e2e.test_generate_command import call
+from tests.hugging_face import reference_logits
 
 if TYPE_CHECKING:
     import openai
@@ -132,6 +135,50 @@ def test_a_chat_is_what_generate_gives_for_the_rendered_conversation(client: "op
 
 
 @pytest.mark.shows(134)
+@pytest.mark.shows(182)
+def test_a_harness_scores_by_repeated_prompts_as_transformers_does(client: "openai.OpenAI", model: Path) -> None:
+    texts = [torch.tensor([1, 60, 4, 2, 90, 7, 251, 60]), torch.tensor([33, 2])]
+    # What the client local-completions of lm-eval 0.4.13 sends, and how it reads the reply.
+    asked: Any = {"prompt": [text.tolist() for text in texts], "temperature": 0, "max_tokens": 1, "logprobs": 1}
+    reply = client.completions.create(model="tiny", **asked, seed=1234, echo=True)
+    expected = reference_logits(model, texts).log_softmax(-1).split([len(text) for text in texts])
+    for text, choice, log_probs in zip(texts, reply.choices, expected, strict=True):
+        found: Any = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        own = log_probs[:-1].gather(-1, text[1:, None])[:, 0]
+        assert found.token_logprobs[1:-1] == pytest.approx(own.tolist(), abs=1e-4)
+        assert found.token_logprobs[-1] == pytest.approx(float(log_probs[-1].max()), abs=1e-4)
+        likeliest = [max(top, key=top.get) for top in found.top_logprobs[1:-1]]
+        is_greedy = [one == two for one, two in zip(likeliest, found.tokens[1:-1], strict=True)]
+        assert is_greedy == (log_probs[:-1].argmax(-1) == text[1:]).tolist()
+    usage = reply.usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (10, 2)
+    whole = client.completions.create(model="tiny", prompt="the cat", max_tokens=8, temperature=0, echo=True)
+    plain = client.completions.create(model="tiny", prompt="the cat", max_tokens=8, temperature=0)
+    scored = client.completions.create(
+        model="tiny", prompt="the cat", max_tokens=8, temperature=0, echo=True, logprobs=0
+    )
+    assert whole.choices[0].text == "the cat" + plain.choices[0].text == scored.choices[0].text
+    alone = client.completions.create(model="tiny", prompt="the cat", max_tokens=0, echo=True, logprobs=0)
+    assert alone.choices[0].text == "the cat" and alone.usage and alone.usage.completion_tokens == 0
+
+
+@pytest.mark.shows(182)
+def test_a_request_gives_the_template_its_switches_and_end_tokens_of_its_own(
+    client: "openai.OpenAI", model: Path
+) -> None:
+    rendered = "<|im_start|>user the cat<|im_end|><|im_start|>assistant so "
+    [expected] = generated(model, [rendered], "--temperature", "0", "--max-new-tokens", "8", "--no-special-tokens")
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "temperature": 0}
+    switches = {"chat_template_kwargs": {"opening": "so "}}
+    answer = client.chat.completions.create(**asked, max_tokens=8, extra_body=switches)
+    assert answer.choices[0].message.content == expected["text"]
+    ends = {**switches, "stop_token_ids": [expected["tokens"][2]]}
+    answer = client.chat.completions.create(**asked, max_tokens=8, extra_body=ends)
+    assert answer.choices[0].finish_reason == "stop" and answer.usage
+    assert answer.usage.completion_tokens == expected["tokens"].index(expected["tokens"][2]) + 1
+
+
 def test_an_answer_may_fill_what_the_server_takes_to_the_last_token(served: Served, model: Path) -> None:
     asked = {"model": "tiny", "prompt": "the cat", "ignore_eos": True, **SAMPLING}
     prompt_tokens = served.post("/v1/completions", {**asked, "max_tokens": 1}, KEY)[1]["usage"]["prompt_tokens"]
@@ -195,7 +242,7 @@ def test_more_than_may_wait_is_refused_and_who_leaves_makes_room(client: "openai
 
 def test_sigterm_finishes_running_answers_refuses_new_ones_and_ends_well(model: Path) -> None:
     """Eight answers over one row: the last of them wait while the server is told to end."""
-    with serving(model, "--rows", "1") as served:
+    with serving(model, "--rows", "1", "--host", "localhost") as served:
         got: list[Any] = []
         asked = {"model": "tiny", "prompt": "the cat", "max_tokens": 120, "seed": 1, "ignore_eos": True}
         running = threading.Thread(target=lambda: got.append(served.post("/v1/completions", {**asked, "n": 8})))
@@ -215,6 +262,10 @@ def test_sigterm_finishes_running_answers_refuses_new_ones_and_ends_well(model: 
     # Keys and values of three layers, two heads of 8 numbers each.
     assert f"a KV cache of {2 * 3 * 2 * 8 * 4 * MAX_LENGTH / 1024:.1f} KiB\n" in ended.out
     assert "ending once the running answers are finished" in ended.err
+    # A line for each request: the one that was answered, and the one that was refused.
+    lines = re.findall(r"^127.0.0.1 POST /v1/completions (\d+) in [\d.]+ s(.*)$", ended.err, re.MULTILINE)
+    num_read = content["usage"]["prompt_tokens"]
+    assert lines == [("503", ""), ("200", f", {num_read} tokens read and {8 * 120} written")]
     assert "Traceback" not in ended.err
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SAMPLING = options_of(
     SamplingParams(),
     without=(
-        *("logit_bias", "bad_words", "end_tokens", "filter_mask", "num_samples", "min_new_tokens"),
+        *("logit_bias", "bad_words", "end_tokens", "filter_mask", "num_samples", "min_new_tokens", "begins_with"),
         *("raw_log_probs", "top_log_probs"),
     ),
 )

@@ -44,7 +44,9 @@ STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 
 # Those of the settings of `SamplingParams` that the command takes in other forms are added by themselves.
 _SAMPLING = options_of(
-    SamplingParams(), {"num_samples": "samples"}, without=("logit_bias", "bad_words", "end_tokens", "filter_mask")
+    SamplingParams(),
+    {"num_samples": "samples"},
+    without=("logit_bias", "bad_words", "end_tokens", "filter_mask", "begins_with"),
 )
 _METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "stop": "TEXT"}
 # How often answers of other pipelines are looked for while this one computes, and how often afterwards.

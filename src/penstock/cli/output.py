@@ -297,10 +297,10 @@ def show_log(level: str = "INFO") -> None:
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if record.levelno < logging.WARNING or text not in shown:
-            shown.add(text)
-            return True
-        return False
+        if record.levelno < logging.WARNING or text in shown:
+            return record.levelno < logging.WARNING
+        shown.add(text)
+        return True
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,6 +1,8 @@
 """`penstock serve MODEL`: answers over HTTP, by OpenAI's interface."""
 
+import argparse
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -64,7 +66,9 @@ It listens on this machine alone unless --address says otherwise. Where the envi
         ),
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
-    add_options(parser.add_argument_group("what it takes"), _SERVE, _METAVARS)
+    takes = parser.add_argument_group("what it takes")
+    add_options(takes, _SERVE, _METAVARS)
+    takes.add_argument("--host", dest="address", default=argparse.SUPPRESS, metavar="ADDRESS", help="as --address")
     Serve.add_options(
         parser.add_argument_group("how it runs (where no layout is given, as fits this machine)"), RING_OPTIONS
     )
@@ -125,6 +129,7 @@ class Serve(ModelCommand):
         model = self.together("model", self.look)
         if is_first:
             show_lacking(model, ["max_new_tokens"])
+            logging.getLogger("penstock.serve").setLevel("INFO" if config.log_requests else "WARNING")
         shape, length = self.shape, self.length(model)
         self.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 

@@ -407,14 +407,14 @@ class ChatTemplate:
             raise ValueError(f"the chat template in {folder} cannot be read ({error})") from None
         return None if source is None else cls(source, tokenizer.special_tokens, tokenizer.guard)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """The text of these messages, up to where the answer begins.
 
         Raises:
             GuardError: the template refuses them.
         """
         try:
-            return self.rendered(messages, add_generation_prompt=True)[0]
+            return self.rendered(messages, options, add_generation_prompt=True)[0]
         except GuardError as error:
             raise GuardError(f"the model's chat template refuses the messages ({error})") from None
 

@@ -38,6 +38,12 @@ class Draw:
         bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
         return (bits >> 11) * 2.0**-53
 
+    @property
+    def given(self) -> int | None:
+        """The token that is there in any case; None where one is drawn."""
+        begins = self.params.begins_with
+        return begins[self.position] if self.position < len(begins) else None
+
     def ends_with(self, tokens: Sequence[int]) -> bool:
         """Return whether these are the last tokens before the one to be drawn."""
         num = len(tokens)
@@ -156,6 +162,10 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
         # A row that is not finite may choose past the end; its log-probability then says so.
         chosen_S = _choose(masked_SV, final_SV, own).clamp(max=logits_SV.shape[-1] - 1)
         at = slice(None) if whole else rows
+        if given := {n: token for n, draw in enumerate(own) if (token := draw.given) is not None}:
+            places = list(given)
+            chosen_S[places] = chosen_S.new_tensor(list(given.values()))
+            final_SV[places] = of_rows_SV[places].log_softmax(-1)
         tokens[at] = chosen_S
         log_probs[at] = final_SV.gather(-1, chosen_S[:, None])[:, 0]
         if own[0].params.raw_log_probs:

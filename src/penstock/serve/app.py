@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ _SHORT_BYTES = 1 << 14
 """The longest body of a short request, whose prompt is read in some hundredths of a second."""
 _BODY_S = 30.0
 """Seconds that a client may take to send the body of a request."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +87,16 @@ def _path(parts: ServerParts, path: str, answer: Answer, method: str) -> Route:
             parts.metrics.requests[path, status] += 1
             if method == "POST" and status != 200:
                 parts.metrics.request_s.add(time.perf_counter() - start_s)
+                _log(request.scope, status, start_s)
 
     return Route(path, endpoint, methods=[method])
+
+
+def _log(scope: Scope, status: int, start_s: float, said: str = "") -> None:
+    """Write the line of a request."""
+    host = (scope.get("client") or ["-"])[0]
+    took_s = time.perf_counter() - start_s
+    _logger.info("%s %s %s %d in %.2f s%s", host, scope["method"], scope["path"], status, took_s, said)
 
 
 def _check_key(key: str | None, request: Request) -> None:
@@ -228,6 +239,9 @@ class _Answering:
             metrics.num_cancelled += self._parts.mailboxes.leave(self._mailbox)
             metrics.num_new_tokens += self._reply.num_tokens
             metrics.request_s.add(time.perf_counter() - self._start_s)
+            usage, early = self._reply.usage, "" if all(self._reply.endings) else ", and then it ended early"
+            said = f", {usage['prompt_tokens']} tokens read and {usage['completion_tokens']} written{early}"
+            _log(scope, self.status_code, self._start_s, said)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -266,7 +280,7 @@ class _Answering:
     async def _deltas(self) -> AsyncIterator[list[TokenDelta]]:
         """New tokens of the answers as they come; counts how long the first of them took."""
         async for deltas in self._mailbox.deltas():
-            if deltas and not self._reply.num_tokens:
+            if deltas and not any(self._reply.tokens):
                 self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
             yield deltas
 

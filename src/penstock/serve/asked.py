@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
@@ -91,6 +92,9 @@ class CompletionRequest:
     include_usage: bool
     num_log_probs: int | None
     is_chat: bool
+    #: the whole prompts where the reply repeats them, and the parameters of each where they differ
+    echoed: tuple[list[int], ...] = ()
+    params_of_each: tuple[SamplingParams, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -98,7 +102,7 @@ class CompletionRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        return sum(map(len, self.echoed or self.prompts))
 
 
 def text_in(name: str, value: Any) -> str:
@@ -180,6 +184,7 @@ _OF_BOTH = {
     "frequency_penalty": Field(float, -2, 2, "frequency_penalty"),
     "logit_bias": Field(dict, sets="logit_bias", read=_biases),
     "stop": Field(sets="stop", read=_stops),
+    "stop_token_ids": Field(tuple[int, ...]),
     "seed": Field(int, -(1 << 63), (1 << 64) - 1, "seed", lambda value, model: value % (1 << 64)),
     # Beyond OpenAI's interface, under the names that other servers have for them.
     # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
@@ -195,14 +200,15 @@ COMPLETION = {
     **_OF_BOTH,
     "prompt": Field(),
     "logprobs": Field(int, 0, MOST_LOG_PROBS),
-    "max_tokens": Field(int, 1, "length"),
-    "echo": _lacking(False),
+    "max_tokens": Field(int, 0, "length"),
+    "echo": Field(bool),
     "suffix": _lacking(""),
     "best_of": _lacking(1),
 }
 CHAT = {
     **_OF_BOTH,
     "messages": Field(),
+    "chat_template_kwargs": Field(dict),
     "logprobs": Field(bool),
     "top_logprobs": Field(int, 0, MOST_LOG_PROBS),
     "max_completion_tokens": Field(int, 1, "length"),
@@ -231,7 +237,9 @@ def read_fields(content: Any, table: Mapping[str, Field], model: ServedModel, wh
     for name, value in content.items():
         place, field = f"{where}{name}", table.get(name)
         if field is None:
-            raise invalid(place[:80], f"there is no field {quoted(name)}; {suggestion(name, list(table))}")
+            works = [own for own, field in table.items() if field.harmless is None]
+            works.sort(key=lambda own: SequenceMatcher(None, name[:80], own).ratio(), reverse=True)
+            raise invalid(place[:80], f"there is no field {quoted(name)}; {suggestion(name, works)}")
         if value is None:
             continue
         if field.harmless is not None:
@@ -257,13 +265,35 @@ def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
     given = _read(body, COMPLETION, model)
     given.setdefault("max_tokens", _USUAL_TOKENS)
     prompts = _prompts(given.get("prompt"), model)
-    return _request(given, COMPLETION, prompts, given.get("logprobs"), model)
+    if not given.get("echo"):
+        if not given["max_tokens"]:
+            raise invalid("max_tokens", "max_tokens is 0; from 1 on is possible, and 0 with echo")
+        return _request(given, COMPLETION, prompts, given.get("logprobs"), model)
+    for name in ("stream", "stop"):
+        if given.get(name):
+            raise invalid(name, f"{name} is not possible with echo; leave one of them out")
+    least = {**given, "max_tokens": max(1, given["max_tokens"])}
+    plain = replace(_request(least, COMPLETION, prompts, given.get("logprobs"), model), echoed=tuple(prompts))
+    if plain.num_log_probs is None and given["max_tokens"]:
+        return plain
+    found = []
+    for number, prompt in enumerate(prompts):
+        # All but the first token are an answer that is known, so that each has its log-probability.
+        if len(prompt) + given["max_tokens"] < 2:
+            raise invalid("prompt", f"prompt {number} has one token, and max_tokens is 0; nothing would be computed")
+        known = {**given, "begins_with": prompt[1:], "stop": (), "seed": plain.params.seed}
+        known["max_tokens"] = len(prompt) - 1 + given["max_tokens"]
+        known |= {"min_tokens": len(prompt) - 1 + given["min_tokens"]} if "min_tokens" in given else {}
+        found.append(_request(known, COMPLETION, [prompt[:1]], given.get("logprobs"), model))
+    each = tuple(own.params for own in found)
+    firsts = [own.prompts[0] for own in found]
+    return replace(plain, prompts=firsts, params_of_each=each)
 
 
 def read_chat(body: Any, model: ServedModel) -> CompletionRequest:
     """Read the body of /v1/chat/completions. Raises: RefusalError."""
     given = _read(body, CHAT, model)
-    prompt = _conversation(given.get("messages"), model)
+    prompt = _conversation(given.get("messages"), model, given.get("chat_template_kwargs", {}))
     wants, likeliest = given.get("logprobs", False), given.get("top_logprobs")
     if likeliest is not None and not wants:
         raise invalid("top_logprobs", f"top_logprobs is {likeliest}, but logprobs is not true; set it")
@@ -300,7 +330,8 @@ def _request(
     # As OpenAI's: without a seed each call draws anew.
     settings |= {"seed": secrets.randbits(64), "max_new_tokens": length}
     settings |= {own: given[name] for name, field in table.items() if (own := field.sets) and name in given}
-    settings["end_tokens"] = () if given.get("ignore_eos") else model.end_tokens
+    settings["end_tokens"] = (*(() if given.get("ignore_eos") else model.end_tokens), *given.get("stop_token_ids", ()))
+    settings["begins_with"] = tuple(given.get("begins_with", ()))
     if (least := settings.get("min_new_tokens", 0)) > length:
         raise invalid("min_tokens", f"min_tokens is {least}, but max_tokens is {length}; give no more than that")
     for number, prompt in enumerate(prompts):
@@ -369,8 +400,8 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
     return tokens
 
 
-def _conversation(value: Any, model: ServedModel) -> list[int]:
-    """The tokens of a conversation, up to the beginning of the answer."""
+def _conversation(value: Any, model: ServedModel, switches: Mapping[str, Any]) -> list[int]:
+    """The tokens of a conversation, up to the beginning of the answer. switches: arguments of the template."""
     if model.template is None:
         raise invalid(
             "messages", "the model has no chat template; use /v1/completions, or start the server with --chat-template"
@@ -379,7 +410,7 @@ def _conversation(value: Any, model: ServedModel) -> list[int]:
         raise invalid("messages", f"messages is {quoted(value)}; a list of messages is expected")
     messages = [_message(f"messages[{place}]", one, model) for place, one in enumerate(value)]
     try:
-        text = model.template.render(messages)
+        text = model.template.render(messages, switches)
     except GuardError as error:
         raise invalid("messages", str(error)) from None
     return _tokens("messages", text_in("messages", text), model, special_tokens=False)

@@ -103,7 +103,7 @@ class Mailboxes:
             RefusalError: with status 429 or 503, where they cannot be taken.
         """
         try:
-            numbers = self.queue.submit(asked.prompts, asked.params)
+            numbers = self.queue.submit(asked.prompts, asked.params_of_each or asked.params)
         except QueueError as error:
             if self.refused is not None:
                 raise RefusalError(503, str(error), None, "server_ended") from None

@@ -94,6 +94,8 @@ class Reply:
     _id: str
     _created: int
     _model: str
+    #: the texts of single tokens
+    _texts: TokenTexts
     #: choice -> its text, its tokens and its ending so far
     texts: list[str]
     tokens: list[list[Token]]
@@ -102,7 +104,7 @@ class Reply:
     _choice_log_probs: list[ChoiceLogProbs]
 
     def __init__(self, asked: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        self.asked, self._model = asked, model
+        self.asked, self._model, self._texts = asked, model, texts
         self._id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self.texts = [""] * asked.num_choices
@@ -112,7 +114,7 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
+        return sum(map(len, self.tokens)) - sum(len(own.begins_with) for own in self.asked.params_of_each)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -133,6 +135,8 @@ class Reply:
         return {**self._head(streamed=False), "choices": choices, "usage": self.usage}
 
     def _choice(self, place: int) -> dict[str, Any]:
+        if self.asked.echoed:
+            return self._echo(place)
         choice = {
             "index": place,
             "finish_reason": _finish_reason(self.endings[place]),
@@ -141,6 +145,19 @@ class Reply:
         if self.asked.is_chat:
             return {**choice, "message": {"role": "assistant", "content": self.texts[place], "refusal": None}}
         return {**choice, "text": self.texts[place]}
+
+    def _echo(self, place: int) -> dict[str, Any]:
+        """A choice of a completion that repeats its prompt, whose first token follows nothing."""
+        prompt = self.asked.echoed[place // self.asked.params.num_samples]
+        known = prompt[:1] if self.asked.params_of_each else prompt
+        tokens, answer = [*map(Token, known), *self.tokens[place]], AnswerText(self._texts.tokenizer)
+        text = "".join(answer.add(token.id) for token in tokens) + answer.finish()
+        log_probs = self._log_probs(place, tokens)
+        for name in ("token_logprobs", "top_logprobs"):
+            if log_probs is not None and log_probs[name] is not None:
+                log_probs[name][0] = None
+        ending = _finish_reason(self.endings[place])
+        return {"index": place, "finish_reason": ending, "logprobs": log_probs, "text": text}
 
     # ---- in parts
 

@@ -468,6 +468,9 @@ class SamplingParams(Settings, section="sampling"):
         (), "Token ids that end the answer, as its last token; left out, only its length does.", AT_LEAST_0
     )
     stop: tuple[str, ...] = setting((), "Texts that end an answer once it contains one; they need a tokenizer.")
+    begins_with: tuple[int, ...] = setting(
+        (), "Token ids that the answer begins with, each reported as the model's own distribution has it.", AT_LEAST_0
+    )
     seed: int = setting(
         0, "Decides the draw together with the prompt and the position.", Bounds(least=0, below=1 << 64)
     )
@@ -483,6 +486,11 @@ class SamplingParams(Settings, section="sampling"):
             raise ConfigError(
                 f"sampling.min_new_tokens = {self.min_new_tokens}: at most sampling.max_new_tokens = "
                 f"{self.max_new_tokens} is possible"
+            )
+        if len(self.begins_with) > self.max_new_tokens:
+            raise ConfigError(
+                f"sampling.begins_with has {len(self.begins_with)} tokens: at most sampling.max_new_tokens = "
+                f"{self.max_new_tokens} are possible"
             )
         if "" in self.stop:
             raise ConfigError("sampling.stop holds an empty text, which every answer contains; give some characters")
@@ -573,4 +581,5 @@ class ServeConfig(Settings, section="serve"):
     max_connections_per_address: int = setting(
         256, "Those of them from one address, such as that of a proxy, at most.", AT_LEAST_1
     )
+    log_requests: bool = setting(True, "Write a line for each request on standard error.")
     drain_s: float = setting(60.0, "Seconds that running answers may take once the server is told to end.", ABOVE_0)

@@ -298,6 +298,7 @@ def check_prompts(
             raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
         named = {
             "end_tokens": own.end_tokens,
+            "begins_with": own.begins_with,
             "logit_bias": tuple(token for token, _ in own.biases),
             "bad_words": tuple(token for word in own.bad_words for token in word),
         }

@@ -176,7 +176,7 @@ class RequestQueue:
 
     # ---- in any thread
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[int]:
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[int]:
         """Ask for answers to checked prompts; returns their numbers, by prompt and sample.
 
         The answers are those of a generation of these prompts alone, whatever else is computed.
@@ -184,7 +184,8 @@ class RequestQueue:
         Raises:
             QueueError: too many answers are waiting, or no requests are taken any more.
         """
-        sequences = schedule.Sequence.all_of(prompts, [params] * len(prompts))
+        of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        sequences = schedule.Sequence.all_of(prompts, of_each)
         with self._changed:
             if self._closed is not None:
                 raise QueueError(self._closed)
@@ -194,7 +195,7 @@ class RequestQueue:
             self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
             taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
             self._submitted += taken
-            self._texts |= {own.number: AnswerText(self.tokenizer, params.stop) for own in taken}
+            self._texts |= {own.number: AnswerText(self.tokenizer, own.params.stop) for own in taken}
             self._changed.notify()
         return [own.number for own in taken]
 

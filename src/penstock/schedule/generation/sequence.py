@@ -173,7 +173,7 @@ class Sequence:
         self.token_ids.append(token.id)
         if not math.isfinite(token.log_prob):
             self.ending = Ending.NOT_FINITE
-        elif token.id in self.params.end_tokens:
+        elif token.id in self.params.end_tokens and len(self.generated) > len(self.params.begins_with):
             self.ending = Ending.END_TOKEN
         elif len(self.generated) == self.params.max_new_tokens:
             self.ending = Ending.LENGTH
