@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
-from penstock.data import NO_LABEL, split
+from penstock.data import NO_LABEL, labelled_part, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.build import SECOND_COPY
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
@@ -152,10 +152,13 @@ class Reference:
         self.adamw.zero_grad()
         losses = []
         for microbatch in microbatches:
+            read, rows = labelled_part(microbatch)
             h, sequences = microbatch["tokens"], Sequences.from_lengths(microbatch.sequence_lengths())
-            for _, module in self.modules:
+            for number, (_, module) in enumerate(self.modules):
+                if rows is not None and number == len(self.modules) - 1:
+                    h = h[rows]
                 h = module(h, sequences)
-            loss = cross_entropy_sum(h, microbatch["labels"]) * (1.0 / weight)
+            loss = cross_entropy_sum(h, read["labels"]) * (1.0 / weight)
             loss.backward()
             losses.append(loss.detach())
         gradients = {

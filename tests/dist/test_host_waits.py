@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
+from penstock import NO_LABEL, Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
 from penstock.engine.training.scorer import token_scores
 from penstock.model import decoder_units
@@ -31,8 +31,11 @@ CASES = [
 
 
 def batch() -> PackedBatch:
+    """A few tokens of all have a label, so that the others are left out of the head."""
     generator = torch.Generator().manual_seed(0)
-    return PackedBatch.from_documents([torch.randint(0, 40, (n,), generator=generator) for n in (5, 3, 8, 4, 6, 2)])
+    found = PackedBatch.from_documents([torch.randint(0, 40, (n,), generator=generator) for n in (5, 3, 8, 4, 6, 2)])
+    found["labels"][::2] = NO_LABEL
+    return found
 
 
 def run_watched(rank: int, layout: Layout) -> list[tuple[list[str], Counter[str], int]]:

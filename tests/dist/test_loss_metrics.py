@@ -60,7 +60,7 @@ def reported(rank: int, layout: Layout, schedule: str, num: int, sparse: bool) -
     """The numbers of an evaluation of two batches, of a step on the first, and of one on the second."""
     engine = engine_of(layout, schedule, sparse)
     spec, own = MicroBatchSpec(num=num), batches(engine.grid.dp_rank, layout.dp)
-    plain = engine.evaluate(own, micro_batches=spec)
+    plain = engine.evaluate(own, lambda output, microbatch: loss_fn(output, microbatch)[0], micro_batches=spec)
     evaluated = engine.evaluate(own, loss_fn, micro_batches=spec)
     assert evaluated == plain and plain.metrics == {}
     steps = [engine.train_batch(batch, loss_fn, micro_batches=spec) for batch in own]

@@ -158,7 +158,7 @@ def _stage_plans(
     units = run.engine.units(ModelGroups())
     # As the rank with the largest shards holds them.
     largest = run.engine.units(ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep))
-    all_work = sum(unit.flops_per_token for unit in units)
+    work = [unit.work(run.engine.options.label_share) for unit in units]
     found = []
     for number in range(placement.num_stages):
         members = cut[number % len(cut)]
@@ -171,7 +171,7 @@ def _stage_plans(
                 rank=placement.rank_of(number),
                 units=tuple(units[i].name for i in members),
                 num_parameters=sum(largest[i].num_parameters for i in members),
-                share_of_work=sum(units[i].flops_per_token for i in members) / all_work,
+                share_of_work=sum(work[i] for i in members) / sum(work),
                 microbatch_bytes=sum(unit.of(Op.F).kept_bytes for unit in costs),
                 for_weights_bytes=sum(unit.of(Op.I).kept_bytes for unit in costs),
             )

@@ -185,7 +185,8 @@ def _workload_of(config: RunConfig) -> planner.Workload:
     autocast = precision is Precision.BF16_AUTOCAST
     dtype = "bf16" if autocast else str(precision)
     shape = planner.ModelShape.of(model)
-    return planner.Workload(shape, config.data.sequence_length, config.data.num_sequences, dtype, autocast)
+    data = config.data
+    return planner.Workload(shape, data.sequence_length, data.num_sequences, dtype, autocast, data.label_share)
 
 
 def _calibrated(given: argparse.Namespace) -> planner.Constants:

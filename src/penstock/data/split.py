@@ -3,8 +3,9 @@
 Microbatches have nearly equal load, and every data-parallel rank has the same number of them.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.data.packed import Lengths, PackedBatch, PartitionError
+from penstock.data.packed import NO_LABEL, Lengths, PackedBatch, PartitionError
 from penstock.settings.declare import type_in_words
 
 # ---- Grouping of items into nearly equal loads, none above a capacity: pure functions on whole numbers
@@ -431,7 +433,7 @@ def _rows_per_item(given: Sequence[int], split: Split, lengths: Sequence[int] | 
     raise PartitionError(f"the microbatches' results have {list(given)} rows; expected were {counts}")
 
 
-# ---- sequences that several ranks share
+# ---- parts of a batch that have some of every sequence's tokens
 
 
 def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
@@ -441,6 +443,68 @@ def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
     step from token t to the next. Each label stands at the token before it, so each part keeps the labels of its
     tokens. Other keys (one row per item, say) stay whole in every part. A part may have sequences of length 0.
     """
+
+    def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
+        kept = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, lengths, strict=True)]
+        starts = accumulate(lengths[:-1], initial=0)
+        rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
+        return [sum(map(len, of)) for of in kept], torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+    # A rehearsal's batch has values, which no device will need.
+    with _disable_current_modes():
+        return _cut(batch, select)
+
+
+_SHARE_LEFT_OUT = 0.1
+"""Of the tokens, from which on those without a label are left out: where head and loss are half of a step, fewer are at
+most 5% of it. So a microbatch in which documents end has the bits of a loop over all its tokens."""
+
+
+def rows_with_label(labels_T: Tensor) -> Tensor | None:
+    """The rows [R] int64 of the tokens with a label, on the host; None if hardly any token has none.
+
+    Of tokens that have no label at all it is the first, so that there is something to compute.
+    """
+    # Labels have values where a rehearsal's tensors have none.
+    with _disable_current_modes():
+        rows_R = (labels_T != NO_LABEL).cpu().nonzero().squeeze(1)
+        if len(rows_R) > (1 - _SHARE_LEFT_OUT) * len(labels_T) or not len(labels_T):
+            return None
+        return rows_R if len(rows_R) else torch.zeros(1, dtype=torch.int64)
+
+
+def labels_of_share(num_tokens: int, share: float) -> Tensor:
+    """Labels of a text of which this share of tokens, the last ones, has a label."""
+    labels_T = torch.zeros(num_tokens, dtype=torch.int64)
+    labels_T[: num_tokens - math.ceil(share * num_tokens)] = NO_LABEL
+    return labels_T
+
+
+def labelled_part(batch: PackedBatch) -> tuple[PackedBatch, Tensor | None]:
+    """The tokens whose outputs a loss over labels reads, cut as `part_of` does, and their rows; None if it is all."""
+    if (rows_R := rows_with_label(batch["labels"])) is None:
+        return batch, None
+    with _disable_current_modes():
+        # The sequence of each row, and its place there.
+        lengths = torch.tensor(batch.sequence_lengths("tokens"))
+        ends = lengths.cumsum(0)
+        sequences_R = torch.bucketize(rows_R, ends, right=True)
+        places_R = rows_R - (ends - lengths)[sequences_R]
+
+        def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
+            own = torch.tensor(lengths)
+            inside_R = places_R < own[sequences_R]
+            counts = sequences_R[inside_R].bincount(minlength=len(own))
+            return counts.tolist(), ((own.cumsum(0) - own)[sequences_R] + places_R)[inside_R]
+
+        return _cut(batch, select), rows_R
+
+
+def _cut(batch: PackedBatch, select: Callable[[tuple[int, ...]], tuple[list[int], Tensor]]) -> PackedBatch:
+    """Keep some rows of the keys that have one for each token, or one fewer for each sequence.
+
+    select: from the lengths of sequences to those that are left of them, and the rows that are kept.
+    """
     whole = batch.sequence_lengths("tokens")
     tables: dict[int, tuple[Lengths, Tensor]] = {}
     lengths, data = dict(batch.lengths), dict(batch.data or {})
@@ -449,12 +513,9 @@ def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
         if len(flat) != len(whole) or (flat != whole and flat != tuple(n - 1 for n in whole)):
             continue
         if id(table) not in tables:
-            kept = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, flat, strict=True)]
-            new = iter(sum(map(len, of)) for of in kept)
-            cut = tuple(tuple(next(new) for _ in item) for item in table)
-            starts = accumulate(flat[:-1], initial=0)
-            rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
-            tables[id(table)] = cut, torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+            left, rows = select(flat)
+            new = iter(left)
+            tables[id(table)] = tuple(tuple(next(new) for _ in item) for item in table), rows
         lengths[key], rows = tables[id(table)]
         if batch.data is not None:
             data[key] = batch[key].index_select(0, rows.to(batch[key].device))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Metric,
         MetricReduction,
         ZeroLossWeight,
+        labelled_rows,
         num_loss_tokens,
         token_cross_entropy,
     )
@@ -36,6 +37,7 @@ __all__ = [
     "Trackers",
     "TrainResult",
     "ZeroLossWeight",
+    "labelled_rows",
     "num_loss_tokens",
     "token_cross_entropy",
     "token_scores",
@@ -54,6 +56,7 @@ _FILE_OF = {
     "PerToken": "training.scorer",
     "TrainResult": "training.trainer",
     "ZeroLossWeight": "training.losses",
+    "labelled_rows": "training.losses",
     "num_loss_tokens": "training.losses",
     "token_cross_entropy": "training.losses",
     "token_scores": "training.scorer",

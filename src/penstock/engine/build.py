@@ -471,7 +471,7 @@ def cut_units(
     by_hand = options.choice.cut(len(units), placement.stages_per_route)
     if by_hand is not None:
         return by_hand
-    return schedule.balanced_cut(times or [unit.flops_per_token for unit in units], placement)
+    return schedule.balanced_cut(times or [unit.work(options.label_share) for unit in units], placement)
 
 
 def build_stages(

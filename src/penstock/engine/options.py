@@ -13,6 +13,7 @@ from penstock.settings import (
     CompileMode,
     ConfigError,
     ContextForm,
+    DataConfig,
     Device,
     InferenceConfig,
     OptimizerConfig,
@@ -56,6 +57,7 @@ class EngineOptions(Settings):
 
     schedule: OwnSchedule = ScheduleConfig()
     measure_lengths: tuple[int, ...] | None = argument(None, AT_LEAST_1)
+    label_share: float = same_as(DataConfig, "label_share")
     seed: int = same_as(TrainConfig, "seed")
     precision: Precision = same_as(TrainConfig, "precision")
     recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
@@ -140,7 +142,7 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
-    names = ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize")
+    names = ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize", "label_share")
     rules = {name: getattr(options, name) for name in names}
     rules |= {f"optimizer.{own.name}": getattr(options.optimizer, own.name) for own in fields(options.optimizer)}
     rules["attention"], given = options.attention, options.schedule

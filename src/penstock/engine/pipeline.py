@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.data import PackedBatch, part_of
+from penstock.data import PackedBatch, labelled_part, part_of
 from penstock.engine.build import (
     SECOND_COPY,
     Sharding,
@@ -346,14 +346,20 @@ class Pipeline:
     # ---- running a program
 
     def feed(
-        self, microbatch: PackedBatch, finish: Finish, place: tuple[int, int, int], training: bool = False
+        self,
+        microbatch: PackedBatch,
+        finish: Finish,
+        place: tuple[int, int, int],
+        training: bool = False,
+        labelled: bool = False,
     ) -> Feed:
         """The executor's view of a microbatch: tokens and `finish` only where this rank holds that end.
 
         `place`: its `NUMBERS`, on which random numbers depend in training.
 
-        Here alone a microbatch is cut among context-parallel ranks: `finish` gets this rank's part and its logits;
-        where ranks share the vocabulary, these are `ShardedLogits`.
+        Here alone a microbatch is cut: among context-parallel ranks, and where `finish` reads labelled tokens alone
+        (`labelled`), to those of them with a label. `finish` gets that part and its logits; where ranks share the
+        vocabulary, these are `ShardedLogits`.
         """
         if self.context is None:
             lengths = microbatch.sequence_lengths("tokens")
@@ -372,12 +378,16 @@ class Pipeline:
         if training:
             shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
             randomness = Randomness(self.options.seed, self.step, shard, numbers["microbatch"], self.device)
-        present = self.units[-1].present
+        present, read = self.units[-1].present, own
+        # A layer of a user's own computes all tokens.
+        if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
+            read, rows = labelled_part(own)
+            sequences = sequences.with_read_rows(rows)
 
         def finish_own(output: Any) -> Tensor:
             if self.own_layers is not None:
                 self.own_layers.note_output(output, own)
-            return finish(output if present is None else present(output), own, numbers)
+            return finish(output if present is None else present(output), read, numbers)
 
         return Feed(
             num_tokens=sequences.num_tokens,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.data import labels_of_share, rows_with_label
 from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.units import units_alone
@@ -59,6 +60,7 @@ def times_here(
     # A backward needs the parameters.
     options = replace(options, read_only=False, quantize=Quantize.NONE)
     sequences = Sequences.from_lengths(lengths, device)
+    sequences = sequences.with_read_rows(rows_with_label(labels_of_share(sequences.num_tokens, options.label_share)))
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     known: dict[tuple[str, int, float], list[float]] = {}
     found = []

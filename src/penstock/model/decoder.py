@@ -65,11 +65,13 @@ def decoder_units(
 def _head(config: ModelConfig, groups: ModelGroups, matmul: Matmul) -> UnitSpec:
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     if not config.num_predictions:
-        return _spec("head", config, groups, partial(head, config, matmul), of_head(config), tied)
+        spec = _spec("head", config, groups, partial(head, config, matmul), of_head(config), tied)
+        return replace(spec, flops_if_read=of_head(config))
     tied["embedding.weight"] = "embedding.weight"
     flops = of_head(config) + of_predictions(config)
     spec = _spec("head", config, groups, partial(multi_token_head, config, matmul), flops, tied)
-    return replace(spec, has_aux_losses=True, num_ahead=config.num_predictions)
+    read = (1 + config.num_predictions) * of_head(config)
+    return replace(spec, has_aux_losses=True, num_ahead=config.num_predictions, flops_if_read=read)
 
 
 def _spec(

@@ -35,6 +35,21 @@ class AuxLoss(enum.Enum):
     PREDICTION = "prediction"
 
 
+def only_read(x_TD: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows [R, D] of a stream that somebody reads; without `rows` the stream itself."""
+    if rows is None:
+        return x_TD
+
+    def forward(x_TD: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        return x_TD.index_select(0, rows), (rows,)
+
+    def backward(grad_RD: Tensor, rows: Tensor) -> tuple[Tensor, None]:
+        return grad_RD.new_zeros(num_tokens, *grad_RD.shape[1:]).index_copy_(0, rows, grad_RD), None
+
+    num_tokens = len(x_TD)
+    return with_gradient(forward, backward, x_TD, rows)
+
+
 @dataclass(frozen=True, eq=False)
 class FutureTokens:
     """For each token of a microbatch, the token and label a fixed distance further on in its sequence.
@@ -44,7 +59,10 @@ class FutureTokens:
 
     #: int64
     tokens_T: Tensor
+    #: those of `rows` alone, if there are some
     labels_T: Tensor
+    #: the tokens [R] int64 from which these labels are predicted; None for all
+    read_rows: Tensor | None = None
 
     @classmethod
     def of(cls, tokens_T: Tensor, labels_T: Tensor, lengths: Sequence[int], distance: int) -> "FutureTokens":
@@ -57,6 +75,12 @@ class FutureTokens:
     def rows(self, rows: Tensor) -> "FutureTokens":
         """The same for only these tokens."""
         return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
+
+    def reading(self, rows: Tensor | None, device: torch.device) -> "FutureTokens":
+        """The same on a device, with the labels of the rows from which they are predicted; None for all rows."""
+        labels_T = self.labels_T if rows is None else self.labels_T.index_select(0, rows)
+        read = None if rows is None else rows.to(device)
+        return FutureTokens(self.tokens_T.to(device), labels_T.to(device), read)
 
 
 @dataclass(eq=False)
@@ -196,6 +220,8 @@ class Sequences(SharedByLayers):
     aux_losses: AuxLosses | None = None
     #: True if the positions were given, and need not count up in each sequence
     has_own_positions: bool = False
+    #: the tokens [R] int64 whose outputs somebody reads; None for all
+    read_rows: Tensor | None = None
 
     @classmethod
     def from_lengths(
@@ -234,6 +260,16 @@ class Sequences(SharedByLayers):
     def with_positions(self, positions: Tensor) -> "Sequences":
         """The same sequences, whose tokens have these positions [T]."""
         return replace(self, positions=positions.to(self.positions), has_own_positions=True)
+
+    def with_read_rows(self, rows: Tensor | None) -> "Sequences":
+        """The same sequences, of whose outputs only these rows are read."""
+        return self if rows is None else replace(self, read_rows=rows.to(self.positions.device))
+
+    def whole(self, values: Tensor) -> Tensor:
+        """A row for each token [T, ...] from those of the rows that are read [R, ...]; zero for the others."""
+        if self.read_rows is None:
+            return values
+        return values.new_zeros((self.num_tokens, *values.shape[1:])).index_copy_(0, self.read_rows, values)
 
     @property
     def num_tokens(self) -> int:

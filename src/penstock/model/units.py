@@ -49,6 +49,9 @@ class UnitSpec:
     num_parameters: int
     #: forward work on one token, in floating point operations of a matrix product
     flops_per_token: float
+    #: of it, what is left out for a token whose output nobody reads, as a loss one without a label (see
+    #: `Sequences.read_rows`); 0 for a unit that computes all tokens
+    flops_if_read: float = field(default=0.0, kw_only=True)
     #: name in the module of a parameter that is tied to another unit's -> the full name there
     tied: Mapping[str, str] = field(default_factory=dict)
     #: name in the module -> the part of the parameter that this rank holds
@@ -71,6 +74,10 @@ class UnitSpec:
     #: name in the module of a buffer that other units hold or read too -> the tensor, and by unit its name there, None
     #: for one that reads it without holding it
     shared_buffers: Mapping[str, tuple[Tensor, Mapping[str, str | None]]] = field(default_factory=dict)
+
+    def work(self, label_share: float) -> float:
+        """Forward work on one token where this share of tokens has a label."""
+        return self.flops_per_token - (1 - label_share) * self.flops_if_read
 
     def full_name(self, parameter: str) -> str:
         """The name of a parameter in the whole model."""

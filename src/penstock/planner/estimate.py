@@ -82,6 +82,8 @@ class Workload:
     dtype: str = "bf16"
     #: True if parameters are in fp32 and cast for each product
     autocast: bool = False
+    #: of tokens with a label; the others have no logits
+    label_share: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -236,7 +238,7 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
     step_s = step.makespan
     memory = fullest(workload, candidate, cluster, stages, step)
     tokens = workload.num_tokens / (step_s * candidate.layout.world_size)
-    flops = tokens * workload.shape.flops_per_token(workload.seq_len)
+    flops = tokens * workload.shape.flops_per_token(workload.seq_len, workload.label_share)
     return Estimate(
         replace(candidate, cut=stages.cut),
         step_s,
@@ -322,6 +324,7 @@ def unit_size(workload: Workload, candidate: Candidate) -> UnitSize:
         workload.element_bytes,
         style.fused_casts or workload.dtype not in ("fp8", "fp4"),
         style.balanced_ring,
+        workload.label_share,
     )
 
 

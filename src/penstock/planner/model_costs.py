@@ -117,6 +117,8 @@ class UnitSize:
     fused_casts: bool = True
     #: False where a round of the ring takes as long as all scores between the queries of a rank and the keys of another
     balanced_ring: bool = True
+    #: of tokens with a label, which alone have logits
+    label_share: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -346,9 +348,10 @@ def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
 def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
     """The final norm, the head and the loss, whose logits others than this engine keep in 16 bits and in fp32."""
     stream, tp = _stream_bytes(shape, size), size.tp
-    weights, logits = shape.vocab_size * shape.hidden_size / tp, size.tokens * shape.vocab_size / tp
+    tokens = size.label_share * size.tokens
+    weights, logits = shape.vocab_size * shape.hidden_size / tp, tokens * shape.vocab_size / tp
     gathered = size.element_bytes * size.tokens * shape.hidden_size
-    product = _product(size.tokens, weights, shape.hidden_size, gathered + size.element_bytes * (weights + logits))
+    product = _product(tokens, weights, shape.hidden_size, gathered + size.element_bytes * (weights + logits))
     sent = Work(tensor_bytes=_tensor_bytes(shape, size) / 2)
     loss = Work(traffic_bytes=_LOGIT * logits)
     logits_bytes = size.element_bytes * logits
@@ -370,8 +373,9 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
         product + loss + sent,
         product + loss + sent,
         product + Work(traffic_bytes=_GRADIENT * weights),
-        2 * stream + kept,
-        stream + logits_bytes,
+        # The whole input stays on the tape, and of the rows that are read themselves and their norms.
+        stream + (1 + (size.label_share < 1)) * size.label_share * stream + kept,
+        size.label_share * stream + logits_bytes,
         0.0 if shape.tie_embeddings else weights,
         transient_bytes=transient,
     )

@@ -189,13 +189,16 @@ class ModelShape:
         kept = min(num_tokens, self.window) if self.window else num_tokens
         return element_bytes * kept * self.pattern.count(ATTENTION) * self.kv_width
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Operations of forward and backward for a token of a causal sequence, nothing recomputed."""
+    def flops_per_token(self, seq_len: int, label_share: float = 1.0) -> float:
+        """Operations of forward and backward for a token of a causal sequence, nothing recomputed.
+
+        label_share: of tokens with a label, which alone have logits.
+        """
         active = sum(map(self.block_parameters, self.pattern))
         active += self.pattern.count(EXPERTS) * self.num_active * self.expert_parameters
         context = min(seq_len / 2, self.window) if self.window else seq_len / 2
         core = self.pattern.count(ATTENTION) * (self.query_width + self.output_width) * context
-        return 6 * (active + self.hidden_size * self.vocab_size + core)
+        return 6 * (active + label_share * self.hidden_size * self.vocab_size + core)
 
 
 @cache

@@ -85,6 +85,13 @@ class DataConfig(Settings, section="data"):
     cross_documents: bool = setting(False, "Attention crosses the documents that share a window.")
     sequence_length: int = setting(256, "Tokens of a window, and the most tokens of a document item.", AT_LEAST_1)
     num_sequences: int = setting(8, "Items of one step, over all data-parallel ranks.", AT_LEAST_1)
+    label_share: float = setting(
+        1.0,
+        "The share of tokens with a label, as 0.1 where answers alone are learned: for the cut into stages, the "
+        "rehearsal and the plan; a step leaves the others out of head and loss by itself.",
+        Bounds(above=0, most=1, otherwise="is no share of the tokens"),
+        is_newer=True,
+    )
     cache: str | None = setting(
         "~/.cache/penstock", "Folder that keeps tokenised text for other ranks and runs; None keeps it in memory."
     )

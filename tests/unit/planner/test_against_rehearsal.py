@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": EXPERTS | {"parallel.dp": 2, "parallel.ep": 2, "data.num_sequences": 8},
     "tensor parallel in fp32, recomputed": {"parallel.tp": 2, "train.precision": "fp32"} | FULL,
     "v-half in bf16, four ranks": {"parallel.pp": 4, "schedule.name": "v-half"},
+    "one label in ten": {"data.label_share": 0.1},
+    "one label in ten, 1f1b": PP2 | {"data.label_share": 0.1},
     "a large vocabulary": {
         "model.vocab_size": 131072,
         "optimizer.zero": True,
@@ -74,7 +76,10 @@ def test_a_plans_memory_is_that_of_a_rehearsal(name: str):
     assert found.memory.total - found.memory.reserved == pytest.approx(peak_bytes, rel=0.06)
 
 
-@pytest.mark.parametrize("name", ["one device", "tensor parallel", "a ring", "experts", "1f1b, recomputed"])
+OF_UNITS = ["one device", "tensor parallel", "a ring", "experts", "1f1b, recomputed", "one label in ten"]
+
+
+@pytest.mark.parametrize("name", OF_UNITS)
 def test_a_unit_keeps_what_a_rehearsal_says(name: str):
     config = from_values(RUN | CASES[name])
     workload, layout = _workload_of(config), config.parallel
@@ -87,6 +92,7 @@ def test_a_unit_keeps_what_a_rehearsal_says(name: str):
         layout.ep,
         candidate.recompute,
         element_bytes=workload.element_bytes,
+        label_share=workload.label_share,
     )
     units = {unit.name: unit for rank in range(layout.pp) for unit in rehearsed(name, rank).units}
     formulas = unit_costs(workload.shape, size)
@@ -102,11 +108,12 @@ def test_a_unit_keeps_what_a_rehearsal_says(name: str):
         assert unit.of(Op.I).kept_bytes == pytest.approx(own.weight_bytes, rel=0.1, abs=few), unit.name
 
 
-@pytest.mark.parametrize("name", ["one device", "tensor parallel", "experts"])
+@pytest.mark.parametrize("name", ["one device", "tensor parallel", "experts", "one label in ten"])
 def test_a_units_arithmetic_is_that_of_a_rehearsal(name: str):
     config = from_values(RUN | CASES[name])
     workload, layout = _workload_of(config), config.parallel
     size = UnitSize(workload.seq_len, candidate_of(config).microbatch, layout.tp, layout.cp, layout.ep)
+    size = replace(size, label_share=workload.label_share)
     for unit, own in zip(rehearsed(name).units, unit_costs(workload.shape, size), strict=True):
         forward, backward = own.forward, own.backward_input + own.backward_weight
         # A rehearsal counts all scores, of which causal attention needs half.

@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "model.num_kv_heads": 2,
     "model.num_full_layers": 2,
     "model.native": False,
+    "data.label_share": 0.25,
     "train.precision": "bf16",
     "parallel.order": "tp-cp-pp-dp",
     "optimizer.beta1": 0.8,

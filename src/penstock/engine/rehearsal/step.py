@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.data import MicroBatchSpec, PackedBatch, Split, split
+from penstock.data import MicroBatchSpec, PackedBatch, Split, labels_of_share, split
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.build import EngineArguments, UnitSource, units_for
 from penstock.engine.folders.lora import with_adapter
@@ -134,12 +134,16 @@ class RehearsedBatch:
     lengths: Sequence[int]
     micro_batches: MicroBatchSpec
     loss_fn: LossFn = token_cross_entropy
+    #: of tokens with a label, which are the last ones of each sequence
+    label_share: float = 1.0
     #: the cut and the schedule of units whose times are known; None for those that the options alone give
     cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
 
     @cached_property
     def data(self) -> PackedBatch:
-        return PackedBatch.from_documents([torch.zeros(length, dtype=torch.int64) for length in self.lengths])
+        tokens = [torch.zeros(length, dtype=torch.int64) for length in self.lengths]
+        labels = [labels_of_share(length, self.label_share) for length in self.lengths]
+        return PackedBatch.from_sequences({"tokens": tokens, "labels": labels})
 
     @cached_property
     def parts(self) -> Split:
@@ -261,7 +265,8 @@ class RehearsedRun:
         if options.adapter is not None:
             units = with_adapter(units, options.adapter, found.form, found.layout)
         num_sequences = config.data.num_sequences // config.parallel.dp
-        batch = RehearsedBatch(lengths or [config.data.sequence_length] * num_sequences, micro_batches(config))
+        lengths, share = lengths or [config.data.sequence_length] * num_sequences, config.data.label_share
+        batch = RehearsedBatch(lengths, micro_batches(config), label_share=share)
         experts = config.model.experts
         return cls(found._replace(units=units, options=options), batch, experts.num_experts, experts.num_active)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock.data import labels_of_share, rows_with_label
 from penstock.engine.build import autocast_of, build_stages, parameter_dtype, recomputes
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.counted import TrafficCount
@@ -108,13 +109,14 @@ def units_alone(
     place = RehearsedPlace.of("cpu" if options.precision is Precision.BF16_AUTOCAST else options.device)
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     whole = (range(len(units)),)
+    read = rows_with_label(labels_of_share(sum(lengths), options.label_share))
     with without_values(), place.meter:
         tokens = torch.empty(sum(lengths), dtype=torch.int64, device=place.device)
         feed = Feed(
             len(tokens),
-            Sequences.from_lengths(lengths, place.device),
+            Sequences.from_lengths(lengths, place.device).with_read_rows(read),
             tokens,
-            lambda output: cross_entropy_sum(output, torch.zeros_like(tokens)),
+            lambda output: cross_entropy_sum(output, torch.zeros_like(tokens[: len(output)])),
         )
         stages = place.stages(units, {0: range(len(units))}, boundary, options)
         for _, parameter in stages[0].named_parameters():

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from penstock.data import NO_LABEL, PackedBatch
+from penstock.data import NO_LABEL, PackedBatch, rows_with_label
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
@@ -41,6 +43,31 @@ LossWeightFn = Callable[[PackedBatch], float]
 """A microbatch's weight in the denominator."""
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def labelled_rows(function: Function) -> Function:
+    """Mark a loss, or the hook of a `PerToken`, as one to which tokens without a label make no difference.
+
+    A model of Penstock or transformers then computes no logits for them where many tokens have no label: it gives the
+    outputs of those with a label, and the same rows of the microbatch's keys; where there is none, one row without. A
+    loss without the mark is given all tokens.
+
+    >>> @labelled_rows
+    ... def loss_fn(logits, microbatch):
+    ...     return torch.nn.functional.cross_entropy(logits, microbatch["labels"], reduction="sum")
+    """
+    marked: Any = function if isinstance(function, FunctionType | nn.Module) else partial(function)
+    marked.reads_labelled_rows = True
+    return marked
+
+
+def reads_labelled_rows(function: Any) -> bool:
+    """True for what `labelled_rows` has marked."""
+    return bool(getattr(function, "reads_labelled_rows", False))
+
+
+@labelled_rows
 def token_cross_entropy(output: Logits, microbatch: PackedBatch) -> Tensor:
     """The sum of the tokens' cross entropies in nats; the default loss of a language model.
 
@@ -261,7 +288,7 @@ class LossMetrics:
     """A loss function, and what it gives beside losses in the course of one step or evaluation."""
 
     #: gives a microbatch's loss, or that and anything else
-    _loss_fn: LossFn
+    loss_fn: LossFn
     #: name -> the microbatches' parts, on this rank
     _parts: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
@@ -269,14 +296,14 @@ class LossMetrics:
 
     @cached_property
     def _asked(self) -> frozenset[str]:
-        return numbers_asked(self._loss_fn)
+        return numbers_asked(self.loss_fn)
 
     def __call__(self, output: Any, microbatch: Any, numbers: Mapping[str, int]) -> Any:
         """The microbatch's loss alone. numbers: its `NUMBERS`.
 
         Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
-        given = self._loss_fn(output, microbatch, **{name: numbers[name] for name in self._asked})
+        given = self.loss_fn(output, microbatch, **{name: numbers[name] for name in self._asked})
         loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if isinstance(loss, tuple):
             kinds = ", ".join(type(part).__name__ for part in loss)
@@ -387,6 +414,7 @@ def _sum(values: Sequence[float]) -> float:
 # ---- The loss of a reward model, which learns from pairs of texts which of the two is better
 
 
+@labelled_rows
 def comparison_loss(output: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
     """The sum over pairs of minus the logarithm of the probability that the better text wins, in nats.
 
@@ -511,14 +539,15 @@ class AuxLossTracker:
         distances = range(1, pipeline.units[-1].num_ahead + 1)
         if not pipeline.holds_last_stage or not distances:
             return []
-        tokens, labels = (microbatch[key].to(pipeline.device) for key in ("tokens", "labels"))
-        lengths = microbatch.sequence_lengths("tokens")
-        found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
-        if pipeline.context is None:
-            return found
-        spread = pipeline.context.spread(microbatch)
-        rows = spread.rows(spread.rank).to(pipeline.device)
-        return [ahead.rows(rows) for ahead in found]
+        tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
+        # The batch has values where a rehearsal's tensors have none.
+        with _disable_current_modes():
+            found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
+            if pipeline.context is not None:
+                spread = pipeline.context.spread(microbatch)
+                rows = spread.rows(spread.rank).to(tokens.device)
+                found = [ahead.rows(rows) for ahead in found]
+        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in found]
 
     def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
         """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""

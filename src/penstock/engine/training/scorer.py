@@ -15,7 +15,14 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.losses import EvaluationLoss, LossFn, LossMetrics, LossWeightFn, token_cross_entropy
+from penstock.engine.training.losses import (
+    EvaluationLoss,
+    LossFn,
+    LossMetrics,
+    LossWeightFn,
+    labelled_rows,
+    reads_labelled_rows,
+)
 from penstock.engine.training.microbatches import (
     BatchCall,
     BatchReport,
@@ -77,7 +84,8 @@ def evaluate(
             raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
         check_loss(loss_fn, loss_weight_fn)
 
-    call = BatchCall("evaluate()", check, loss_fn is token_cross_entropy, loss_weight_fn)
+    labelled = reads_labelled_rows(loss_fn)
+    call = BatchCall("evaluate()", check, labelled, loss_weight_fn)
     # Anything else is refused on all ranks alike, as if there were no batch.
     remaining = iter(batches if are_batches else ())
     with pipeline.casts.kept():
@@ -93,7 +101,10 @@ def evaluate(
                     break
                 num_rounds += 1
                 with recovery.announcing():
-                    feeds = [pipeline.feed(own, measured, place) for own, place in agreed.places(pipeline.step)]
+                    feeds = [
+                        pipeline.feed(own, measured, place, labelled=labelled)
+                        for own, place in agreed.places(pipeline.step)
+                    ]
                     losses = pipeline.executor(len(feeds)).run(feeds) if feeds else []
                     total, num_metrics = measured.total(pipeline, losses)
                 outputs += measured.outputs()
@@ -177,7 +188,15 @@ def token_scores(temperature: float = 1.0, entropies: bool = False) -> PostHook:
             return token_statistics(logits_TV, labels_T, temperature)._asdict()
         return {"log_probs": token_log_probs(logits_TV, labels_T, temperature)}
 
-    return PerToken(hook, reads_labels=True)
+    # Tokens without a label have an entropy too.
+    return PerToken(hook if entropies else labelled_rows(hook), reads_labels=True)
+
+
+def by_key(change: Callable[[Tensor], Tensor], result: Any) -> Any:
+    """The result of a hook per token with its rows changed, in a mapping those of each key."""
+    if isinstance(result, Mapping):
+        return {name: change(rows) for name, rows in result.items()}
+    return change(result)
 
 
 @dataclass(eq=False)
@@ -216,10 +235,13 @@ class Outputs:
             if context is not None and not isinstance(hook, PerToken):
                 logits, own = context.whole_logits(logits, microbatch), microbatch
             given = {name: numbers[name] for name in asked}
-            self._results.append(whole_logits(logits) if hook is None else hook(logits, own, **given))
+            result = whole_logits(logits) if hook is None else hook(logits, own, **given)
+            self._results.append(by_key(feed.sequences.whole, result) if isinstance(hook, PerToken) else result)
             return torch.empty(0, device=logits.device)
 
-        return pipeline.feed(microbatch, take, place)
+        labelled = isinstance(hook, PerToken) and reads_labelled_rows(hook.hook)
+        feed = pipeline.feed(microbatch, take, place, labelled=labelled)
+        return feed
 
     def handed_out(self, pipeline: Pipeline, split: Split) -> Any:
         """Gather the results, raise on all ranks if one has failed, and return this rank's."""
@@ -244,9 +266,7 @@ class Outputs:
             # Ranks that share every sequence have a part of each result.
             with pipeline.recorder.collective("put the results together", context.group):
                 results = [
-                    {name: context.whole(rows, microbatch) for name, rows in result.items()}
-                    if isinstance(result, Mapping)
-                    else context.whole(result, microbatch)
+                    by_key(partial(context.whole, microbatch=microbatch), result)
                     for result, microbatch in zip(results, split.microbatches, strict=True)
                 ]
         if self.aggregate_fn is None:

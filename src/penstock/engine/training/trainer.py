@@ -33,6 +33,7 @@ from penstock.engine.training.losses import (
     checked_loss,
     look_for_others,
     loss_factors,
+    reads_labelled_rows,
     token_cross_entropy,
 )
 from penstock.engine.training.microbatches import (
@@ -263,7 +264,7 @@ class Trainer:
         changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
         asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
         name = f"train_batch(normalize={str(normalize)!r})"
-        call = BatchCall(name, check, loss_fn is token_cross_entropy, loss_weight_fn, asked)
+        call = BatchCall(name, check, reads_labelled_rows(loss_fn), loss_weight_fn, asked)
         measured = LossMetrics(loss_fn)
         with recovery.joined():
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
@@ -318,13 +319,15 @@ class Trainer:
     def feeds(self, agreed: AgreedSplit, measured: LossMetrics, factors: Sequence[float], number: int) -> list[Feed]:
         """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
 
-        trained = set(self._parameters.values())
+        trained, labelled = set(self._parameters.values()), reads_labelled_rows(measured.loss_fn)
 
         def finish(factor: float, output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
             return checked_loss(measured(output, microbatch, numbers), output, trained) * factor
 
         feeds = [
-            self.pipeline.feed(microbatch, partial(finish, factors[place[0]] if factors else 0.0), place, training=True)
+            self.pipeline.feed(
+                microbatch, partial(finish, factors[place[0]] if factors else 0.0), place, True, labelled
+            )
             for microbatch, place in agreed.places(number)
         ]
         if self.aux_losses is None:

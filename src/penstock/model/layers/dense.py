@@ -23,7 +23,7 @@ from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, Stat
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
 from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs, with_gradient
 from penstock.model.loss import ShardedLogits
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import Sequences, only_read
 from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig, RopeKind, RopeScaling
@@ -435,7 +435,7 @@ def mlp_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> MLPBl
 
 
 class Head(nn.Module):
-    """Residual stream [T, D] -> logits [T, V]."""
+    """Residual stream [T, D] -> logits [T, V], or [R, V] of the rows that are read."""
 
     has_randomness = False
     has_fixed_shapes = True
@@ -451,7 +451,7 @@ class Head(nn.Module):
         return ((self.projection,),)
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        return self.projection(self.norm(x_TD))
+        return self.projection(self.norm(only_read(x_TD, sequences.read_rows)))
 
     def new_cache(self, size: CacheSize) -> None:
         return None
@@ -469,8 +469,10 @@ class TensorParallelHead(TensorParallelUnit, Head):
         self.collectives, self.part = Collectives(split.group), split.vocabulary
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        project = Compute("projection", lambda h: (self.projection(h[: sequences.num_tokens]),))
-        return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), project]
+        def project(h: Tensor) -> State:
+            return (self.projection(only_read(h[: sequences.num_tokens], sequences.read_rows)),)
+
+        return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), Compute("projection", project)]
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         """The whole logits [S, V] of the sampled tokens on every rank, so that all ranks draw the same tokens."""

@@ -34,7 +34,7 @@ from penstock.model.layers.dense import (
 from penstock.model.layers.experts import ExpertBlock
 from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
-from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences
+from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, only_read
 from penstock.model.units import ModelGroups
 from penstock.settings import ModelConfig
 
@@ -118,7 +118,8 @@ class MultiTokenHead(SegmentedUnit, Head):
         *ahead, x_TD = streams
         logits_TV = Head.forward(self, x_TD, sequences)
         for prediction, h_TD, target in zip(self.predictions, reversed(ahead), aux_losses.ahead, strict=True):
-            total = cross_entropy_sum(self.projection(prediction.norm(h_TD)), target.labels_T)
+            logits_RV = self.projection(prediction.norm(only_read(h_TD, target.read_rows)))
+            total = cross_entropy_sum(logits_RV, target.labels_T)
             loss = total * (aux_losses.factor * self.predictions.loss_weight)
             logits_TV = aux_losses.add(logits_TV, loss, prediction, AuxLoss.PREDICTION)
         return (logits_TV,)
@@ -153,9 +154,10 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
     def _logits(self, aux_losses: AuxLosses, sequences: Sequences, gathered: Tensor) -> State:
         of_ranks = gathered.unflatten(0, (self.collectives.size, len(self.predictions) + 1, -1))
         h_TD, *ahead = of_ranks.transpose(0, 1).flatten(1, 2)[:, : sequences.num_tokens]
-        logits_TU = self.projection(h_TD)
+        logits_TU = self.projection(only_read(h_TD, sequences.read_rows))
         for prediction, own_TD, target in zip(self.predictions, ahead, aux_losses.ahead, strict=True):
-            sharded = ShardedLogits(self.projection(own_TD), self.part, self.collectives)
+            own_RU = self.projection(only_read(own_TD, target.read_rows))
+            sharded = ShardedLogits(own_RU, self.part, self.collectives)
             loss = cross_entropy_sum(sharded, target.labels_T) * (aux_losses.factor * self.predictions.loss_weight)
             # All ranks compute the same loss.
             logits_TU = aux_losses.add(logits_TU, loss, prediction, AuxLoss.PREDICTION, self.collectives.size)

@@ -111,10 +111,11 @@ class TransformersModel:
             same = {slot} | {s for s, owner in owners.items() if owner == slot} | {owners.get(slot, slot)}
             if both := sorted(same & self.first):
                 tied[OWN + slot] = f"{FIRST}.{OWN}{both[0]}"
+        last = _spec(LAST, after, tied)
         return (
             replace(_spec(FIRST, before), limits=self._limits()),
             *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
-            _spec(LAST, after, tied),
+            replace(last, flops_if_read=last.flops_per_token),
         )
 
     def _limits(self) -> Limits | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.kv_cache import CachedRows, CacheSize
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import Sequences, only_read
 from penstock.model.transformers.skeleton import Skeleton
 from penstock.schedule import NO_ROW, BatchItem
 
@@ -247,7 +247,7 @@ class AfterLayers(_TransformersUnit):
         self.skeleton = skeleton
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
-        return self.skeleton.after_layers(x_TD)
+        return self.skeleton.after_layers(only_read(x_TD, sequences.read_rows))
 
     def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
         """Hidden states [T, D] -> logits [S, V] of the sampled tokens."""
