@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,12 +29,13 @@ Place = tuple[Layout, str]
 """A layout with a schedule."""
 
 
-def opened(place: Place, layers: list[nn.Module] | None = None) -> Engine:
+def opened(place: Place, layers: list[nn.Module] | None = None, **options: Any) -> Engine:
     torch.manual_seed(0)
     middle: list[nn.Module] = [Counted(), nn.Sequential(PlainTensor()), Remembers(), LateBuffer(), EmptyBuffer()]
     layers = layers or [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
     layout, schedule = place
-    return Engine.from_layers(layers, WIDTH, layout, device="cpu", timeout_s=60.0, schedule=ScheduleConfig(schedule))
+    options |= {"device": "cpu", "timeout_s": 60.0, "schedule": ScheduleConfig(schedule)}
+    return Engine.from_layers(layers, WIDTH, layout, **options)
 
 
 def train(engine: Engine, step: int) -> float:
@@ -152,16 +155,32 @@ def test_what_two_layers_keep_together_is_refused_by_both_names(tmp_path: Path) 
 
 
 class InPlace(nn.Module):
-    """A tensor in a plain attribute, a list and a generator, each of which a call moves on where it is."""
+    """Tensors, containers, an array and a generator in plain attributes, each moved on where it is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ema, self.seen, self.noise = torch.zeros(WIDTH), list[int](), torch.Generator().manual_seed(3)
+        self.array, self.counter = np.zeros(1), Counter(calls=1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
         self.ema.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return x + self.ema + 0.01 * torch.randn(WIDTH, generator=self.noise) * len(self.seen)
+        self.array += 0.01
+        self.counter["calls"] += 1
+        beside = float(self.array[0]) + 0.01 * self.counter["calls"]
+        return x + self.ema + beside + 0.01 * torch.randn(WIDTH, generator=self.noise) * len(self.seen)
+
+
+class Unseen(nn.Module):
+    """A tensor of which torch does not count the changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.data.add_(0.01)
+        return x + self.kept
 
 
 class Raises(nn.Module):
@@ -183,7 +202,7 @@ countdown = [0]
 
 def failing(rank: int, place: Place, fails: bool) -> list[float]:
     """The losses of three steps, of which the second is taken twice where it fails at first."""
-    middle: list[nn.Module] = [Counted(), PlainTensor(), Remembers(), InPlace(), LateBuffer()]
+    middle: list[nn.Module] = [Counted(), PlainTensor(), Remembers(), InPlace(), Unseen(), LateBuffer()]
     engine = opened(place, [nn.Embedding(VOCAB, WIDTH), *middle, Raises()])
     found = [train(engine, 0)]
     if fails:
@@ -200,3 +219,14 @@ def failing(rank: int, place: Place, fails: bool) -> list[float]:
 def test_a_step_that_fails_leaves_what_layers_keep_as_it_was(place: Place) -> None:
     plain, failed = (run_ranks(place[0].world_size, failing, place, fails) for fails in (False, True))
     assert failed == plain
+
+
+def test_a_layer_that_is_computed_again_keeps_all_of_it_as_its_forward_saw_it() -> None:
+    found: list[list[float]] = []
+    for recompute in ((), (1, 2)):
+        torch.manual_seed(3)
+        layers = [nn.Embedding(VOCAB, WIDTH), InPlace(), InPlace(), nn.Linear(WIDTH, VOCAB)]
+        engine = opened((Layout(), "1f1b"), layers, recompute=recompute)
+        found.append([train(engine, step) for step in range(3)])
+        engine.close()
+    assert found[0] == found[1]

@@ -1,7 +1,11 @@
-"""The state that a layer keeps from call to call, so that its activations are computed again as its forward saw it."""
+"""The state of a user's objects as it is now: of a layer from call to call, of an optimizer from step to step.
+
+So a layer's activations are computed again as its forward saw it, and a step that fails leaves all as it was.
+"""
 
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.runtime.errors import PipelineError
 
-_CONTAINERS = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
 _NO_STATE = {int, float, bool, str, type(None)}
 _OF_MODULES = vars(nn.Module()).keys()
 _PLAIN = ("torch.nn.modules.", "penstock.")
@@ -32,66 +36,89 @@ class Moment:
 
 
 @dataclass(eq=False, slots=True)
-class LayerState:
-    """A layer's buffers and attributes, the items of containers among them, and its generators, before a forward.
+class KeptState:
+    """The state of values, as deep as it lies: tensors, the items of containers, arrays and generators.
 
-    Of objects of other classes among the attributes, what they hold is not kept. Parameters, which the optimizer's step
-    changes after all backwards, are only watched.
+    Each thing stays the one that it is, so that whoever shares it shares what is put back. A layer's parameters, which
+    the optimizer's step changes after all backwards, are only watched, and its tensors with a graph are not kept.
     """
-
-    #: the layer, and its name over the whole model
-    layer: nn.Module
-    name: str
 
     #: each module's attributes, and those among them that torch does not give every module
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    #: each container among the attributes with its items, and each module's buffers
+    #: each container with its items, each module's buffers among them
     items: list[tuple[Any, Any]] = field(default_factory=list)
-    #: tensors without a graph, each with its values at that time; those that stay as they are, are kept once
+    #: tensors, each with its values at that time; those that stay as they are, are kept once
     moments: dict[Tensor, Moment] = field(default_factory=dict)
-    #: of each generator: the functions that give and take a state, and its state
-    generators: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = field(default_factory=list)
-    #: parameter -> its version; once the forward has run, of those alone that it has changed
+    #: of each generator and array: the functions that give and take a state, and its state
+    others: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = field(default_factory=list)
+    #: parameter -> its version; once a forward has run, of those alone that it has changed
     parameters: dict[Tensor, int] = field(default_factory=dict)
+    #: the memory that each tensor had when its values were held
+    memory: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layer: nn.Module, name: str, known: dict[Tensor, Moment]) -> "LayerState":
-        """The state now. known: the moments of the state before the last forward."""
-        state = cls(layer, name)
+    def of(cls, layer: nn.Module, known: dict[Tensor, Moment]) -> "KeptState":
+        """That of a layer now. known: the moments of the state before its last forward."""
+        state, values = cls(), list[Any]()
         for part in layer.modules():
             # What torch's own modules keep from call to call are buffers, and what hooks leave there.
             if not type(part).__module__.startswith(_PLAIN) or part._forward_hooks or part._forward_pre_hooks:
                 attributes, own = vars(part), _own(vars(part))
                 state.attributes.append((attributes, own))
-                state._note(own.values(), known)
+                values += own.values()
             if part._buffers:
-                state.items.append((part._buffers, part._buffers.copy()))
-                state._note(part._buffers.values(), known)
+                values.append(part._buffers)
             for parameter in part._parameters.values():
                 if parameter is not None:
                     state.parameters[parameter] = parameter._version
+        state._note(values, known, into_objects=False)
+        state.moments = {tensor: moment for tensor, moment in state.moments.items() if not tensor.requires_grad}
         return state
 
-    def _note(self, values: Iterable[Any], known: dict[Tensor, Moment]) -> None:
-        for value in values:
-            kind = type(value)
-            if kind in _NO_STATE:
+    @classmethod
+    def of_values(cls, values: Iterable[Any]) -> "KeptState":
+        """That of any values, such as optimizers.
+
+        Attributes of objects are followed no further than into objects that an optimizer, or a list or dictionary of
+        it, has.
+        """
+        state = cls()
+        state._note(values, {}, into_objects=True)
+        return state
+
+    def _note(self, values: Iterable[Any], known: dict[Tensor, Moment], into_objects: bool) -> None:
+        left, seen = [(value, into_objects) for value in values], dict[int, Any]()
+        while left:
+            value, follows = left.pop()
+            if type(value) in _NO_STATE or id(value) in seen:
                 continue
+            seen[id(value)], inner = value, ()
             if isinstance(value, Tensor):
-                if not value.requires_grad and not value.is_inference():
-                    moment = known.get(value)
-                    if moment is None or moment.version != value._version:
-                        moment = Moment(value._version)
-                    self.moments[value] = moment
-            elif kind in _CONTAINERS:
-                if all(value is not container for container, _ in self.items):
-                    items = value.copy()
-                    self.items.append((value, items))
-                    self._note(items.values() if isinstance(items, dict) else items, known)
+                inner = self._note_tensor(value, known)
+            elif isinstance(value, dict | list | deque | set):
+                items = dict(value) if isinstance(value, dict) else list(value)
+                self.items.append((value, items))
+                inner = items.values() if isinstance(items, dict) else items
             elif isinstance(value, tuple):
-                self._note(value, known)
+                inner = value
             elif (functions := _functions_of(value)) is not None:
-                self.generators.append((*functions, functions[0]()))
+                self.others.append((*functions, functions[0]()))
+            elif isinstance(value, torch.optim.Optimizer) or (follows and has_state(value)):
+                inner, follows = (vars(value),), isinstance(value, torch.optim.Optimizer)
+            left += [(own, follows) for own in inner]
+
+    def _note_tensor(self, tensor: Tensor, known: dict[Tensor, Moment]) -> Iterable[Any]:
+        """Note a tensor; returns what is inside of it, and its attributes."""
+        beside = (vars(tensor),)
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            return (*beside, *(getattr(tensor, name) for name in names))
+        if not tensor.is_inference():
+            moment = known.get(tensor)
+            if moment is None or moment.version != tensor._version:
+                moment = Moment(tensor._version)
+            self.moments[tensor] = moment
+        return beside
 
     @contextmanager
     def before_forward(self) -> Iterator[None]:
@@ -106,44 +133,46 @@ class LayerState:
                     moment.values = None
             self.parameters = {own: version for own, version in self.parameters.items() if own._version != version}
 
-    def hold(self) -> "LayerState":
+    @torch.no_grad()
+    def hold(self) -> "KeptState":
         """Hold all values, which may change from now on, until they are restored."""
         for tensor, moment in self.moments.items():
-            if moment.values is None:
-                moment.values = tensor.clone()
+            # Whether they have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
+            self.memory[tensor], moment.values = tensor.data, tensor.detach().clone()
         return self
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put back for good what is held."""
-        for tensor, moment in self.moments.items():
-            if moment.values is not None and tensor._version != moment.version:
-                tensor.copy_(moment.values)
+        for tensor, memory in self.memory.items():
+            tensor.data, values = memory, self.moments[tensor].values
+            # What it shares with another tensor may be put back already, and some memory cannot be written to.
+            if values is not None and not torch.equal(tensor, values):
+                tensor.copy_(values)
         self._put()
 
-    def put_back(self) -> AbstractContextManager[None]:
+    def put_back(self, layer: nn.Module, name: str) -> AbstractContextManager[None]:
         """Within this context the layer is as it was; whatever it changes here leaves no trace.
 
         Raises: PipelineError where something else has changed a tensor that the layer keeps, or where the layer changes
             a parameter once more.
         """
         # A layer of torch's own that has only parameters keeps nothing.
-        return self._as_it_was() if self.attributes or self.items or self.parameters else nullcontext()
+        return self._as_it_was(layer, name) if self.attributes or self.items or self.parameters else nullcontext()
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
+    def _as_it_was(self, layer: nn.Module, name: str) -> Iterator[None]:
         for tensor, moment in self.moments.items():
             if moment.values is None and tensor._version != moment.version:
                 raise PipelineError(
-                    f"{self.name} keeps a tensor {list(tensor.shape)} that something else has changed since its "
+                    f"{name} keeps a tensor {list(tensor.shape)} that something else has changed since its "
                     "forward, so that its activations cannot be computed again; leave the layer out of recompute"
                 )
         parameters = [(own, own.detach().clone()) for own in self.parameters]
-        now = LayerState(
-            self.layer,
-            self.name,
+        now = KeptState(
             [(attributes, _own(attributes)) for attributes, _ in self.attributes],
-            [(container, container.copy()) for container, _ in self.items],
-            generators=[(give, take, give()) for give, take, _ in self.generators],
+            [(own, dict(own) if isinstance(own, dict) else list(own)) for own, _ in self.items],
+            others=[(give, take, give()) for give, take, _ in self.others],
         )
         memory = [(tensor, tensor.data) for tensor in self.moments]
         versions = _unsafe_preserve_version_counter(tuple(self.moments))
@@ -159,10 +188,10 @@ class LayerState:
                 tensor.data = own
             versions.__exit__()
             now._put()
-            self._check_parameters(parameters)
+            _check_parameters(layer, name, parameters)
 
     def _put(self) -> None:
-        """Put back attributes, items and generators."""
+        """Put back attributes, items, arrays and generators."""
         for attributes, own in self.attributes:
             if len(attributes) != len(own) + len(_OF_MODULES):
                 for name in attributes.keys() - own.keys() - _OF_MODULES:
@@ -173,18 +202,20 @@ class LayerState:
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(items)
             elif isinstance(container, dict):
-                container.update(items)
-        for _, take, state in self.generators:
+                # A counter's own adds.
+                dict.update(container, items)
+        for _, take, state in self.others:
             take(state)
 
-    def _check_parameters(self, parameters: list[tuple[Tensor, Tensor]]) -> None:
-        for own, values in parameters:
-            if not torch.equal(own, values):
-                name = next(name for name, known in self.layer.named_parameters() if known is own)
-                raise PipelineError(
-                    f"{self.name} changes its parameter {name} at each call, so that its activations cannot be "
-                    "computed again; let it change a buffer, or leave the layer out of recompute"
-                )
+
+def _check_parameters(layer: nn.Module, name: str, parameters: list[tuple[Tensor, Tensor]]) -> None:
+    for own, values in parameters:
+        if not torch.equal(own, values):
+            changed = next(path for path, known in layer.named_parameters() if known is own)
+            raise PipelineError(
+                f"{name} changes its parameter {changed} at each call, so that its activations cannot be "
+                "computed again; let it change a buffer, or leave the layer out of recompute"
+            )
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +223,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _functions_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """The functions that give and take the state of a generator of random numbers; None for anything else."""
+    """The functions that give and take the state of a generator of random numbers or an array; else None."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
@@ -202,4 +233,13 @@ def _functions_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object
         generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
         if generator is not None:
             return lambda: generator.state, partial(setattr, generator, "state")
+    if type(value).__name__ == "ndarray" and value.flags.writeable:
+        return value.copy, partial(value.__setitem__, ...)
     return None
+
+
+def has_state(value: Any) -> bool:
+    """True for an object with attributes, of a class that neither torch nor Python has; modules keep what is theirs."""
+    room = type(value).__module__.partition(".")[0]
+    is_theirs = room == "torch" or room in sys.stdlib_module_names or isinstance(value, nn.Module)
+    return not is_theirs and bool(getattr(value, "__dict__", None))

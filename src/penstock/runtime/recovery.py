@@ -9,7 +9,6 @@ changed, and meets the others while they make new communicators.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignor
 from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
-from penstock.runtime.layer_state import LayerState
+from penstock.runtime.layer_state import KeptState
 from penstock.runtime.liveness import Processes, answer, listen
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
@@ -61,28 +60,14 @@ class StepState:
 
     #: the device whose random numbers count beside the host's
     _device: torch.device
-    #: modules with their buffers' names, in one order
-    _places: list[tuple[nn.Module, str]]
-    #: by place: the tensor that the module had before the step, and its values
-    _tensors: list[Tensor]
-    _values: list[Tensor]
-    #: the layers that may keep attributes, with their names, and what they kept before the step
-    _layers: list[tuple[nn.Module, str]]
-    _kept: list[LayerState]
+    #: the layers that may keep something, and what they kept before the step
+    _layers: list[nn.Module]
+    _kept: list[KeptState]
 
     def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
         self._device = device
-        self._places = [
-            (module, name)
-            for stage in stages
-            for _, unit in stage.units
-            for module in unit.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._tensors, self._values = [], []
-        units = [(unit, name) for stage in stages for name, unit in stage.units]
-        self._layers = [own for own in units if LayerState.of(*own, {}).attributes]
+        units = [unit for stage in stages for _, unit in stage.units]
+        self._layers = [own for own in units if (state := KeptState.of(own, {})).attributes or state.items]
         self._kept = []
         self.save()
 
@@ -92,20 +77,19 @@ class StepState:
         self._random = torch.get_rng_state()
         if self._device.type == "cuda":
             self._random_on_device = torch.cuda.get_rng_state(self._device)
-        # Whether values have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
-        tensors = [tensor for module, name in self._places if (tensor := module._buffers.get(name)) is not None]
-        if any(tensor is not known for tensor, known in itertools.zip_longest(tensors, self._tensors)):
-            self._places = [place for place in self._places if place[0]._buffers.get(place[1]) is not None]
-            self._tensors, self._values = tensors, [tensor.clone() for tensor in tensors]
-        elif tensors:
-            torch._foreach_copy_(self._values, self._tensors)  # pyright: ignore[reportPrivateImportUsage]
-        known = {tensor: moment for kept in self._kept for tensor, moment in kept.moments.items()}
-        self._kept = [LayerState.of(*own, known).hold() for own in self._layers]
+        # What was held makes room first.
+        self._kept = []
+        self._kept = [KeptState.of(own, {}).hold() for own in self._layers]
 
     def before(self, module: nn.Module, buffer: str) -> Tensor | None:
         """The values that the module's buffer had before the step; None if it had none."""
-        places = zip(self._places, self._values, strict=True)
-        return next((values for place, values in places if place[0] is module and place[1] == buffer), None)
+        found = (
+            kept.moments[items[buffer]].values
+            for kept in self._kept
+            for container, items in kept.items
+            if container is module._buffers and items.get(buffer) in kept.moments
+        )
+        return next(found, None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -115,10 +99,6 @@ class StepState:
             torch.cuda.set_rng_state(self._random_on_device, self._device)
         for kept in self._kept:
             kept.restore()
-        # After that, which goes by versions.
-        for (module, name), tensor, values in zip(self._places, self._tensors, self._values, strict=True):
-            tensor.copy_(values)
-            module._buffers[name] = tensor
 
 
 @dataclass(frozen=True)

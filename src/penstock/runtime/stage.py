@@ -40,7 +40,7 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, name_changed, note_layer
-from penstock.runtime.layer_state import LayerState, Moment
+from penstock.runtime.layer_state import KeptState, Moment
 from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
@@ -122,13 +122,13 @@ class UnitCall:
 
     def _recomputed(self, x: Any, sequences: Sequences, given: Given) -> Any:
         """The output, whose activations are computed again from the input, and from what the layer keeps now."""
-        state = LayerState.of(self.module, self.name, self._moments)
+        state = KeptState.of(self.module, self._moments)
         self._moments = state.moments
         is_done = False
 
         def run(x: Any) -> Any:
             nonlocal is_done
-            context = state.put_back() if is_done else state.before_forward()
+            context = state.put_back(self.module, self.name) if is_done else state.before_forward()
             is_done = True
             with context:
                 return self.run(x, sequences, given)

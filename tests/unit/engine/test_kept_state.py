@@ -232,6 +232,7 @@ class Fallible(torch.optim.SGD):
     def __init__(self, groups: Any, where: str) -> None:
         super().__init__(groups, lr=0.1)
         self.where, self.counts, self.array = where, {"all": torch.zeros(2)}, np.zeros(1)
+        self.numbers = np.random.default_rng(3)
         self.object = Counts()
         self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
 
@@ -245,6 +246,8 @@ class Fallible(torch.optim.SGD):
             "list in an object": self.object.values,
             "array": self.array,
         }
+        if self.where == "generator":
+            return 1.0 + float(self.numbers.random())
         if self.where == "view":
             self.state[parameter].setdefault("own", self.counts["all"][:1]).add_(1)
             return float(self.counts["all"][0])
@@ -271,7 +274,8 @@ class Counts:
         self.values = [0]
 
 
-PLACES = ["state", "another's state", "defaults", "attribute", "object", "list in an object", "array", "view", "memory"]
+PLACES = ["state", "another's state", "defaults", "attribute", "object", "list in an object", "array", "generator"]
+PLACES += ["view", "memory"]
 
 
 @pytest.mark.shows(112)

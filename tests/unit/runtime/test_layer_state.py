@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Engine, EngineOptions, PackedBatch, PipelineError
-from penstock.runtime.layer_state import LayerState
+from penstock.runtime.layer_state import KeptState
 
 WIDTH = 8
 
@@ -53,16 +53,16 @@ class Tables(nn.Module):
 
 
 def test_only_what_a_forward_changes_is_kept_as_it_was() -> None:
-    layer, states = Tables(), list[LayerState]()
+    layer, states = Tables(), list[KeptState]()
     for _ in range(3):
-        states.append(LayerState.of(layer, "layers.0", states[-1].moments if states else {}))
+        states.append(KeptState.of(layer, states[-1].moments if states else {}))
         with states[-1].before_forward():
             layer()
     kept = [moment.values for state in states for moment in state.moments.values() if moment.values is not None]
     assert [float(values) for values in kept] == [0, 1, 2]
     large, memory, version = layer.large, layer.large.data_ptr(), layer.count._version
     for number in (2, 0, 1):
-        with states[number].put_back():
+        with states[number].put_back(layer, "layers.0"):
             assert float(layer()[0]) == number + 1
         assert layer.count == 3 and layer.count._version == version
         assert layer.large is large and layer.large.data_ptr() == memory

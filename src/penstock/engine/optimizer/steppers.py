@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-import sys
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
+from penstock.runtime.layer_state import KeptState
 from penstock.settings import ConfigError
 from penstock.settings.training import Course
 
@@ -118,7 +116,8 @@ class FlatStepper(ABC):
 
     def snapshot(self) -> Callable[[], None]:
         """Copy masters and state as they are before a step; returns a function that puts them back."""
-        return copied([t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)])
+        tensors = [t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)]
+        return KeptState.of_values(tensors).hold().restore
 
     @property
     def state_bytes(self) -> int:
@@ -257,70 +256,6 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
     if any(own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY) for own in needed):
         return f"steps with a {needed[0].name} that computes the loss anew, which no step of a pipeline can"
     return None
-
-
-def copied(values: Iterable[Any]) -> Callable[[], None]:
-    """Copy what values keep, as deep as it lies: tensors, items and attributes; returns a function that puts it back.
-
-    Each thing stays the one that it is, so that whoever shares it shares what is put back. Attributes of objects are
-    followed no further than into objects that an optimizer, or a list or dictionary of it, has.
-    """
-    tensors: list[tuple[Tensor, Tensor, Tensor]] = []
-    containers: list[tuple[Any, Any]] = []
-    arrays: list[tuple[Any, Any]] = []
-    generators: list[tuple[torch.Generator, Tensor]] = []
-    seen: dict[int, Any] = {}
-    left = [(value, True) for value in values]
-    while left:
-        value, is_followed = left.pop()
-        if id(value) in seen or isinstance(value, int | float | str | None):
-            continue
-        seen[id(value)], inner = value, list[Any]()
-        if isinstance(value, Tensor):
-            inner = [vars(value)]
-            if is_traceable_wrapper_subclass(value):
-                inner += [getattr(value, name) for name in value.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-            else:
-                tensors.append((value, value.data, value.detach().clone()))
-        elif isinstance(value, dict):
-            inner = list(value.values())
-            containers.append((value, dict(value)))
-        elif isinstance(value, list | deque | set):
-            inner = list(value)
-            containers.append((value, inner))
-        elif isinstance(value, tuple):
-            inner = list(value)
-        elif type(value).__name__ == "ndarray":
-            arrays.append((value, value.copy()))
-        elif isinstance(value, torch.Generator):
-            generators.append((value, value.get_state()))
-        elif isinstance(value, torch.optim.Optimizer) or (is_followed and has_state(value)):
-            inner, is_followed = [vars(value)], isinstance(value, torch.optim.Optimizer)
-        left += [(own, is_followed) for own in inner]
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for tensor, memory, before in tensors:
-            tensor.data = memory
-            # What it shares with another tensor may be put back already, and some memory cannot be written to.
-            if not torch.equal(tensor, before):
-                tensor.copy_(before)
-        for container, items in containers:
-            container.clear()
-            container.update(items) if isinstance(container, dict | set) else container.extend(items)
-        for array, before in arrays:
-            array[...] = before
-        for generator, state in generators:
-            generator.set_state(state)
-
-    return put_back
-
-
-def has_state(value: Any) -> bool:
-    """True for an object with attributes, of a class that neither torch nor Python has; modules keep what is theirs."""
-    room = type(value).__module__.partition(".")[0]
-    is_theirs = room == "torch" or room in sys.stdlib_module_names or isinstance(value, nn.Module)
-    return not is_theirs and bool(getattr(value, "__dict__", None))
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:

@@ -34,14 +34,13 @@ from penstock.engine.optimizer.steppers import (
     StateName,
     Stored,
     Values,
-    copied,
-    has_state,
     is_torchs,
     with_rates_of_its_own,
 )
 from penstock.model import kept_random_state
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
+from penstock.runtime.layer_state import KeptState, has_state
 from penstock.settings import ConfigError
 from penstock.settings.declare import type_in_words
 
@@ -235,10 +234,10 @@ class TorchStepper:
     def snapshot(self) -> Callable[[], None]:
         optimizer = self._optimizer
         own = [optimizer.state, optimizer.param_groups] if is_torchs(optimizer) else [optimizer]
-        put_back = copied([*(one.parameter for one in self._stepped.values()), *own])
+        before = KeptState.of_values([*(one.parameter for one in self._stepped.values()), *own]).hold()
 
         def restore() -> None:
-            put_back()
+            before.restore()
             self._origins = Origins()
 
         return restore
