@@ -225,7 +225,9 @@ def test_a_layer_that_is_computed_again_keeps_all_of_it_as_its_forward_saw_it() 
     found: list[list[float]] = []
     for recompute in ((), (1, 2)):
         torch.manual_seed(3)
-        layers = [nn.Embedding(VOCAB, WIDTH), InPlace(), InPlace(), nn.Linear(WIDTH, VOCAB)]
+        # A linear layer needs its input again.
+        middle = [nn.Sequential(InPlace(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        layers = [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
         engine = opened((Layout(), "1f1b"), layers, recompute=recompute)
         found.append([train(engine, step) for step in range(3)])
         engine.close()

@@ -71,23 +71,23 @@ class KeptState:
             for parameter in part._parameters.values():
                 if parameter is not None:
                     state.parameters[parameter] = parameter._version
-        state._note(values, known, into_objects=False)
+        state._note(values, known)
         state.moments = {tensor: moment for tensor, moment in state.moments.items() if not tensor.requires_grad}
         return state
 
     @classmethod
     def of_values(cls, values: Iterable[Any]) -> "KeptState":
-        """That of any values, such as optimizers.
+        """That of any values.
 
-        Attributes of objects are followed no further than into objects that an optimizer, or a list or dictionary of
-        it, has.
+        Attributes of objects are followed in optimizers alone, and no further than into objects that an optimizer, or a
+        list or dictionary of it, has.
         """
         state = cls()
-        state._note(values, {}, into_objects=True)
+        state._note(values, {})
         return state
 
-    def _note(self, values: Iterable[Any], known: dict[Tensor, Moment], into_objects: bool) -> None:
-        left, seen = [(value, into_objects) for value in values], dict[int, Any]()
+    def _note(self, values: Iterable[Any], known: dict[Tensor, Moment]) -> None:
+        left, seen = [(value, False) for value in values], dict[int, Any]()
         while left:
             value, follows = left.pop()
             if type(value) in _NO_STATE or id(value) in seen:
