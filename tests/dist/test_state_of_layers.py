@@ -114,6 +114,21 @@ class Unlike(nn.Module):
         return x
 
 
+def test_a_list_and_a_dictionary_come_back_where_none_was_kept_yet(tmp_path: Path) -> None:
+    def new() -> Engine:
+        kinds = [Unlike(lambda: [1, "two"]), Unlike(lambda: {"one": 1})]
+        return opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), *kinds, nn.Linear(WIDTH, VOCAB)])
+
+    one, other = new(), new()
+    train(one, 0)
+    one.save(tmp_path)
+    other.load(tmp_path)
+    layers = [module for _, module in other.pipeline.stages[0].units]
+    assert [layer.kept for layer in layers if isinstance(layer, Unlike)] == [[1, "two"], {"one": 1}]
+    one.close()
+    other.close()
+
+
 @pytest.mark.shows(102)
 @pytest.mark.parametrize(
     "value, words",

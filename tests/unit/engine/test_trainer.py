@@ -46,6 +46,16 @@ def batch_of(lengths: Sequence[int], masked: Sequence[int] = ()) -> PackedBatch:
     return PackedBatch.from_data({"tokens": batch["tokens"], "labels": torch.cat(labels)}, batch.lengths, batch.ids)
 
 
+def test_a_microbatch_may_be_given_its_weight_as_a_tensor_of_one_element() -> None:
+    losses = []
+    for weight in (3.0, torch.tensor(3.0), torch.tensor([3.0])):
+        engine = engine_of()
+        weight_fn = lambda microbatch, weight=weight: weight * len(microbatch.lengths)  # noqa: E731
+        losses.append(engine.train_batch(batch_of((5, 3, 4)), loss_weight_fn=weight_fn).loss)
+        engine.close()
+    assert losses[0] == losses[1] == losses[2]
+
+
 # ---- the loss scale
 
 
