@@ -47,8 +47,13 @@ HARMLESS: dict[str, dict[str, str]] = {
     "model/sampling.py": {
         "return torch.empty_like(left_out_SV).scatter_((1), order_SV, left_out_SV)": "the last of two dimensions",
     },
+    "model/transformers/units.py": {
+        "full = (1) == longest": "whether rows are copied where all of them are taken",
+        "full = (int(ends_B1.min())) == longest": "whether rows are copied where all of them are taken",
+    },
     "runtime/host_memory.py": {
         "_KEEP_BYTES = 1 << (29)": "how much freed memory is kept",
+        "trim((1))": "how many bytes are kept at the end",
         "_KEEP_BYTES = 1 << (31)": "how much freed memory is kept",
     },
     "schedule/partition.py": {
@@ -64,6 +69,14 @@ HARMLESS: dict[str, dict[str, str]] = {
         "numbers = {(Op.F, second): (2), (Op.I, second): 2, (Op.I, first): 3, (Op.F, first): 0}": (
             "only the first pass and the last are told from the others"
         ),
+    },
+    "schedule/search/cut.py": {
+        "for step in (-(1), -1, 1, 2):": "which cuts lie beside another",
+        "for step in (-(3), -1, 1, 2):": "which cuts lie beside another",
+    },
+    "schedule/search/order.py": {
+        "*(_Way(allowance) for allowance in (0.0, 0.5, (2.0), 2.0, 4.0, inf, None)),": "which excesses are tried",
+        "*(_Way(allowance) for allowance in (0.0, (-0.5), 1.0, 2.0, 4.0, inf, None)),": "which excesses are tried",
     },
     "schedule/search/skeletons.py": {
         "self.free = [(-1.0)] * num_ranks": "is read only of a rank that has run something",

@@ -30,6 +30,7 @@ def give_back_freed_memory() -> None:
     """Give the system back what has been freed so far, whatever `keep_freed_memory` keeps, where glibc allocates."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
+        trim.argtypes = [ctypes.c_size_t]
         trim(0)
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units, recomputed
+from penstock.model import Linear, Sequences, UnitSpec, cross_entropy_sum, decoder_units, recomputed
+from penstock.model.layers.grouped_linear import GroupedLinear
+from penstock.model.linear import Matmul
 from penstock.settings import ExpertConfig, ModelConfig
 
 BASE = ModelConfig(41, 24, 40, 2, 4, num_kv_heads=2)
@@ -43,6 +45,16 @@ def run(modules: nn.ModuleList, tokens: Tensor, lengths: tuple[int, ...], recomp
 
 def tokens_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.randint(BASE.vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(5))
+
+
+def test_every_layer_computes_its_products_as_the_model_is_told_to() -> None:
+    own = Matmul()
+    experts = ExpertConfig(4, 2, 20, shared_size=12, shared_gate=True, num_dense_first=1)
+    for config in (*VARIANTS.values(), replace(BASE, experts=experts, num_predictions=1)):
+        layers = list(build(decoder_units(config, own)).modules())
+        assert sum(isinstance(layer, Linear) for layer in layers) >= 15
+        assert all(layer.matmul is own for layer in layers if isinstance(layer, Linear))
+        assert all(layer.matmul.matmul is own for layer in layers if isinstance(layer, GroupedLinear))
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())

@@ -43,3 +43,35 @@ print(sum(advised_bytes(weight.data_ptr(), weight.nbytes) for weight in weights)
 def test_tensors_allocated_next_lie_in_large_pages() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
     assert float(done.stdout) >= 0.8
+
+
+KEPT = """
+import mmap
+from pathlib import Path
+
+import torch
+
+from penstock.runtime import keep_freed_memory
+from penstock.runtime.host_memory import give_back_freed_memory
+
+
+def resident():
+    print(int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20)
+
+
+assert keep_freed_memory()
+weights = [torch.ones(1 << 20) for _ in range(64)]
+resident()
+del weights
+resident()
+give_back_freed_memory()
+resident()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone keeps freed memory when it is asked to")
+def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=300, check=True)
+    used, kept, left = (int(line) for line in done.stdout.split())
+    # Of 256 MiB.
+    assert kept > used - 16 and left < used - 240
