@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_microbatch_may_be_given_its_weight_as_a_tensor_of_one_element() -> No
     losses = []
     for weight in (3.0, torch.tensor(3.0), torch.tensor([3.0])):
         engine = engine_of()
-        weight_fn = lambda microbatch, weight=weight: weight * len(microbatch.lengths)  # noqa: E731
+        weight_fn: Any = lambda microbatch, weight=weight: weight * len(microbatch.lengths)  # noqa: E731
         losses.append(engine.train_batch(batch_of((5, 3, 4)), loss_weight_fn=weight_fn).loss)
         engine.close()
     assert losses[0] == losses[1] == losses[2]
