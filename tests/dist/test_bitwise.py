@@ -36,6 +36,7 @@ class Case:
     recompute: str
     tied: bool
     cut: tuple[int, ...] | None = None
+    placement: tuple[int, ...] | None = None
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -78,7 +79,7 @@ Outcome = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]
 def engine_run(case: Case, pp: int) -> Outcome:
     """Losses, norms, the last step's gradients and the final weights of this rank."""
     optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), CLIP)
-    schedule = ScheduleConfig(case.schedule, cut=case.cut)
+    schedule = ScheduleConfig(case.schedule, cut=case.cut, placement=case.placement)
     options = EngineOptions(schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
     config = case.config()
     engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)
@@ -227,3 +228,21 @@ EMPTY = {
 @pytest.mark.parametrize("pp", EMPTY)
 def test_a_stage_without_units_hands_on_what_it_is_given(pp: int) -> None:
     check(EMPTY[pp], pp)
+
+
+MAPS = {
+    2: [
+        Case("auto", 4, "none", True, placement=(1, 0, 0, 1, 0)),
+        Case("auto", 3, "full", False, (2, 5, 1), placement=(0, 0, 1)),
+    ],
+    3: [
+        Case("auto", 6, "none", True, placement=(2, 0, 1, 0)),
+        Case("auto", 4, "none", False, (1, 2, 0, 2, 3), placement=(1, 0, 2, 2, 1)),
+    ],
+}
+
+
+@pytest.mark.shows(54, 189)
+@pytest.mark.parametrize("pp", MAPS)
+def test_any_map_from_stages_to_ranks_gives_the_bits_of_one_process(pp: int) -> None:
+    check(MAPS[pp], pp)

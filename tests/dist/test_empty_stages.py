@@ -1,4 +1,4 @@
-"""Stages that hold no unit: whatever layers give each other passes them, in training, scoring and generation."""
+"""Stages that hold no unit, and stages on any ranks: what layers give each other passes them, whatever is computed."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ def train(rank: int, pp: int, schedule: ScheduleConfig) -> tuple[list[float], di
     return losses, weights, scored
 
 
-@pytest.mark.shows(188)
+@pytest.mark.shows(188, 189)
 @pytest.mark.parametrize(
     ("pp", "schedule"),
     [
         (2, ScheduleConfig("interleaved", 2, cut=(1, 0, 0, 1))),
         (2, ScheduleConfig("zb-v", cut=(1, 0, 0, 1))),
         (3, ScheduleConfig("1f1b", cut=(1, 0, 1))),
+        (3, ScheduleConfig("auto", cut=(1, 0, 0, 0, 1), placement=(1, 0, 1, 2, 0))),
     ],
-    ids=["interleaved", "zb-v", "1f1b"],
+    ids=["interleaved", "zb-v", "1f1b", "map"],
 )
 def test_several_tensors_pass_them_with_their_gradients(pp: int, schedule: ScheduleConfig) -> None:
     losses, weights, scored = train(0, 1, ScheduleConfig("1f1b"))
@@ -70,11 +71,10 @@ def test_several_tensors_pass_them_with_their_gradients(pp: int, schedule: Sched
         assert all(torch.equal(own, weights[name]) for name, own in theirs[1].items())
 
 
-def generate(rank: int, pp: int, cut: tuple[int, ...] | None) -> Any:
+def generate(rank: int, pp: int, schedule: ScheduleConfig) -> Any:
     config = ModelConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1
     )
-    schedule = ScheduleConfig("1f1b", cut=cut)
     engine = Engine(decoder_units(config), 16, Layout(pp=pp), EngineOptions(schedule, device="cpu"))
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     params = SamplingParams(max_new_tokens=5, temperature=0.8)
@@ -85,8 +85,27 @@ def generate(rank: int, pp: int, cut: tuple[int, ...] | None) -> Any:
     return found
 
 
-@pytest.mark.shows(188)
-@pytest.mark.parametrize(("pp", "cut"), [(3, (3, 0, 3)), (4, (1, 0, 0, 5))], ids=str)
-def test_tokens_pass_them(pp: int, cut: tuple[int, ...]) -> None:
-    alone = generate(0, 1, None)
-    assert all(answers == alone for answers in run_ranks(pp, generate, pp, cut))
+@pytest.mark.shows(188, 189)
+@pytest.mark.parametrize(
+    ("pp", "schedule"),
+    [
+        (3, ScheduleConfig("1f1b", cut=(3, 0, 3))),
+        (4, ScheduleConfig("1f1b", cut=(1, 0, 0, 5))),
+        (3, ScheduleConfig("auto", placement=(0, 2, 2, 1, 0))),
+    ],
+    ids=["3", "4", "map"],
+)
+def test_tokens_pass_them(pp: int, schedule: ScheduleConfig) -> None:
+    alone = generate(0, 1, ScheduleConfig())
+    assert all(answers == alone for answers in run_ranks(pp, generate, pp, schedule))
+
+
+def generate_refused(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        generate(rank, 2, ScheduleConfig("auto", placement=(1, 0)))
+    return str(caught.value)
+
+
+def test_generation_says_where_it_begins() -> None:
+    for said in run_ranks(2, generate_refused):
+        assert "generation begins on pipeline rank 0, but the schedule places the first stage on rank 1" in said

@@ -29,7 +29,7 @@ BAD = {
         "row 2, cell 1: deadlock.*: rank 1 at 1F1 waits until rank 0 starts 0SEND_F1; rank 0 at 0B0 waits",
     ),
     "stage on the wrong rank": (f"{ROW_0}\n1F0,0B0,1F1,1B1\n", "row 2, cell 2: 0B0 is on stage 0 of row 1"),
-    "ranks in the wrong order": (f"1F0,1B0\n{ROW_0}\n", "stages are dealt to the rows in no known way"),
+    "other microbatches in another order of ranks": (f"1F0,1B0\n{ROW_0}\n", "row 1: 1F1 is missing"),
     "a stage that is nowhere": (f"{ROW_0}\n2F0,2B0\n", "row 2 has stage 2, but no row has stage 1"),
     "repeated action": (f"{ROW_0}\n1F0,1B0,1F1,1B1,1B1\n", "row 2, cell 5: 1B1 repeats cell 4"),
     "B and I": (f"{ROW_0}\n1F0,1B0,1F1,1B1,1I1\n", "row 2, cell 5: 1I1 cannot come beside 1B1 of row 2, cell 4"),

@@ -15,7 +15,11 @@ def schedules(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5) ->
     microbatches = draw(st.integers(1, max_microbatches))
     # One number for the whole order: hypothesis is there to vary the sizes, and shrinks those.
     chance = random.Random(draw(st.integers(0, 2**32)))
-    return legal_schedule(Placement(kind, ranks, stages), microbatches, draw(st.booleans()), chance)
+    homes: tuple[int, ...] = ()
+    if kind is PlacementKind.MAP:
+        more = draw(st.lists(st.integers(0, ranks - 1), max_size=4))
+        homes = tuple(draw(st.permutations([*range(ranks), *more])))
+    return legal_schedule(Placement(kind, ranks, stages, homes), microbatches, draw(st.booleans()), chance)
 
 
 def legal_schedule(placement: Placement, num_microbatches: int, training: bool, chance: random.Random) -> Schedule:

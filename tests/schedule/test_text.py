@@ -136,8 +136,6 @@ def test_a_fused_pair_is_one_cell():
         ("0F0,0F5\n1F0,1F5\n", ["row 1, cell 2", "0F5", "no action has microbatch 1"]),
         ("0F0,0B0,STEP\n", ["row 1, cell 3", "STEP", "implies"]),
         ("0REDUCE_GRAD\n", ["computes anything"]),
-        ("0F0,1F0\n2F0\n", ["loop", "v placement", "stage 1", "row 1"]),
-        ("0F0,1F0\n2F0,3F0\n", ["loop", "v placement", "stage 1", "row 1"]),
         ('0F0\n1F0,"1F1\n', ["row 2", "CSV"]),
     ],
 )

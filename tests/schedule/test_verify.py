@@ -74,7 +74,8 @@ def small_programs() -> list[Program]:
     built = [build(name, ranks=p, microbatches=m) for name in ("afab", "1f1b", "inference") for p, m in sizes]
     built += [build(name, ranks=2, microbatches=2, stages_per_rank=2) for name in ("afab", "inference")]
     built += [build(name, ranks=2, microbatches=3) for name in SCHEDULES if name not in ("afab", "1f1b", "inference")]
-    built += [legal_schedule(Placement(kind, 2, 2), 2, True, chance) for kind in PlacementKind]
+    homes = {PlacementKind.MAP: (1, 0, 1)}
+    built += [legal_schedule(Placement(kind, 2, 2, homes.get(kind, ())), 2, True, chance) for kind in PlacementKind]
     assert any(isinstance(step, Pair) for schedule in built for order in schedule.orders for step in order)
     # By turns one receive ahead and two, unless every case is run.
     aheads = [(1, 2) if EVERY else (1 + number % 2,) for number in range(len(built))]

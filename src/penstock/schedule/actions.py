@@ -159,7 +159,8 @@ class PlacementKind(Enum):
     """The ways to assign stages to ranks.
 
     `LOOP`: stage s on rank s mod p. `V`: up the ranks and back down. `BIDIRECTIONAL`: two copies of the model, two
-    *routes* of stages; the first copy's stages run up the ranks, the second copy's (numbered after them) run down.
+    *routes* of stages; the first copy's stages run up the ranks, the second copy's (numbered after them) run down. With
+    `MAP` any rank has any stages, and as many as it is given.
 
     >>> [Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2).rank_of(stage) for stage in range(4)]
     [0, 1, 1, 0]
@@ -168,6 +169,7 @@ class PlacementKind(Enum):
     LOOP = "loop"
     V = "v"
     BIDIRECTIONAL = "bidirectional"
+    MAP = "map"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +180,20 @@ class Placement:
     >>> placement.num_stages, placement.stages_of(1), placement.output_rank
     (4, (1, 3), 1)
 
-    `kind` may also be given by its name.
+    `kind` may also be given by its name. A map has `homes`, the rank of each stage; its `stages_per_rank` is the most
+    that a rank has:
 
-    Raises: ValueError for another kind, counts below one, or an odd number of stages a rank when there are two routes.
+    >>> Placement(PlacementKind.MAP, num_ranks=3, homes=(0, 1, 1, 2, 0)).stages_per_rank
+    2
+
+    Raises: ValueError for another kind, counts below one, an odd number of stages a rank when there are two routes,
+        or a map that leaves out a rank.
     """
 
     kind: PlacementKind
     num_ranks: int
     stages_per_rank: int = 1
+    homes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in list(PlacementKind):
@@ -194,6 +202,14 @@ class Placement:
                 raise ValueError(f"there is no placement {self.kind!r}; possible are {possible}")
             object.__setattr__(self, "kind", PlacementKind(self.kind))
         check_count("ranks", self.num_ranks)
+        if (self.kind is PlacementKind.MAP) != bool(self.homes):
+            raise ValueError("homes are the rank of each stage of a map, and of nothing else")
+        if self.homes:
+            if len(self.homes) < self.num_ranks or set(self.homes) != set(range(self.num_ranks)):
+                raise ValueError(
+                    f"the map {list(self.homes)} must give a stage to each of the ranks 0 to {self.num_ranks - 1} alone"
+                )
+            object.__setattr__(self, "stages_per_rank", max(map(self.homes.count, set(self.homes))))
         check_count("stages_per_rank", self.stages_per_rank)
         if self.stages_per_rank % self.num_routes:
             raise ValueError(
@@ -203,7 +219,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        return self.num_ranks * self.stages_per_rank
+        return len(self.homes) or self.num_ranks * self.stages_per_rank
 
     @property
     def num_routes(self) -> int:
@@ -228,6 +244,8 @@ class Placement:
         return stage // self.stages_per_route
 
     def rank_of(self, stage: int) -> int:
+        if self.homes:
+            return self.homes[stage]
         lap, place = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - place if self._runs_down(lap) else place
 
@@ -236,6 +254,8 @@ class Placement:
         return tuple(self.rank_of(stage + route * self.stages_per_route) for route in range(self.num_routes))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        if self.homes:
+            return tuple(stage for stage, home in enumerate(self.homes) if home == rank)
         places = (self.num_ranks - 1 - rank if self._runs_down(lap) else rank for lap in range(self.stages_per_rank))
         return tuple(lap * self.num_ranks + place for lap, place in enumerate(places))
 

@@ -49,7 +49,7 @@ def to_text(plan: Plan) -> str:
     placement, bound = schedule.placement, schedule.live_bound
     fields = {
         "name": schedule.name,
-        "placement": placement.kind.value,
+        "placement": " ".join([placement.kind.value, *map(str, placement.homes)]),
         "ranks": placement.num_ranks,
         "stages_per_rank": placement.stages_per_rank,
         "microbatches": schedule.num_microbatches,
@@ -94,8 +94,9 @@ def from_text(text: str) -> Plan:
 def _plan(with_transfers: bool, fields: dict[str, str], rows: list[tuple[Step, ...]]) -> Plan:
     """Make a plan from the lines of a text."""
     try:
-        kind = PlacementKind(fields["placement"])
-        placement = Placement(kind, int(fields["ranks"]), int(fields["stages_per_rank"]))
+        kind, *homes = fields["placement"].split(" ")
+        stages_per_rank = int(fields["stages_per_rank"])
+        placement = Placement(PlacementKind(kind), int(fields["ranks"]), stages_per_rank, tuple(map(int, homes)))
         bound = None if fields["live_bound"] == "none" else tuple(map(int, fields["live_bound"].split()))
         training = {"yes": True, "no": False}.get(fields["training"])
         if training is None:
@@ -244,28 +245,12 @@ def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
     for stage in range(len(homes)):
         if stage not in homes:
             raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    held = [[stage for stage in sorted(homes) if homes[stage] == rank] for rank in range(num_ranks)]
-    most, least = max(held, key=len), min(held, key=len)
-    reasons, stages_per_rank = [], len(most)
+    of_stages = tuple(homes[stage] for stage in range(len(homes)))
     for kind in (PlacementKind.LOOP, PlacementKind.V):
-        placement = Placement(kind, num_ranks, stages_per_rank)
-        strayed = [stage for stage in sorted(homes) if placement.rank_of(stage) != homes[stage]]
-        if not strayed and len(most) == len(least):
+        placement = Placement(kind, num_ranks, -(-len(homes) // num_ranks))
+        if of_stages == tuple(map(placement.rank_of, range(placement.num_stages))):
             return placement
-        reasons += [
-            f"in a {kind.value} placement stage {stage} is not in row {homes[stage] + 1}" for stage in strayed[:1]
-        ]
-    if len(most) != len(least):
-        reasons.insert(
-            0,
-            f"unequal numbers of stages, {_spelt_stages(most)} in row {held.index(most) + 1} and "
-            f"{_spelt_stages(least)} in row {held.index(least) + 1}, where each rank holds as many as any other",
-        )
-    raise ScheduleError(f"the stages are dealt to the rows in no known way: {', and '.join(reasons)}")
-
-
-def _spelt_stages(stages: Sequence[int]) -> str:
-    return f"{len(stages)} ({', '.join(map(str, stages))})"
+    return Placement(PlacementKind.MAP, num_ranks, homes=of_stages)
 
 
 def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:

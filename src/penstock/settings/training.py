@@ -322,8 +322,10 @@ class ScheduleConfig(Settings, section="schedule"):
         "Microbatches that `auto` may keep live on a rank; left out, the number of ranks.",
         Bounds(least=1),
     )
-    placement: SearchedPlacement | None = setting(
-        None, 'Placement of `auto`: in a loop, or there and back ("v"); left out, in a loop.'
+    placement: SearchedPlacement | tuple[int, ...] | None = setting(
+        None,
+        'Placement of `auto`: in a loop, there and back ("v"), or the rank of each stage; left out, in a loop.',
+        AT_LEAST_0,
     )
     overlap: bool = setting(
         True,

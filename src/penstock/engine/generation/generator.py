@@ -120,6 +120,7 @@ class Generator:
         if layout.world_size != layout.pp:
             raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
         with pipeline.recovery.joined():
+            self._check_begin()
             for stage in pipeline.stages.values():
                 stage.check_cached()
             pipeline.set_training(False)
@@ -197,6 +198,14 @@ class Generator:
 
     # ---- before the loop
 
+    def _check_begin(self) -> None:
+        """Raises: ValueError unless the first stage is where requests come from."""
+        if home := self._pipeline.placement.rank_of(0):
+            raise ValueError(
+                f"generation begins on pipeline rank 0, but the schedule places the first stage on rank {home}; give "
+                "that rank's process the number 0"
+            )
+
     def _agree(
         self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
     ) -> list[schedule.Sequence]:
@@ -210,6 +219,7 @@ class Generator:
             if not isinstance(options, GenerateOptions):
                 raise ValueError(f"options={options!r} is {type_in_words(options)}; give GenerateOptions")
             listeners.check(pipeline.layout)
+            self._check_begin()
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             num_answers = sum(own.num_samples for own in checked[1])
             for number in sorted(options.skip):

@@ -26,5 +26,12 @@ def auto(ranks: int, microbatches: int, stages_per_rank: int = 1, *, options: Se
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241): cost and memory limit sections 3.1 and 3.2.
     """
     check_count("ranks", ranks)
-    placement = Placement(PlacementKind(options.placement or "loop"), ranks, stages_per_rank)
+    if isinstance(options.placement, tuple):
+        placement = Placement(PlacementKind.MAP, ranks, homes=options.placement)
+        if stages_per_rank not in (1, placement.stages_per_rank):
+            raise ValueError(
+                f"placement = {list(options.placement)} says how many stages a rank has; leave stages_per_rank out"
+            )
+    else:
+        placement = Placement(PlacementKind(options.placement or "loop"), ranks, stages_per_rank)
     return shortest(placement, microbatches, options)

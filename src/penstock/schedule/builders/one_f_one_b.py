@@ -69,7 +69,7 @@ def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement
 
     Raises: ValueError for counts below one, or an unknown placement.
     """
-    kinds = [kind.value for kind in PlacementKind]
+    kinds = [kind.value for kind in PlacementKind if kind is not PlacementKind.MAP]
     if placement not in kinds:
         raise ValueError(f"placement must be one of {', '.join(kinds)}, got {placement!r}")
     where = Placement(PlacementKind(placement), ranks, stages_per_rank)

@@ -44,8 +44,8 @@ class SearchOptions(Settings, section="schedule"):
     counts as its share of the rank's stages.
     """
 
-    #: The placement of the stages; None for a loop.
-    placement: SearchedPlacement | str | None = same_as(ScheduleConfig, "placement")
+    #: The placement of the stages, or the rank of each; None for a loop.
+    placement: SearchedPlacement | str | tuple[int, ...] | None = same_as(ScheduleConfig, "placement")
     #: The most microbatches that a rank keeps at any time; None for p. 1 is enough for any schedule.
     max_live_microbatches: float | None = same_as(ScheduleConfig, "max_live_microbatches")
     #: The weight of a microbatch between its I and its W, from 0 to 1.
@@ -305,7 +305,7 @@ class _Trials:
 
     def _warm_ups(self) -> Iterator[tuple[int, ...]]:
         """Yield numbers of live microbatches to keep to, if a rank has one stage."""
-        if self.problem.placement.stages_per_rank == 1:
+        if self.problem.placement.kind is not PlacementKind.MAP and self.problem.placement.stages_per_rank == 1:
             yield from warm_ups(self.problem, may_wait=self.least - max(self.problem.work))
 
     def _allowed_span(self, way: _Way) -> float | None:

@@ -154,8 +154,8 @@ def patterns(problem: Problem) -> list[Pattern]:
     laps = problem.placement.stages_per_rank
     unit = sum(problem.forward) / problem.num_stages
     period = max(problem.work) / problem.num_microbatches
-    if min(period, unit) <= 0 or laps > 3:
-        return []  # with more laps there are too many ways to wait
+    if min(period, unit) <= 0 or laps > 3 or problem.placement.homes:
+        return []  # with more laps there are too many ways to wait, and a map has none
     waits = (0, 1, 2) if laps < 3 else (0, 1)
     found = {}
     for numbers in product(waits, repeat=4 * laps - 1):
