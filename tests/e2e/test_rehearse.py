@@ -71,7 +71,7 @@ def test_no_kind_has_more_at_the_peak_than_at_most() -> None:
     [
         (["--rank", "2"], "possible are 0 to 1"),
         (["--rank", "all", "--picture", "x.svg"], "one rank's memory"),
-        (["--picture", "x.pdf"], "one of .svg, .png"),
+        (["--picture", "x.gif"], "one of .svg, .png, .pdf"),
     ],
 )
 def test_mistakes_are_answered_in_one_sentence(

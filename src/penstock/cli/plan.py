@@ -109,7 +109,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw throughput over memory, and steps by part (.svg or .png)",
+        help="draw throughput over memory, and steps by part (.svg, .png or .pdf)",
     )
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

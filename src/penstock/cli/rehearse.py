@@ -35,7 +35,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help='whose operations are run (default: parallel.device; "auto" is cuda)'
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step (.svg or .png)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step (.svg, .png or .pdf)")
     parser.add_argument("--force", action="store_true", help="replace the picture if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     return parser

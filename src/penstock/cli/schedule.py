@@ -299,7 +299,9 @@ def show_command_parser(arguments: Sequence[str] = ()) -> Parser:
         ),
     )
     add_schedule(parser, arguments)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .html or .json")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .pdf, .html or .json"
+    )
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     add_json(parser)
     return parser

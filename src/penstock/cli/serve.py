@@ -91,7 +91,7 @@ class Serve(ModelCommand):
         super().__init__(words)
         for library in ("starlette", "uvicorn"):
             if importlib.util.find_spec(library) is None:
-                raise ValueError(f"penstock serve needs {library}; install it with pip install 'penstock[serve]'")
+                raise ValueError(f"penstock serve needs {library}; install it with pip install {library}")
         self.config = ServeConfig(**values_of(self.given, _SERVE))
         self.ring = RingConfig(**values_of(self.given, RING_OPTIONS))
 

@@ -101,11 +101,13 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as SVG or PNG; an existing file is overwritten."""
+    """Write a figure as SVG, PNG or PDF; an existing file is overwritten."""
     with whole_file(path) as new, warnings.catch_warnings():
         # A title may have any character; what the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        # The same picture is the same bytes.
+        dates: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        figure.savefig(new, dpi=160, metadata=dates.get(path.suffix.lower()))
 
 
 def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: float) -> None:
@@ -257,7 +259,7 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
 
     An existing file is overwritten.
 
-    Raises: ValueError for an ending other than .svg and .png.
+    Raises: ValueError for an ending other than .svg, .png and .pdf.
     """
     path = Path(path)
     check_ending(path, PICTURES)
@@ -348,7 +350,7 @@ def plan_picture(
 
     An existing file is overwritten.
 
-    Raises: ValueError for an ending other than .svg and .png.
+    Raises: ValueError for an ending other than .svg, .png and .pdf.
     """
     path = Path(path)
     check_ending(path, PICTURES)

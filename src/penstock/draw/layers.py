@@ -19,10 +19,11 @@ RECORDED_STEP_FILE = "timeline.json"  # in the folder of a run
 ENDINGS = {
     ".svg": "a picture",
     ".png": "a picture",
+    ".pdf": "a picture",
     ".html": "a page to zoom and to follow microbatches in, with nothing else needed",
     ".json": "a trace for ui.perfetto.dev",
 }
-PICTURES = (".svg", ".png")
+PICTURES = (".svg", ".png", ".pdf")
 
 
 def check_ending(path: Path, endings: Iterable[str] = ENDINGS) -> None:

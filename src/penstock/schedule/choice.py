@@ -16,7 +16,7 @@ from penstock.schedule.partition import check_cut, read_layout
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
-from penstock.settings.declare import type_in_words
+from penstock.settings.declare import nearest, type_in_words
 
 OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
 """All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""
@@ -181,7 +181,7 @@ class ScheduleChoice:
             known = [name for name in builders.names(with_aliases=True) if builders.trains(name)]
             raise ConfigError(
                 f"schedule.name = {self.name!r} is none of {', '.join([*known, *builders.offered()])}, nor a file "
-                "ending in .csv or .txt, nor package.module:function"
+                f"ending in .csv or .txt, nor package.module:function; the nearest one is {nearest(self.name, known)}"
             )
         for option, value in self._options.items():
             text = f"schedule.{option} = {str(value).lower()}"

@@ -220,11 +220,38 @@ def words_of(error: BaseException) -> str:
         return f"{type(error).__name__} whose __str__ raises {type(failed).__name__}"
 
 
+# Words of other programs, and what is meant by them here.
+_ELSEWHERE = {
+    "batch_size": "num_sequences",
+    "per_device_train_batch_size": "num_sequences",
+    "gradient_accumulation_steps": "num_microbatches",
+    "gradient_checkpointing": "recompute",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "max_seq_length": "sequence_length",
+    "seq_length": "sequence_length",
+    "lr": "learning_rate",
+    "warmup_steps": "num_warmup_steps",
+    "warmup_ratio": "num_warmup_steps",
+    "host": "address",
+    "gpu": "cuda",
+    "zbv": "zb-v",
+}
+
+
 def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
-    """The known name most similar to `name`, capitals aside; the first one on a tie, none if all are below `least`."""
+    """The known name that is meant by a word of other programs, or else the one most similar to `name`.
+
+    Capitals do not count. The first one on a tie, none if all are below `least`.
+    """
     # Only mistakes need it.
     import difflib
 
+    known = list(known)
+    last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+    ours = (own for own in known if own.lstrip("-").rpartition(".")[2] == _ELSEWHERE.get(last))
+    if found := next(ours, None):
+        return found
     matcher = difflib.SequenceMatcher(None, "", name.lower())
 
     def similarity(other: str) -> float:

@@ -283,6 +283,8 @@ class RunConfig(Settings):
         """
         settings = self.flat()
         settings["optimizer.num_decay_steps"] = self.optimizer.num_decay_steps(self.train.steps)
+        if isinstance(rate := self.optimizer.learning_rate, LearningRate):
+            settings["optimizer.num_warmup_steps"] = rate.warmup(self.train.steps)
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
         settings["train.precision"] = settings["train.precision"] or Precision.FP32.value
         free = MAY_CHANGE if self.train.normalize is Normalize.GLOBAL else MAY_CHANGE - _FREE_IF_GLOBAL
@@ -498,7 +500,7 @@ def check_rates(config: RunConfig) -> None:
         return
     end = config.optimizer.num_decay_steps(config.train.steps)
     rate = config.optimizer.learning_rate
-    warmup = rate.num_warmup_steps if isinstance(rate, LearningRate) else 0
+    warmup = rate.warmup(config.train.steps) if isinstance(rate, LearningRate) else 0
     if end is not None and warmup >= end:
         raise ConfigError(
             f"optimizer.num_warmup_steps = {warmup} leaves nothing of the {end} steps over which "
@@ -589,7 +591,8 @@ def unknown_setting(name: str) -> ConfigError:
     # The right key in a wrong or forgotten section is a likelier slip than a key that merely looks alike.
     same_key = [other for other in SETTINGS if other.rpartition(".")[2] == key]
     same_section = [other for other in SETTINGS if section and other.startswith(f"{section}.")]
-    close = nearest(name, same_key or same_section or list(SETTINGS))
+    # So is a word of another program, whatever the section.
+    close = nearest(name, SETTINGS, 1.0) or nearest(name, same_key or same_section or list(SETTINGS))
     return ConfigError(f"there is no setting {name}; the nearest one is {close}")
 
 

@@ -8,9 +8,11 @@ import dataclasses
 import itertools
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, Self, cast
 
 from penstock.settings.declare import (
@@ -490,6 +492,9 @@ class Ramp(NamedValue):
     COSINE = "cosine"
 
 
+_SHARE = re.compile(r"\d{1,2}(\.\d+)?%")
+
+
 @dataclass(frozen=True)
 class LearningRate(Settings, section="optimizer"):
     """A linear rise from `initial` to `peak` over the warm-up, then a fall that ends at `floor`.
@@ -513,7 +518,9 @@ class LearningRate(Settings, section="optimizer"):
 
     peak: float = setting(1e-3, "The highest learning rate.", ABOVE_0, key="learning_rate")
     decay: Decay = setting(Decay.CONSTANT, "Decay of the learning rate after the warm-up.")
-    num_warmup_steps: int = setting(0, "Steps over which the learning rate rises from zero.", AT_LEAST_0)
+    num_warmup_steps: int | str = setting(
+        0, 'Steps over which the learning rate rises from zero, or their share of the run, such as "7%".', AT_LEAST_0
+    )
     num_decay_steps: int | None = setting(
         None, "The step at which the decay ends; left out, the last step of the run.", AT_LEAST_1
     )
@@ -532,12 +539,22 @@ class LearningRate(Settings, section="optimizer"):
                 f"optimizer.initial = {self.initial} is above optimizer.learning_rate = {self.peak}; the rate can only "
                 "rise in the warm-up"
             )
-        end = self.num_decay_steps
-        if self.ends and end is not None and end < self.num_warmup_steps:
+        end, warmup = self.num_decay_steps, self.num_warmup_steps
+        if isinstance(warmup, str) and not _SHARE.fullmatch(warmup):
+            raise ConfigError(
+                f"optimizer.num_warmup_steps = {warmup!r} is no share of the run; give a number of steps, or a share "
+                'below 100% such as "7%"'
+            )
+        if self.ends and end is not None and isinstance(warmup, int) and end < warmup:
             raise ConfigError(
                 f"optimizer.num_decay_steps = {end} lies within its warm-up of {self.num_warmup_steps} steps; "
                 f"{self.num_warmup_steps} or more are possible"
             )
+
+    def warmup(self, num_steps: int) -> int:
+        """The warm-up's steps of a run of `num_steps`; a share is rounded up, and never all of them."""
+        own = self.num_warmup_steps
+        return own if isinstance(own, int) else min(math.ceil(num_steps * Fraction(own[:-1]) / 100), num_steps - 1)
 
     @property
     def ends(self) -> bool:
@@ -552,6 +569,8 @@ class LearningRate(Settings, section="optimizer"):
         """
         _check_step(step)
         warmup, end = self.num_warmup_steps, self.num_decay_steps
+        if isinstance(warmup, str):
+            raise ConfigError(f"optimizer.num_warmup_steps = {warmup!r} needs the length of a run; give steps")
         if self.ends and end is None:
             raise ConfigError(f"optimizer.decay = {self.decay} needs num_decay_steps, the step at which it ends")
         if step < warmup:
@@ -725,7 +744,9 @@ class OptimizerConfig(Settings, section="optimizer"):
         rate, decay = self.learning_rate, self.weight_decay
         return replace(
             self,
-            learning_rate=replace(rate, num_decay_steps=end) if isinstance(rate, LearningRate) else rate,
+            learning_rate=replace(rate, num_decay_steps=end, num_warmup_steps=rate.warmup(num_steps))
+            if isinstance(rate, LearningRate)
+            else rate,
             weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
         )
 

@@ -146,13 +146,13 @@ def test_bytes_are_shown_only_where_all_timelines_know_them(tmp_path: Path):
 def test_the_ending_says_what_is_drawn(ending: str, tmp_path: Path):
     path = tmp_path / f"drawing{ending}"
     write_drawing(path, [Layer.simulated(FUSED), Layer("measured", FUSED)], unit="ms", command="penstock")
-    first = {".svg": b"<?xml", ".png": b"\x89PNG", ".html": b"<!doctype html>", ".json": b"{"}[ending]
+    first = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".html": b"<!doctype html>", ".json": b"{"}[ending]
     assert path.read_bytes().startswith(first)
     assert len(path.read_bytes()) > 1000
 
 
 def test_other_endings_are_refused():
-    for name in ("a.pdf", "a", "html"):
+    for name in ("a.gif", "a", "html"):
         with pytest.raises(ValueError, match=re.escape(".html")) as refusal:
             check_ending(Path(name))
         assert name in str(refusal.value)

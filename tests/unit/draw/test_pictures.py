@@ -222,12 +222,13 @@ def test_two_timelines_stand_above_each_other(tmp_path: Path):
 
 
 def test_the_same_timeline_gives_the_same_file(tmp_path: Path):
-    for name in ("a.svg", "b.svg"):
-        picture(tmp_path / name, [timeline_of("afab", 2, 3)])
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    for ending in ("svg", "pdf"):
+        for name in ("a", "b"):
+            picture(tmp_path / f"{name}.{ending}", [timeline_of("afab", 2, 3)])
+        assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
-@pytest.mark.parametrize("ending", [".svg", ".png"])
+@pytest.mark.parametrize("ending", [".svg", ".png", ".pdf"])
 def test_a_character_that_the_font_lacks_is_no_warning(ending: str, tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

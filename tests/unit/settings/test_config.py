@@ -3,6 +3,8 @@
 import json
 import re
 import tomllib
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -21,6 +23,8 @@ from penstock.settings import (
     read_config,
 )
 from penstock.settings.declare import possible
+from penstock.settings.run import from_values
+from penstock.settings.training import LearningRate
 
 NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.
@@ -313,3 +317,37 @@ def test_switches_are_read_beside_settings(run_file: Path):
 def test_any_text_goes_into_a_file_and_back(folder: str):
     config = with_setting("output", folder)
     assert from_dict(tomllib.loads(to_toml(config))) == config
+
+
+@pytest.mark.shows(183)
+def test_words_of_other_programs_are_answered_with_ours():
+    settings = {
+        "batch_size": "data.num_sequences",
+        "train.batch_size": "data.num_sequences",
+        "train.max_steps": "train.steps",
+        "train.num_train_epochs": "train.epochs",
+        "lr": "optimizer.learning_rate",
+        "optimizer.warmup-ratio": "optimizer.num_warmup_steps",
+    }
+    for word, ours in settings.items():
+        section, _, key = word.rpartition(".")
+        with pytest.raises(ConfigError, match=f"the nearest one is {ours}$"):
+            from_dict({section: {key: 1}} if section else {key: 1})
+        with pytest.raises(ConfigError, match=f"(the nearest one is {ours}|did you mean '--{ours}'.)$"):
+            read_arguments([f"--{word}", "1"])
+    with pytest.raises(ConfigError, match='the nearest one is "cuda"'):
+        from_values({"parallel.device": "gpu"})
+    with pytest.raises(ConfigError, match=r"the nearest one is zb-v$"):
+        check_run(from_values({"schedule.name": "zbv"}))
+    # Of a warm-up that is a share, any length of run has some steps, rounded up.
+    share = from_values({"optimizer.num_warmup_steps": "7%", "train.steps": 10})
+    assert read_arguments(["--optimizer.num_warmup_steps", "7%"]).config.optimizer == share.optimizer
+    for steps in (1, 10, 15, 100, 101):
+        own = check_run(from_values({"optimizer.num_warmup_steps": "7%", "train.steps": steps}))
+        rate = own.optimizer.over(steps).learning_rate
+        assert isinstance(rate, LearningRate)
+        assert rate.num_warmup_steps == (ceil(Fraction(7, 100) * steps) if steps > 1 else 0)
+    assert share.digest() == from_values({"optimizer.num_warmup_steps": 1, "train.steps": 10}).digest()
+    for wrong in ("100%", "-1%", "7", "some"):
+        with pytest.raises(ConfigError, match=r"such as \"7%\""):
+            from_values({"optimizer.num_warmup_steps": wrong})
