@@ -152,10 +152,10 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
         trainer = Trainer(pipeline)
         run = trainer.run
 
-        def watched(feeds: Any) -> Any:
+        def watched(feeds: Any, num: int) -> Any:
             claim_state(trainer, meter)
             meter.restart()
-            return run(feeds)
+            return run(feeds, num)
 
         trainer.run = watched  # type: ignore[method-assign]
         steps = []

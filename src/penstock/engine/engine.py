@@ -170,26 +170,29 @@ class Engine(ModelState, WeightEndpoint):
 
     def train_batch(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | Iterable[PackedBatch] | None,
         loss_fn: LossFn = token_cross_entropy,
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
-        normalize: Normalize | str = Normalize.GLOBAL,
+        normalize: Normalize | str | float = Normalize.GLOBAL,
         step: int | None = None,
     ) -> TrainResult:
         """One optimizer step; every rank calls it. Parameters are trained if they require a gradient now.
 
         Args:
             batch: this pipeline's part of the data, a `PackedBatch`; ranks of one pipeline give the same, data-parallel
-                ranks each their own.
+                ranks each their own. Or microbatches of your own: a list, or an iterator or other iterable, from which
+                they are drawn one by one in the course of the step. Ranks without an end of the model may then give
+                None.
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
                 of its losses, one number with its graph; or a pair of that and anything else, which comes back in
                 `TrainResult.outputs`, or where it is a `Metric` of a dict, reduced in `TrainResult.metrics`. It may ask
                 for numbers as layers do. Parameters of its own are refused: the last layer holds them.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
-                fewer where the batch has fewer items. Long pipelines idle less with more.
-            normalize: the divisor of the loss, a `Normalize` or its name.
+                fewer where the batch has fewer items. Long pipelines idle less with more. For an iterator its `num`.
+            normalize: the divisor of the loss: a `Normalize`, its name, or the number itself. An iterator needs the
+                number or "token_per_microbatch", since the counts of all its microbatches come too late for others.
             step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
 
         Raises:
@@ -208,7 +211,7 @@ class Engine(ModelState, WeightEndpoint):
 
     def evaluate(
         self,
-        batches: Iterable[PackedBatch],
+        batches: Iterable[PackedBatch | Iterable[PackedBatch]],
         loss_fn: LossFn = token_cross_entropy,
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
@@ -228,7 +231,7 @@ class Engine(ModelState, WeightEndpoint):
 
     def forward(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | Iterable[PackedBatch] | None,
         post_hook: PostHook | None = None,
         aggregate_fn: AggregateFn | None = None,
         micro_batches: MicroBatchSpec | None = None,
@@ -240,7 +243,8 @@ class Engine(ModelState, WeightEndpoint):
         The rank of the last stage gets the result, the others None, unless `broadcast` is true.
 
         Args:
-            batch: this pipeline's part of the data; ranks of one pipeline give the same.
+            batch: this pipeline's part of the data, or microbatches of your own, as in `train_batch`; ranks of one
+                pipeline give the same.
             post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, and numbers as
                 a loss; its result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where
                 ranks share sequences (cp), each of them gets whole logits, unless the hook is a `PerToken`.

@@ -10,6 +10,7 @@ from penstock.model.arguments import (
     kept_python_numbers,
     kept_random_state,
     numbers_asked,
+    random_numbers,
     switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
@@ -112,6 +113,7 @@ __all__ = [
     "leaf_of",
     "numbers_asked",
     "pack_joint",
+    "random_numbers",
     "recomputed",
     "share_casts",
     "spare_position",

@@ -80,14 +80,30 @@ def kept_random_state(device: torch.device, others: Sequence[torch.Generator] = 
 @contextmanager
 def kept_python_numbers() -> Iterator[None]:
     """Leave the generators of Python's `random` and of NumPy, at the end of this context, as they were before it."""
-    state, numpys = random.getstate(), sys.modules.get("numpy.random")
-    numpys_state = None if numpys is None else numpys.get_state()
+    put_back = random_numbers(None)
     try:
         yield
     finally:
+        put_back()
+
+
+def random_numbers(device: torch.device | None) -> Callable[[], None]:
+    """Note where the generators of random numbers are; gives a function that puts them back there.
+
+    They are Python's and NumPy's, and those of torch from which a layer on the device may draw.
+    """
+    states = [(own, own.get_state()) for own in (() if device is None else _generators(device))]
+    state, numpys = random.getstate(), sys.modules.get("numpy.random")
+    numpys_state = None if numpys is None else numpys.get_state()
+
+    def put_back() -> None:
+        for generator, own in states:
+            generator.set_state(own)
         random.setstate(state)
         if numpys is not None:
             numpys.set_state(numpys_state)
+
+    return put_back
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

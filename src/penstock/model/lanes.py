@@ -122,10 +122,8 @@ class Segment(Protocol):
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]: ...
 
 
-class HasSegments(Protocol):
-    """A tape, as a row sees it: the list to which it appends its backward."""
-
-    segments: list[Any]
+Tape = Any
+"""What a row appends its backward to: an object with a list `segments`, as a stage's tape is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +223,7 @@ class SegmentedUnit(nn.Module):
         """The row from the unit's input, a state of one tensor, to its output, the first tensor of the last state."""
         raise NotImplementedError
 
-    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
+    def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
         """Walk the row; append its backward to the tape, if there is one."""
         return walk(self.segments(sequences), tape, x)
 
@@ -242,7 +240,7 @@ class SegmentedUnit(nn.Module):
         return drain(self.forward_lane(None, x, sequences))
 
 
-def walk(row: Sequence[Segment], tape: HasSegments | None, x: Tensor) -> Lane[Tensor]:
+def walk(row: Sequence[Segment], tape: Tape | None, x: Tensor) -> Lane[Tensor]:
     """Take `x` through a row of segments; append the backward to the tape, if there is one."""
     undo: list[Undo] | None = None if tape is None else []
     state: State = (x,)
@@ -298,7 +296,7 @@ class RecomputedLane:
 
     unit: LaneUnit
 
-    def forward_lane(self, tape: HasSegments | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
+    def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
         y = yield from self.unit.forward_lane(None, x, sequences)
         if tape is not None:
             autocast = partial(autocast_to, x, autocast_dtype(x))
@@ -315,6 +313,6 @@ class RecomputedEntry:
     sequences: Sequences
     autocast: Callable[[], AbstractContextManager[object]]
 
-    def forward_again(self, tape: HasSegments) -> Driven[Turn | None, Tensor]:
+    def forward_again(self, tape: Tape) -> Driven[Turn | None, Tensor]:
         """Run the unit's forward, which appends its backward to the tape."""
         return Driven(self.unit.forward_lane(tape, self.x, self.sequences), self.autocast)

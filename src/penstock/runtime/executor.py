@@ -4,7 +4,7 @@ Each step has one handler, bound once. An F, B or I is a lane: its input was rec
 stage on the same rank, or comes from the microbatch itself (`Feed`). Nothing here decides an order.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify
+from penstock.schedule.actions import uses
 from penstock.schedule.recording import Record
 from penstock.schedule.rules import Wire, early_sends
 
@@ -79,8 +80,12 @@ class Executor:
     _early: frozenset[Key] = field(init=False)
     #: the program's steps with their handlers, of which all arguments are bound but the step's record
     _steps: list[tuple[Step, Handler]] = field(default_factory=list, init=False)
-    #: the running step's microbatches
-    _feeds: Sequence[Feed] = field(default=(), init=False)
+    #: the number of a step -> the microbatches that no later one of this rank needs
+    _ended: dict[int, list[int]] = field(default_factory=dict, init=False)
+    #: the running step's microbatches that this rank needs now, those to come, and the number of those that have come
+    _feeds: dict[int, Feed] = field(default_factory=dict, init=False)
+    _coming: Iterator[Feed] = field(default=iter(()), init=False)
+    _num_come: int = field(default=0, init=False)
     #: the running step's tapes
     _tapes: Tapes = field(default_factory=Tapes, init=False)
     #: posted receives, or the results of neighbours on this rank
@@ -117,6 +122,8 @@ class Executor:
             elif step != Action(Op.STEP):  # a line of train_batch
                 actions = [(action, self._wire(action), lanes[action.op]) for action in parts(step)]
                 self._steps.append((step, partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)))
+        for microbatch, (_, last) in uses(step for step, _ in self._steps).items():
+            self._ended.setdefault(last, []).append(microbatch)
 
     def _wire(self, action: Action) -> Wire:
         return self._wires[action.op.direction, action.stage]
@@ -126,8 +133,10 @@ class Executor:
         """The largest number of tapes that were live at once on this rank in the last step."""
         return self._tapes.peak
 
-    def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
-        """Run the program once; `feeds[m]` is microbatch m. Blocks in the transport.
+    def run(self, feeds: Iterable[Feed]) -> list[Tensor]:
+        """Run the program once; the m-th feed is microbatch m. Blocks in the transport.
+
+        Each is taken when this rank first needs it, in this order, and let go of after the last action that does.
 
         Returns what the last stage's `finish` gave, by microbatch; an empty list on ranks without the last stage.
 
@@ -138,19 +147,18 @@ class Executor:
         with torch.set_grad_enabled(self.training):
             return drain(self.steps(feeds))
 
-    def steps(self, feeds: Sequence[Feed]) -> Generator[Receipt, None, list[Tensor]]:
+    def steps(self, feeds: Iterable[Feed]) -> Generator[Receipt, None, list[Tensor]]:
         """`run` as a generator that yields the receipts it cannot take yet, for ranks that share a thread."""
-        if len(feeds) != self.program.schedule.num_microbatches:
-            raise ValueError(
-                f"{len(feeds)} microbatches given; the program was built for {self.program.schedule.num_microbatches}"
-            )
-        self._feeds, self._tapes.peak = feeds, 0
+        num_needed = self.program.schedule.num_microbatches
+        if isinstance(feeds, Sequence) and len(feeds) != num_needed:
+            raise ValueError(f"{len(feeds)} microbatches given; the program was built for {num_needed}")
+        self._coming, self._num_come, self._tapes.peak = iter(feeds), 0, 0
         begin, end, alarm, finished = self.recorder.begin, self.recorder.end, self.alarm, False
         steps = self._steps
         if profiler_is_active():
             steps = [(step, named_handler(str(step), handler)) for step, handler in steps]
         try:
-            for step, handler in steps:
+            for number, (step, handler) in enumerate(steps):
                 if alarm.failure is not None:
                     alarm.check()
                 record = begin(step)
@@ -158,6 +166,8 @@ class Executor:
                 if waiting is not None:
                     yield from waiting
                 end(record)
+                for microbatch in self._ended.get(number, ()):
+                    del self._feeds[microbatch]
             self.transport.settle()
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
             finished = True
@@ -170,11 +180,18 @@ class Executor:
             error.add_note(f"{self.recorder.where()}")
             raise
         finally:
-            self._feeds = ()
-            for store in (self._tapes, self._arrivals, self._departures, self._results):
+            self._coming = iter(())
+            for store in (self._feeds, self._tapes, self._arrivals, self._departures, self._results):
                 store.clear()
             if not finished:
                 self.transport.abandon()
+
+    def _feed(self, microbatch: int) -> Feed:
+        """The microbatch, taken with those before it if it has not come yet."""
+        while self._num_come <= microbatch:
+            self._feeds[self._num_come] = next(self._coming)
+            self._num_come += 1
+        return self._feeds[microbatch]
 
     # ---- compute: wait for the inputs, then run the lanes, which hand their results on
 
@@ -200,7 +217,7 @@ class Executor:
                 drain(lane)
 
     def _forward(self, action: Action, wire: Wire, x: Parcel | None, pairs: Pairs) -> Lane[None]:
-        feed = self._feeds[action.microbatch]
+        feed = self._feed(action.microbatch)
         tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
         arrived = feed.tokens if x is None else x
         assert arrived is not None, f"{action} needs the microbatch's tokens"
@@ -271,7 +288,7 @@ class Executor:
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        awaited = self.stages[action.stage].awaited(self._feeds[action.microbatch].num_tokens)
+        awaited = self.stages[action.stage].awaited(self._feed(action.microbatch).num_tokens)
         if awaited is None:
             receipt = self.transport.receive_message(wire.arriving)
         else:

@@ -145,6 +145,21 @@ def flatten(steps: Iterable[Step]) -> Iterator[Action]:
             yield step
 
 
+def uses(steps: Iterable[Step]) -> dict[int, tuple[int, int]]:
+    """Each microbatch's first and last step in one rank's order, by their places there.
+
+    >>> uses([Action(Op.F, 0, 0), Pair(Action(Op.F, 0, 1), Action(Op.B, 0, 0)), Action(Op.B, 0, 1), Action(Op.STEP)])
+    {0: (0, 1), 1: (1, 2)}
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for place, step in enumerate(steps):
+        for action in parts(step):
+            if action.microbatch != ALL:
+                first, _ = found.get(action.microbatch, (place, place))
+                found[action.microbatch] = first, place
+    return found
+
+
 def check_count(name: str, value: object, least: int = 1) -> int:
     """Return the value if it is a whole number of at least `least`.
 

@@ -105,7 +105,7 @@ def test_what_cannot_be_made_says_which_argument_and_what_is_possible(call: Call
 def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
     """The call, and what its refusal says."""
     few, loss = SamplingParams(max_new_tokens=2), token_cross_entropy
-    yield lambda e: e.train_batch(iter([BATCH])), "batch: a list_iterator; give a PackedBatch"
+    yield lambda e: e.train_batch(iter([BATCH])), "how many microbatches a source gives is known"
     yield (
         lambda e: e.train_batch(BATCH, lambda output: output),
         "loss_fn is a function of (output); give one of (output, ",

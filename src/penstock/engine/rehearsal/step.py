@@ -400,9 +400,8 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
     loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
-    factors = [loss_scale / agreed.num_tokens for _ in agreed.weights]
     with explained(pipeline.recorder):
-        feeds = trainer.feeds(agreed, LossMetrics(loss_fn), factors, 1)
+        feeds = list(trainer.feeds(agreed, LossMetrics(loss_fn), lambda number: loss_scale / agreed.num_tokens, 1))
         if optimizer.is_own:
             # One of torch makes its state in the first step; this is a later one.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
@@ -410,7 +409,7 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.place.meter.guarded(never_read):
-            trainer.run(feeds)
+            trainer.run(feeds, agreed.num)
         trainer.finish(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds
 
@@ -424,4 +423,6 @@ def _agreed(pipeline: RehearsedPipeline, parts: Split) -> AgreedSplit:
         rank_totals=[sum(weights)] * pipeline.layout.dp,
         num_tokens=int(sum(weights)) * pipeline.layout.dp,
         stop_requested=False,
+        num=len(parts.microbatches),
+        microbatches=parts.microbatches,
     )

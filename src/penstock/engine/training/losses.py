@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -196,22 +196,31 @@ class ZeroLossWeight(ValueError):
     """
 
 
-def loss_factors(mode: Normalize, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:
+def check_total(total: float, num_dp: int) -> None:
+    """Refuse a whole batch, of all data-parallel ranks, without any loss weight. Raises: ZeroLossWeight."""
+    if not total > 0:
+        raise ZeroLossWeight(
+            f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
+            "at least one token must carry loss"
+        )
+
+
+def loss_factors(mode: Normalize | float, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:
     """The factor of each of this rank's microbatches.
 
     Args:
+        mode: how the divisor follows from the weights, or the divisor itself.
         weights: loss weight of each microbatch on this data-parallel rank.
         rank_totals: sum of the weights on each data-parallel rank, this one included.
 
     Raises:
         ZeroLossWeight: all totals are zero.
     """
+    if isinstance(mode, float):
+        return [1.0 / mode] * len(weights)
+    assert isinstance(mode, Normalize)
     num_dp, total = len(rank_totals), math.fsum(rank_totals)
-    if not total > 0:
-        raise ZeroLossWeight(
-            f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
-            "at least one token must carry loss"
-        )
+    check_total(total, num_dp)
     match mode:
         case Normalize.GLOBAL:
             return [1.0 / total] * len(weights)
@@ -503,7 +512,7 @@ class AuxLossTracker:
             found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
         return found
 
-    def finish(self, feeds: Sequence[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
+    def finish(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
         """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
         aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
         loads = self._loads(aux_losses)

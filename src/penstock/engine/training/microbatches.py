@@ -8,7 +8,7 @@ import numbers
 import struct
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, agree, count, split
+from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, SplitError, agree, count, split
 from penstock.engine.pipeline import Pipeline
 from penstock.model import Limits, numbers_asked
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
@@ -45,7 +45,9 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
     """
     if not isinstance(batch, PackedBatch):
         raise BatchError(
-            "batch", f"{type_in_words(batch)}; give a PackedBatch, as PackedBatch.from_documents makes of token ids"
+            "batch",
+            f"{type_in_words(batch)}; give a PackedBatch, as PackedBatch.from_documents makes of token ids, or a list "
+            "or an iterator of microbatches, each a PackedBatch",
         )
     if "tokens" not in batch:
         raise BatchError(
@@ -204,6 +206,8 @@ class BatchReport:
     ended: bool = False
     #: True if the rank has callbacks
     watched: bool = False
+    #: True if its microbatches are drawn from a source in the course of the call
+    drawn: bool = False
 
     @classmethod
     def of_end(cls) -> BatchReport:
@@ -217,6 +221,8 @@ class BatchReport:
     def __str__(self) -> str:
         if self.ended:
             return "no batch left"
+        if self.drawn:
+            return f"a source of {self.num_microbatches} microbatches"
         asked = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
         return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
 
@@ -260,34 +266,38 @@ class AgreedSplit:
     refit: bool = False
     #: data-parallel ranks that have no batch left, in order
     ended: Sequence[int] = ()
+    #: the number of this rank's microbatches
+    num: int = 0
+    #: the same microbatches in order, or where they are drawn in the course of the call, the object that draws them
+    microbatches: Iterable[PackedBatch] = ()
+    #: True if they are drawn, and `split` is empty
+    is_drawn: bool = False
+    #: this rank's source; None where it has none
+    source: Iterator[Any] | None = None
+    #: by rank, True if it has one
+    has_source: Sequence[bool] = ()
+    #: the most tokens of a microbatch that is drawn, if any
+    max_tokens: int | None = None
 
-    def places(self, step: int) -> Iterator[tuple[PackedBatch, tuple[int, int, int]]]:
-        """This rank's microbatches, each with its `penstock.model.NUMBERS` in a step of that number."""
-        parts = self.split.microbatches
-        return ((own, (number, len(parts), step)) for number, own in enumerate(parts))
+    def places(self, step: int) -> Iterator[tuple[int, int, int]]:
+        """The `penstock.model.NUMBERS` of each microbatch in a step of that number."""
+        return ((number, self.num, step) for number in range(self.num))
 
 
 def agree_on_microbatches(
-    pipeline: Pipeline, batch: PackedBatch | None, spec: MicroBatchSpec | None, call: BatchCall
+    pipeline: Pipeline, batch: PackedBatch | Iterable[PackedBatch] | None, spec: MicroBatchSpec | None, call: BatchCall
 ) -> AgreedSplit:
     """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
 
-    A rank that has `ended` gives no batch, and gets no microbatches. spec: left out, `BY_DEFAULT`.
+    A rank that has `ended` gives no batch, and gets no microbatches. A user's own microbatches stay as they are. spec:
+    left out, `BY_DEFAULT`.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
         ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    view, error, num = replace(call.asked, job=crc32(call.name.encode()), watched=pipeline.is_watched), None, None
-    try:
-        if not view.ended:
-            check_batch(batch, pipeline.units[0].limits, call.reads_labels)
-        if spec is not None and not isinstance(spec, MicroBatchSpec):
-            raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
-        call.check()
-    except Exception as exception:  # reported to all ranks, then raised here: no rank may wait for this one
-        error = exception
+    (view, own, error), num = _seen(pipeline, batch, spec, call), None
     spec = spec if isinstance(spec, MicroBatchSpec) else BY_DEFAULT
     if isinstance(batch, PackedBatch):
         view = replace(view, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
@@ -297,18 +307,20 @@ def agree_on_microbatches(
         try:
             if error is not None:
                 raise error
-            parts = _NOTHING if batch is None else split(batch, spec, num)
-            if batch is not None and (pipeline.context is not None or pipeline.own_layers is not None):
-                _check_parts(pipeline, batch, parts, call.reads_labels)
+            parts = own or split(batch, spec, num)  # pyright: ignore[reportArgumentType]  # where it is no own split
+            if own is None and (pipeline.context is not None or pipeline.own_layers is not None):
+                _check_parts(pipeline, batch, parts.microbatches, call.reads_labels)
             if pipeline.holds_last_stage and (weight_fn := call.loss_weight_fn) is not None:
                 weights = [checked_weight(weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
-            report = replace(view, num_microbatches=len(parts.microbatches), weight=sum(weights))
+            num_own = view.wanted if view.drawn else len(parts.microbatches)
+            report = replace(view, num_microbatches=num_own, weight=sum(weights))
         except Exception as exception:
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
             rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
         reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
-        if all(any(r.counts) for r in reports):
+        kinds = {r.drawn for r in reports if not r.ended}
+        if all(any(r.counts) for r in reports) and len(kinds) <= 1:
             num = agree([r.counts for r in reports], spec)
         _check_alike(pipeline, reports, call.name, error)
         if parts is not None and all(r.ended or r.num_microbatches == num for r in reports):
@@ -323,13 +335,101 @@ def agree_on_microbatches(
         stop_requested=any(r.stop for r in reports),
         refit=any(r.refit for r in reports),
         ended=[dp for dp, r in enumerate(seeing_labels) if r.ended],
+        num=0 if view.ended else num or 0,
+        microbatches=parts.microbatches,
+        is_drawn=kinds == {True},
+        source=iter(batch) if view.drawn and isinstance(batch, Iterable) else None,
+        has_source=[r.contents > 0 for r in reports],
+        max_tokens=spec.max_tokens,
     )
 
 
-def _check_parts(pipeline: Pipeline, batch: PackedBatch, parts: Split, reads_labels: bool) -> None:
+def _seen(
+    pipeline: Pipeline, batch: Any, spec: MicroBatchSpec | None, call: BatchCall
+) -> tuple[BatchReport, Split | None, Exception | None]:
+    """A rank's report on what it was given, the user's own split if it is one, and why it cannot be used, if so."""
+    view = replace(call.asked, job=crc32(call.name.encode()), watched=pipeline.is_watched)
+    own = None if isinstance(batch, PackedBatch) else _NOTHING
+    try:
+        if spec is not None and not isinstance(spec, MicroBatchSpec):
+            raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
+        if own is None:
+            check_batch(batch, pipeline.units[0].limits, call.reads_labels)
+        elif not view.ended:
+            own, view = _own_microbatches(pipeline, batch, spec, call.reads_labels, view)
+        call.check()
+    except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
+        return view, own, exception
+    return view, own, None
+
+
+_NO_SOURCES = PackedBatch | list | tuple | str | bytes | Mapping | Tensor
+
+
+def is_source(batch: Any) -> bool:
+    """True if microbatches are drawn from it in the course of a call: of an iterable that is no list."""
+    return isinstance(batch, Iterable) and not isinstance(batch, _NO_SOURCES)
+
+
+def _own_microbatches(
+    pipeline: Pipeline, batch: Any, spec: MicroBatchSpec | None, reads_labels: bool, view: BatchReport
+) -> tuple[Split, BatchReport]:
+    """A user's own microbatches, and their report: those of a list as a split, of a source their number alone.
+
+    Raises: ValueError.
+    """
+    at_ends = pipeline.holds_first_stage or pipeline.holds_last_stage
+    if isinstance(batch, list | tuple) and batch:
+        num, least, most = len(batch), 1 if spec is None else spec.at_least, None if spec is None else spec.max_tokens
+        if num < least:
+            raise SplitError(f"micro_batches asks for {least} microbatches, but the list has {num}; give as many")
+        for number, own in enumerate(batch):
+            check_given(pipeline, own, f"microbatch {number} of {num}", most, reads_labels)
+        digest, contents = (crc32(repr([f(own) for own in batch]).encode()) for f in _DIGESTS)
+        contents *= batch[0].data is not None
+        view = replace(view, num_tokens=sum(own.num_tokens for own in batch), digest=digest, contents=contents)
+        parts = split_of(batch)
+    elif is_source(batch) or (batch is None and spec is not None and not at_ends):
+        if spec is None or spec.num is None:
+            raise ValueError(
+                "how many microbatches a source gives is known to the caller alone; say it, as in "
+                "micro_batches=MicroBatchSpec(num=8), or give a list"
+            )
+        num, parts = spec.num, _NOTHING
+        view = replace(view, drawn=True, digest=1, contents=int(batch is not None))
+    elif isinstance(batch, list | tuple):
+        raise BatchError("batch", "an empty list; give at least one microbatch")
+    else:
+        check_batch(batch, None, False)
+        raise AssertionError("a batch is split")
+    return parts, replace(view, wanted=num, needed=num, num_items=num, longest_item=1)
+
+
+_DIGESTS = PackedBatch.digest, PackedBatch.contents_digest
+
+
+def split_of(microbatches: Sequence[PackedBatch]) -> Split:
+    """A user's own microbatches as a split, whose items stand in their order."""
+    loads = tuple(load for own in microbatches for load in own.item_lengths(own.main_key))
+    order = tuple(range(len(loads)))
+    return Split(tuple(microbatches), order, order, loads)
+
+
+def check_given(pipeline: Pipeline, own: Any, where: str, max_tokens: int | None, reads_labels: bool) -> None:
+    """Refuse a user's own microbatch that cannot be computed. Raises: `SplitError`, which says where it was given."""
+    try:
+        check_batch(own, pipeline.units[0].limits, reads_labels)
+        if max_tokens is not None and own.num_tokens > max_tokens:
+            raise SplitError(f"it has {own.num_tokens} tokens, but micro_batches allows {max_tokens}")
+        _check_parts(pipeline, own, [own], reads_labels)
+    except ValueError as error:
+        raise SplitError(f"{where}: {error}") from error
+
+
+def _check_parts(pipeline: Pipeline, batch: Any, parts: Sequence[PackedBatch], reads_labels: bool) -> None:
     """Refuse what cannot be shared among context-parallel ranks, or a user's own layers cannot take."""
     if pipeline.context is not None:
-        for microbatch in parts.microbatches:
+        for microbatch in parts:
             pipeline.context.spread(microbatch)
     if pipeline.own_layers is not None:
         pipeline.own_layers.prepare_for(batch, check_labels if reads_labels else None)
@@ -358,6 +458,9 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len(steps := {report.step for report in reports}) > 1:
         raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
+    if len({report.drawn for report in reports if not report.ended}) > 1:
+        views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
+        raise PipelineError(f"all ranks are given batches, or all sources: {views}")
     for ranks in pipeline.ranks_by_batch:
         contents = {reports[r].contents for r in ranks} - {0}
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:

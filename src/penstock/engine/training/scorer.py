@@ -5,7 +5,9 @@ Shapes: T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.losses import (
     EvaluationLoss,
     LossFn,
@@ -29,6 +32,7 @@ from penstock.engine.training.microbatches import (
     agree_on_microbatches,
     check_callable,
     check_loss,
+    is_source,
 )
 from penstock.model import Logits, numbers_asked, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
@@ -47,10 +51,15 @@ AggregateFn = Callable[[list[Any]], Any]
 _END: Any = object()
 
 
-def forward(pipeline: Pipeline, batch: PackedBatch, micro_batches: MicroBatchSpec | None, outputs: Outputs) -> Any:
+def forward(
+    pipeline: Pipeline,
+    batch: PackedBatch | Iterable[PackedBatch] | None,
+    micro_batches: MicroBatchSpec | None,
+    outputs: Outputs,
+) -> Any:
     """Run the batch through the model; see `Engine.forward`."""
     pipeline.set_training(False)
-    with pipeline.recovery.joined(), pipeline.casts.kept():
+    with ExitStack() as after, pipeline.recovery.joined(), pipeline.casts.kept():
         pipeline.recorder.begin_step(pipeline.step)
         call = BatchCall(
             f"forward(broadcast={outputs.broadcast})",
@@ -58,15 +67,19 @@ def forward(pipeline: Pipeline, batch: PackedBatch, micro_batches: MicroBatchSpe
             reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
         )
         agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
+        if agreed.is_drawn:
+            agreed = drawn_one_by_one(pipeline, agreed, call, None, after)
         with pipeline.recovery.announcing():
-            feeds = [outputs.feed(pipeline, microbatch, place) for microbatch, place in agreed.places(pipeline.step)]
-            pipeline.executor(len(feeds)).run(feeds)
+            feeds = map(partial(outputs.feed, pipeline), agreed.microbatches, agreed.places(pipeline.step))
+            pipeline.executor(agreed.num).run(feeds)
+            if isinstance(agreed.microbatches, DrawnMicrobatches):
+                agreed = agreed.microbatches.finished(agreed)
         return outputs.handed_out(pipeline, agreed.split)
 
 
 def evaluate(
     pipeline: Pipeline,
-    batches: Iterable[PackedBatch],
+    batches: Iterable[PackedBatch | Iterable[PackedBatch]],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     micro_batches: MicroBatchSpec | None = None,
@@ -90,7 +103,7 @@ def evaluate(
     remaining = iter(batches if are_batches else ())
     with pipeline.casts.kept():
         while True:
-            with recovery.joined():
+            with ExitStack() as after, recovery.joined():
                 with recovery.announcing():
                     batch = next(remaining, _END)
                 if batch is _END:
@@ -100,13 +113,15 @@ def evaluate(
                 if len(agreed.ended) == layout.dp:
                     break
                 num_rounds += 1
+                if agreed.is_drawn:
+                    agreed = drawn_one_by_one(pipeline, agreed, call, None, after)
                 with recovery.announcing():
-                    feeds = [
-                        pipeline.feed(own, measured, place, labelled=labelled)
-                        for own, place in agreed.places(pipeline.step)
-                    ]
-                    losses = pipeline.executor(len(feeds)).run(feeds) if feeds else []
+                    feed, places = partial(pipeline.feed, labelled=labelled), agreed.places(pipeline.step)
+                    feeds = map(feed, agreed.microbatches, itertools.repeat(measured), places)
+                    losses = pipeline.executor(agreed.num).run(feeds) if agreed.num else []
                     total, num_metrics = measured.total(pipeline, losses)
+                    if isinstance(agreed.microbatches, DrawnMicrobatches):
+                        agreed = agreed.microbatches.finished(agreed)
                 outputs += measured.outputs()
                 loss += total
                 weight += sum(agreed.rank_totals)
@@ -217,14 +232,15 @@ class Outputs:
     #: one result per microbatch, on ranks that hold the last stage
     _results: list[Any] = field(default_factory=list, init=False)
 
-    def check(self, batch: PackedBatch) -> None:
+    def check(self, batch: Any) -> None:
         """Refuse before anything is computed what cannot fit. Raises: `PartitionError`, ValueError."""
         check_callable("post_hook", self.post_hook, "logits, microbatch", optional=True)
         check_callable("aggregate_fn", self.aggregate_fn, "list of results", optional=True)
         check_argument("broadcast", self.broadcast, bool)
         check_argument("output_seqlens", self.output_seqlens, Sequence[int] | None)
-        if self.output_seqlens is not None:
-            check_lengths(self.output_seqlens, batch.num_items)
+        if self.output_seqlens is not None and not is_source(batch):
+            parts = [batch] if isinstance(batch, PackedBatch) else batch
+            check_lengths(self.output_seqlens, sum(own.num_items for own in parts))
 
     def feed(self, pipeline: Pipeline, microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
         """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""
@@ -236,11 +252,13 @@ class Outputs:
                 logits, own = context.whole_logits(logits, microbatch), microbatch
             given = {name: numbers[name] for name in asked}
             result = whole_logits(logits) if hook is None else hook(logits, own, **given)
-            self._results.append(by_key(feed.sequences.whole, result) if isinstance(hook, PerToken) else result)
+            self._results.append(by_key(sequences.whole, result) if isinstance(hook, PerToken) else result)
             return torch.empty(0, device=logits.device)
 
         labelled = isinstance(hook, PerToken) and reads_labelled_rows(hook.hook)
         feed = pipeline.feed(microbatch, take, place, labelled=labelled)
+        # Not the feed itself, which holds `take`: a circle would outlive the microbatch.
+        sequences = feed.sequences
         return feed
 
     def handed_out(self, pipeline: Pipeline, split: Split) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.losses import (
     AuxLossReport,
     AuxLossTracker,
@@ -42,6 +44,7 @@ from penstock.engine.training.microbatches import (
     BatchReport,
     agree_on_microbatches,
     check_loss,
+    is_source,
 )
 from penstock.model import kept_python_numbers, kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
@@ -53,6 +56,7 @@ from penstock.schedule import Action, Op
 from penstock.settings import Normalize, Precision
 from penstock.settings.declare import check_argument, nearest
 
+_NONE_TRAINED = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
 # Ranks tell each other the step's number in 64 bits.
 _LAST = 2**63 - 1
 
@@ -245,11 +249,11 @@ class Trainer:
 
     def train_batch(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | Iterable[PackedBatch] | None,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         micro_batches: MicroBatchSpec | None = None,
-        normalize: Normalize | str = Normalize.GLOBAL,
+        normalize: Normalize | str | float = Normalize.GLOBAL,
         step: int | None = None,
     ) -> TrainResult:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
@@ -260,30 +264,30 @@ class Trainer:
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
         number = pipeline.step + 1 if step is None else step
         pipeline.recorder.begin_step(number)
-        check = partial(_check_arguments, loss_fn, loss_weight_fn, normalize, number)
+        check = partial(self._check_arguments, batch, loss_fn, loss_weight_fn, normalize, number)
         changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
         asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
         name = f"train_batch(normalize={str(normalize)!r})"
         call = BatchCall(name, check, reads_labelled_rows(loss_fn), loss_weight_fn, asked)
         measured = LossMetrics(loss_fn)
-        with recovery.joined():
+        with ExitStack() as after, recovery.joined():
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
             if agreed.refit:
                 self.refit()
             if not self._names:
-                words = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
-                raise ValueError(words)
-            mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
-            factors = self._loss_factors(agreed, loss_weight_fn, mode)
+                raise ValueError(_NONE_TRAINED)
+            if agreed.is_drawn:
+                agreed = drawn_one_by_one(pipeline, agreed, call, self.start_reduction, after)
+            factor = self._factor(agreed, loss_weight_fn, normalize, loss_scale)
             with recovery.announcing():
                 self._look_with(loss_fn)
-                feeds = self.feeds(agreed, measured, [factor * loss_scale for factor in factors], number)
-                losses = self.run(feeds)
-                self._check_parameters()
-                self._check_buffers_apart()
+                feeds = self.feeds(agreed, measured, factor, number)
+                losses = self.run(feeds, agreed.num)
                 rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = measured.total(pipeline, losses)
+                if isinstance(agreed.microbatches, DrawnMicrobatches):
+                    agreed = agreed.microbatches.finished(agreed, not isinstance(normalize, int | float))
             metrics = measured.reduced(pipeline, num_metrics)
             update, aux_losses = self.finish(feeds, loss_scale, number, rates)
         pipeline.step, step_time_s = number, time.perf_counter() - start
@@ -291,7 +295,7 @@ class Trainer:
             step=number,
             loss=loss / loss_scale,
             num_tokens=agreed.num_tokens,
-            num_microbatches=len(feeds),
+            num_microbatches=agreed.num,
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             loss_scale=loss_scale,
@@ -306,42 +310,80 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
-    def _loss_factors(self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize) -> Sequence[float]:
-        """The factor on the loss of each of this rank's microbatches; none where no labels are seen."""
-        num_cp, context = self.pipeline.layout.cp, self.pipeline.context
-        if normalize is not Normalize.MICROBATCH_MEAN or context is None:
-            return loss_factors(normalize, agreed.weights, agreed.rank_totals)
-        # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
-        parts = [context.shard(m)[0] for m in agreed.split.microbatches if agreed.weights]
-        own = [float(loss_weight_fn(part)) for part in parts]
-        return loss_factors(normalize, own, [total for total in agreed.rank_totals for _ in range(num_cp)])
+    def _check_arguments(self, batch: Any, loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: Any) -> None:
+        """Refuse what no step can be taken with. Raises: ValueError."""
+        if not isinstance(normalize, int | float):
+            mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
+        elif isinstance(normalize, bool) or not 0 < normalize < math.inf:
+            raise ValueError(f"normalize = {normalize!r} is no divisor of a loss; a number is above 0 and finite")
+        else:
+            mode = None
+        if is_source(batch) or batch is None:
+            by_parts = mode is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
+            if mode in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None:
+                what = "the model's auxiliary losses need" if self.aux_losses else f"normalize = {str(mode)!r} needs"
+                raise ValueError(
+                    f"{what} the counts of all microbatches before the first backward, which a source does not tell; "
+                    "give the divisor itself, as in normalize=4096.0, or normalize='token_per_microbatch', or a list "
+                    "of microbatches"
+                )
+        if not _is_step(number):
+            raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
+        check_loss(loss_fn, loss_weight_fn)
 
-    def feeds(self, agreed: AgreedSplit, measured: LossMetrics, factors: Sequence[float], number: int) -> list[Feed]:
-        """The microbatches with their losses, each times its factor; `factors` is empty where no labels are seen."""
+    def _factor(
+        self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize | str | float, loss_scale: float
+    ) -> Callable[[int], float]:
+        """The factor on the loss of this rank's microbatch of a number; 0 where no labels are seen."""
+        mode = Normalize.parse(normalize) if not isinstance(normalize, Normalize | int | float) else normalize
+        mode = mode if isinstance(mode, Normalize) else float(mode)
+        num_cp, context, weights, totals = self.pipeline.layout.cp, self.pipeline.context, agreed.weights, None
+        if agreed.is_drawn:
+            # Weights come as microbatches are drawn, and none counts for another.
+            ones = [1.0] * self.pipeline.layout.dp
+            return lambda i: loss_factors(mode, [weights[i]] * agreed.num, ones)[0] * loss_scale if weights else 0.0
+        if mode is Normalize.MICROBATCH_MEAN and context is not None:
+            # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
+            parts = [context.shard(m)[0] for m in agreed.split.microbatches if weights]
+            weights = [float(loss_weight_fn(part)) for part in parts]
+            totals = [total for total in agreed.rank_totals for _ in range(num_cp)]
+        factors = loss_factors(mode, weights, totals or agreed.rank_totals)
+        return lambda i: factors[i] * loss_scale if factors else 0.0
+
+    def feeds(
+        self, agreed: AgreedSplit, measured: LossMetrics, factor: Callable[[int], float], number: int
+    ) -> Iterable[Feed]:
+        """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
 
         trained, labelled = set(self._parameters.values()), reads_labelled_rows(measured.loss_fn)
 
-        def finish(factor: float, output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
-            return checked_loss(measured(output, microbatch, numbers), output, trained) * factor
+        def finish(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+            loss = checked_loss(measured(output, microbatch, numbers), output, trained)
+            return loss * factor(numbers["microbatch"])
 
-        feeds = [
-            self.pipeline.feed(
-                microbatch, partial(finish, factors[place[0]] if factors else 0.0), place, True, labelled
-            )
-            for microbatch, place in agreed.places(number)
-        ]
-        if self.aux_losses is None:
+        def feed(microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
+            return self.pipeline.feed(microbatch, finish, place, True, labelled)
+
+        # Not a generator, which would hold each until the next is asked for.
+        feeds = map(feed, agreed.microbatches, agreed.places(number))
+        if agreed.is_drawn:
             return feeds
+        if self.aux_losses is None:
+            return list(feeds)
+        factors = [factor(i) for i in range(agreed.num)] if agreed.weights else []
         weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
-        return self.aux_losses.attached_to(feeds, agreed.split.microbatches, factors, weight_per_token)
+        return self.aux_losses.attached_to(list(feeds), agreed.split.microbatches, factors, weight_per_token)
 
-    def run(self, feeds: Sequence[Feed]) -> list[Tensor]:
+    def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
         self._check_parameters()
         self.zero_gradients()
         self.pipeline.set_training(True)
         with kept_random_state(self.pipeline.device), kept_python_numbers():
-            return self.pipeline.executor(len(feeds), self.start_reduction).run(feeds)
+            losses = self.pipeline.executor(num, self.start_reduction).run(feeds)
+        self._check_parameters()
+        self._check_buffers_apart()
+        return losses
 
     def _check_parameters(self) -> None:
         """Raises: PipelineError naming a trained parameter whose place another has taken, or of another form or tie."""
@@ -397,7 +439,7 @@ class Trainer:
         self.gradients[stage].launch()
 
     def finish(
-        self, feeds: Sequence[Feed], loss_scale: float, number: int, rates: Sequence[Values]
+        self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
         """The optimizer's step, and what follows from it: weights that other ranks have stepped, routers, new casts."""
         pipeline, aux_losses = self.pipeline, AuxLossReport()
@@ -437,15 +479,6 @@ class Trainer:
             optimizer.check_alike(views)
         self._put_back = None
         return update
-
-
-def _check_arguments(loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: Any) -> None:
-    """Refuse what no step can be taken with. Raises: ValueError."""
-    if not isinstance(normalize, Normalize):
-        Normalize.parse(normalize)
-    if not _is_step(number):
-        raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
-    check_loss(loss_fn, loss_weight_fn)
 
 
 def _is_step(number: Any) -> bool:
