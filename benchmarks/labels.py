@@ -1,8 +1,8 @@
 """A training step where few tokens have a label, as in fine-tuning on answers alone, over one where all have.
 
 Two stages, in two processes that take batches of both kinds in turn. Times are of the processors, of both ranks
-together. What leaving out rows can give at most is the step with all labels less the share without a label of head
-and loss, which the last rank times beside it.
+together. What leaving out rows can give at most is the step with all labels, less head and loss of all tokens, plus
+those of the labelled ones, which the last rank times beside it.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.settings import Layout, ModelConfig, OptimizerConfig
 
-_ALL, _FEW, _HEAD = "all labels", "few labels", "head and loss"
+_ALL, _FEW = "all labels", "few labels"
+_HEAD, _HEAD_OF_FEW = "head and loss of all tokens", "head and loss of labelled tokens"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def _prepare(side: str, rank: int, tuning: Tuning) -> Turn:
     jobs: dict[str, Callable[[], object]] = {
         name: lambda batch=batch: engine.train_batch(batch, micro_batches=spec) for name, batch in batches.items()
     }
-    jobs[_HEAD] = lambda: head and _head_alone(head, tuning)
+    for name, share in ((_HEAD, 1.0), (_HEAD_OF_FEW, tuning.share)):
+        jobs[name] = lambda share=share: head and _head_alone(head, tuning, round(share * tuning.sequence_tokens))
 
     def turn() -> dict[str, float]:
         found = {}
@@ -81,12 +83,11 @@ def _prepare(side: str, rank: int, tuning: Tuning) -> Turn:
     return turn
 
 
-def _head_alone(head: torch.nn.Module, tuning: Tuning) -> None:
-    """A step's forwards and backwards of norm, head and loss."""
-    sequences = Sequences.from_lengths([tuning.sequence_tokens])
-    labels = torch.zeros(tuning.sequence_tokens, dtype=torch.int64)
+def _head_alone(head: torch.nn.Module, tuning: Tuning, num_tokens: int) -> None:
+    """A step's forwards and backwards of norm, head and loss, of so many tokens of each text."""
+    sequences, labels = Sequences.from_lengths([num_tokens]), torch.zeros(num_tokens, dtype=torch.int64)
     for _ in range(tuning.num_microbatches):
-        x = torch.randn(tuning.sequence_tokens, tuning.hidden_size, requires_grad=True)
+        x = torch.randn(num_tokens, tuning.hidden_size, requires_grad=True)
         cross_entropy_sum(head(x, sequences), labels).backward()
 
 
@@ -96,7 +97,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     progress(str(tuning))
     turns = in_turns(["penstock"], 2, _prepare, tuning, num_rounds=given.rounds)["penstock"]
     rounds = [{name: sum(rank[name] for rank in ranks) for name in ranks[0]} for ranks in zip(*turns, strict=True)]
-    least = [1 - (1 - tuning.share) * times[_HEAD] / times[_ALL] for times in rounds]
+    least = [1 - (times[_HEAD] - times[_HEAD_OF_FEW]) / times[_ALL] for times in rounds]
     ratios = [times[_FEW] / times[_ALL] for times in rounds]
     return {
         "parameters": sum(unit.num_parameters for unit in decoder_units(tuning.config())),
@@ -111,16 +112,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> Parser:
     """The options of this benchmark."""
-    big = "--layers 22 --hidden-size 2048 --intermediate-size 5632 --vocab-size 32000 --optimizer sgd --rounds 2"
-    parser = new_parser("labels", __doc__, "--share 0.3", big)
+    parser = new_parser("labels", __doc__, "--share 0.3", "--layers 22 --optimizer sgd")
     parser.add_argument("--share", type=float, default=0.1, help="of tokens with a label")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind of step, in turn")
     parser.add_argument("--optimizer", default="adamw", help="of the steps")
     sizes = parser.add_argument_group("the model and its batches")
-    sizes.add_argument("--layers", type=int, default=4, dest="num_layers", help="layers of the model")
+    sizes.add_argument("--layers", type=int, default=3, dest="num_layers", help="layers of the model")
     sizes.add_argument("--hidden-size", type=int, default=448, help="width of the model")
     sizes.add_argument("--intermediate-size", type=int, default=1216, help="width of its MLPs")
-    sizes.add_argument("--vocab-size", type=int, default=24000, help="tokens of its vocabulary")
+    sizes.add_argument("--vocab-size", type=int, default=32000, help="tokens of its vocabulary")
     sizes.add_argument("--sequence-tokens", type=int, default=512, help="tokens of a text, which is a microbatch")
     sizes.add_argument("--microbatches", type=int, default=4, dest="num_microbatches", help="microbatches of a step")
     return parser

@@ -37,17 +37,7 @@ class AuxLoss(enum.Enum):
 
 def only_read(x_TD: Tensor, rows: Tensor | None) -> Tensor:
     """The rows [R, D] of a stream that somebody reads; without `rows` the stream itself."""
-    if rows is None:
-        return x_TD
-
-    def forward(x_TD: Tensor, rows: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-        return x_TD.index_select(0, rows), (rows,)
-
-    def backward(grad_RD: Tensor, rows: Tensor) -> tuple[Tensor, None]:
-        return grad_RD.new_zeros(num_tokens, *grad_RD.shape[1:]).index_copy_(0, rows, grad_RD), None
-
-    num_tokens = len(x_TD)
-    return with_gradient(forward, backward, x_TD, rows)
+    return x_TD if rows is None else x_TD.index_select(0, rows)
 
 
 @dataclass(frozen=True, eq=False)
