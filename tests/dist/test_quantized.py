@@ -95,7 +95,8 @@ def test_tokens_of_every_kind_of_product_have_the_same_bits_in_any_pipeline_slot
 def chosen(rank: int, layout: Layout, kinds: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     """The kind that each engine has settled on, and the kernels that it has packed weights for."""
     found = []
-    own = ({"fp32": 5.0, "int8 by a": 1.0, "int8 by b": 2.0}, {"fp32": 1.5, "int8 by a": 9.0, "int8 by b": 2.0})[rank]
+    seconds = ({"fp32": 5.0, "int8 by a": 1.0, "int8 by b": 2.0}, {"fp32": 1.5, "int8 by a": 9.0, "int8 by b": 2.0})
+    own = {name: [took_s, 0.0] for name, took_s in seconds[rank].items()}
     for kind in kinds:
         packed: list[str] = []
 

@@ -92,6 +92,7 @@ class Score(ModelCommand):
     parser = staticmethod(parser)
     layout = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
     workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
+    only_reads = True
 
     #: where the lines are written, and how they are computed
     output: Path  # pyright: ignore[reportIncompatibleVariableOverride]

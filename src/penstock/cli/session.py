@@ -62,6 +62,8 @@ class ModelCommand:
 
     layout: ClassVar[Options]
     chosen: ClassVar[tuple[str, ...]] = ()
+    #: tokens are read and none is written
+    only_reads: ClassVar[bool] = False
     workers: WorkerCommand
 
     #: the command's words, and the values of its options
@@ -231,7 +233,7 @@ class ModelCommand:
         dtype = parameter_dtype(options.precision)
         found = self.together("products", lambda: measured_seconds(dtype, kind))
         views = [theirs["seconds"] for theirs in self.agree("seconds of products", {"seconds": found})]
-        ratio = times_as_slow(kind, dtype, seconds_of_all(views), arguments.hidden_size)
+        ratio = times_as_slow(kind, dtype, seconds_of_all(views), arguments.hidden_size, self.only_reads)
         if kind is Quantize.AUTO:
             model.quantize = kind = Quantize.INT8 if ratio < 1 else Quantize.NONE
             ratio = 1.0

@@ -59,6 +59,9 @@ those nearest to x + 128 in fp32, halves to the even one. A kernel that takes `z
 then multiplies is from 0 to 255.
 """
 
+Seconds = dict[str, list[float]]
+"""By product: of 128 tokens that are written, eight at a time, and of as many that are read at once."""
+
 
 def fbgemm(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
     """FBGEMM's, which rounds its input itself: fastest with AVX-512 for few rows."""
@@ -249,7 +252,7 @@ def _finished(y_TO: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
     return y_TO.to(x.dtype).reshape(*x.shape[:-1], y_TO.shape[-1])
 
 
-def quantizer(kind: Quantize, seconds: Sequence[Mapping[str, float]] | None = None) -> Pack:
+def quantizer(kind: Quantize, seconds: Sequence[Seconds] | None = None) -> Pack:
     """The function that packs weights in this kind of numbers.
 
     seconds: of each shape's int8 products, which choose the kernel; left out, they are measured.
@@ -271,9 +274,9 @@ def quantizer(kind: Quantize, seconds: Sequence[Mapping[str, float]] | None = No
 _BY = f"{Quantize.INT8} by "
 
 
-def _fastest_kernel(seconds: Mapping[str, float]) -> str:
+def _fastest_kernel(seconds: Seconds) -> str:
     """The name of the int8 kernel. Raises: ValueError where none is exact."""
-    found = {name.removeprefix(_BY): took_s for name, took_s in seconds.items() if name.startswith(_BY)}
+    found = {name.removeprefix(_BY): sum(took_s) for name, took_s in seconds.items() if name.startswith(_BY)}
     if not found:
         raise ValueError("this processor has no exact product of 8-bit numbers; int8-weights and int4 are possible")
     return min(found, key=found.__getitem__)
@@ -284,16 +287,13 @@ def _shape_like(num_weights: int) -> int:
     return min(range(len(SHAPES)), key=lambda i: abs(math.log(num_weights / math.prod(SHAPES[i]))))
 
 
-def measured_seconds(dtype: torch.dtype, kind: Quantize) -> list[dict[str, float]]:
-    """Seconds, for each of `SHAPES`, by products in that dtype and of that kind, of int8 by each exact kernel.
-
-    They are of 128 tokens that are written, eight at a time, and as many that are read at once.
-    """
+def measured_seconds(dtype: torch.dtype, kind: Quantize) -> list[Seconds]:
+    """Seconds, for each of `SHAPES`, by products in that dtype and of that kind, of int8 by each exact kernel."""
     return _measured(dtype, Quantize.INT8 if kind is Quantize.AUTO else kind, torch.get_num_threads())
 
 
 @cache
-def _measured(dtype: torch.dtype, kind: Quantize, num_threads: int) -> list[dict[str, float]]:
+def _measured(dtype: torch.dtype, kind: Quantize, num_threads: int) -> list[Seconds]:
     found = []
     for shape in SHAPES:
         products = _products(dtype, (kind,), shape)
@@ -302,25 +302,30 @@ def _measured(dtype: torch.dtype, kind: Quantize, num_threads: int) -> list[dict
         near = {name: product for name, product in products.items() if few[name] < _FAR * min(few.values())}
         scale = _MANY / _FEW
         many = _medians(near, _rows(_MANY, shape, dtype), _NUM_LONG_TURNS)
-        found.append({name: scale * took_s + many.get(name, scale * took_s) for name, took_s in few.items()})
+        found.append({name: [scale * took_s, many.get(name, scale * took_s)] for name, took_s in few.items()})
     return found
 
 
-def seconds_of_all(views: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+def seconds_of_all(views: Sequence[Sequence[Seconds]]) -> list[Seconds]:
     """The sums of what all ranks have measured, of the products that each of them has: the same on all ranks."""
-    return [
-        {name: sum(theirs[name] for theirs in shape) for name in shape[0] if all(name in theirs for theirs in shape)}
-        for shape in zip(*views, strict=True)
-    ]
+    found: list[Seconds] = []
+    for shape in zip(*views, strict=True):
+        names = [name for name in shape[0] if all(name in theirs for theirs in shape)]
+        found.append({name: [sum(part) for part in zip(*(theirs[name] for theirs in shape))] for name in names})
+    return found
 
 
 def times_as_slow(
-    kind: Quantize, dtype: torch.dtype, seconds: Sequence[Mapping[str, float]], hidden_size: int
+    kind: Quantize, dtype: torch.dtype, seconds: Sequence[Seconds], hidden_size: int, only_reads: bool = False
 ) -> float:
-    """The seconds of products of this kind over those in that dtype, in layers as wide."""
+    """The seconds of products of this kind over those in that dtype, in layers as wide.
+
+    only_reads: tokens are read and none is written.
+    """
     of_shape = seconds[_shape_like(hidden_size * max(SHAPES[0]))]
     name = _BY + _fastest_kernel(of_shape) if kind in (Quantize.INT8, Quantize.AUTO) else str(kind)
-    return of_shape[name] / of_shape[_DTYPES[dtype]]
+    own, plain = (of_shape[given][only_reads:] for given in (name, _DTYPES[dtype]))
+    return sum(own) / sum(plain)
 
 
 def measured_products() -> dict[str, float]:

@@ -167,6 +167,9 @@ def adversaries(num_inputs: int, num_outputs: int = 40) -> dict[str, tuple[torch
     over = (torch.where(torch.arange(num_inputs) % 2 == 0, 127, 2) * signs).to(torch.int8)
     one_pair = whole(num_outputs, num_inputs, most=60)
     one_pair[-1, -2:] = 127
+    # Sums beyond 2**24, of which fp32 holds not every one.
+    beyond = whole(num_outputs, num_inputs, most=13) + 114
+    x[3:6] = whole(3, num_inputs, most=13).float() + 114
     return {
         "any": (x, whole(num_outputs, num_inputs)),
         "largest": (x, largest),
@@ -174,6 +177,7 @@ def adversaries(num_inputs: int, num_outputs: int = 40) -> dict[str, tuple[torch
         "over": (x, over),
         "small": (x, whole(num_outputs, num_inputs, most=64)),
         "one pair": (x, one_pair),
+        "beyond": (x, beyond),
     }
 
 
@@ -277,8 +281,11 @@ def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeyp
     monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {name: partial(named, name) for name in "abc"})
     # The second rank has no c.
     views = [
-        [{"fp32": 3.0, "int8 by a": 1.0, "int8 by b": 2.0, "int8 by c": 0.1}] * 2,
-        [{"fp32": 3.0, "int8 by a": 2.0, "int8 by b": 1.5}, {"fp32": 3.0, "int8 by a": 9.0, "int8 by b": 1.0}],
+        [{"fp32": [1.0, 2.0], "int8 by a": [1.0, 0.0], "int8 by b": [0.0, 2.0], "int8 by c": [0.1, 0.1]}] * 2,
+        [
+            {"fp32": [1.0, 2.0], "int8 by a": [0.0, 2.0], "int8 by b": [1.5, 0.0]},
+            {"fp32": [1.0, 2.0], "int8 by a": [9.0, 0.0], "int8 by b": [1.0, 0.0]},
+        ],
     ]
     agreed = seconds_of_all(views)
     assert agreed == seconds_of_all(views[::-1])
@@ -290,6 +297,10 @@ def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeyp
     assert used == ["a", "a", "b", "b"]
     assert times_as_slow(Quantize.AUTO, torch.float32, agreed, 512) == 0.5
     assert times_as_slow(Quantize.INT8, torch.float32, agreed, 4096) == 0.5
+    assert times_as_slow(Quantize.INT8, torch.float32, agreed, 512, only_reads=True) == 0.5
+    assert (
+        times_as_slow(Quantize.INT8, torch.float32, [{"fp32": [9.0, 1.0], "int8 by a": [1.0, 2.0]}] * 2, 8, True) == 2
+    )
 
 
 def test_a_product_that_is_disturbed_now_and_then_keeps_its_place() -> None:
