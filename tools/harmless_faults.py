@@ -10,6 +10,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "reason = (error.strerror or (str())).lower()": "the system's errors have a strerror",
         "self.refused[path] = reasons[(-1)]": "the reason of any rank is one",
     },
+    "engine/folders/export.py": {
+        """((staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + '\\n'))""": "JSON is written in ASCII",
+    },
     "engine/generation/answers.py": {
         "if max(tokens, default=(-1)) >= limits.vocab_size:": "a vocabulary has a token",
     },

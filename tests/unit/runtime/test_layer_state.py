@@ -66,3 +66,31 @@ def test_only_what_a_forward_changes_is_kept_as_it_was() -> None:
             assert float(layer()[0]) == number + 1
         assert layer.count == 3 and layer.count._version == version
         assert layer.large is large and layer.large.data_ptr() == memory
+
+
+class Last(nn.Module):
+    """Keeps as many values as before, but others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.by_name, self.kinds = [0], {"last": 0}, {0}
+
+    def forward(self) -> int:
+        self.last[0] = self.by_name["last"] = found = self.last[0] + 1
+        self.kinds.clear()
+        self.kinds.add(found)
+        return found
+
+
+def test_containers_of_as_many_values_as_before_are_put_back_too() -> None:
+    layer = Last()
+    known = layer.last
+    state = KeptState.of(layer, {})
+    with state.before_forward():
+        layer()
+    layer()
+    with state.put_back(layer, "layers.0"):
+        assert (layer.last, layer.by_name, layer.kinds) == ([0], {"last": 0}, {0})
+        assert layer() == 1
+    assert (layer.last, layer.by_name, layer.kinds) == ([2], {"last": 2}, {2})
+    assert layer.last is known
