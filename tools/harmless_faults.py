@@ -19,6 +19,9 @@ HARMLESS: dict[str, dict[str, str]] = {
     "engine/generation/requests.py": {
         "_next_prompt: int = field(default=(1), init=False)": "numbers of prompts only tell them apart",
     },
+    "engine/optimizer/optimizer.py": {
+        "self._counted = [view for name, view in (sorted(gradients)) if name in counted]": "no two have one name",
+    },
     "engine/rehearsal/counted.py": {
         "return (len())": "only tests ask a transport for it, and none a rehearsal's",
     },
@@ -58,6 +61,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "_KEEP_BYTES = 1 << (29)": "how much freed memory is kept",
         "trim((1))": "how many bytes are kept at the end",
         "_KEEP_BYTES = 1 << (31)": "how much freed memory is kept",
+    },
+    "runtime/stage.py": {
+        "peak: int = (-1)": "is set before each run",
     },
     "schedule/partition.py": {
         "least = max(start + (1) * num_after, bisect_left(until, until[end] - spare))": (
