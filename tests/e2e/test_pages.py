@@ -131,7 +131,7 @@ def test_a_fault_in_a_page_is_found(tmp_path: Path, lines: list[str], why: str) 
         ("torchrun --nproc-per-node 2 examples/grpo.py --gaol 1", "does not take --gaol 1"),
         ("make demmo", "demmo"),
         ('make late ARGS="--sedes 3"', "does not take"),
-        ("pip install penstock[server]", "installs nothing of ours"),
+        ("pip install .[server]", "installs nothing of ours"),
         ("git clone https://github.com/penstok/penstock", "clones nothing of ours"),
         ("cd penstok", "enters no clone of ours"),
         ("docker run penstock", "no rule covers the command 'docker'"),

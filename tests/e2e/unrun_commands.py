@@ -133,6 +133,7 @@ def _cd(words: Sequence[str]) -> None:
 
 def _pip(words: Sequence[str]) -> None:
     project = _project()
-    found = re.fullmatch(rf"install {project['name']}\[(\w+)\]", " ".join(words))
+    # In the repository's folder, until a release is on an index.
+    found = re.fullmatch(r"install \.\[(\w+)\]", " ".join(words))
     if found is None or found[1] not in project["optional-dependencies"]:
         raise ValueError(f"pip {shlex.join(words)} installs nothing of ours")
