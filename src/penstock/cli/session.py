@@ -233,7 +233,7 @@ class ModelCommand:
         dtype = parameter_dtype(options.precision)
         found = self.together("products", lambda: measured_seconds(dtype, kind))
         views = [theirs["seconds"] for theirs in self.agree("seconds of products", {"seconds": found})]
-        ratio = times_as_slow(kind, dtype, seconds_of_all(views), arguments.hidden_size, self.only_reads)
+        ratio = times_as_slow(kind, dtype, seconds_of_all(views), self.only_reads)
         if kind is Quantize.AUTO:
             model.quantize = kind = Quantize.INT8 if ratio < 1 else Quantize.NONE
             ratio = 1.0

@@ -520,7 +520,7 @@ def build_stages(
     return stages
 
 
-def settled(options: EngineOptions, device: torch.device, grid: Grid, width: int) -> tuple[EngineOptions, Pack | None]:
+def settled(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[EngineOptions, Pack | None]:
     """The options without `auto` for quantized weights, and what packs these; the same on all ranks, which agree.
 
     Raises: ConfigError for quantized weights elsewhere than on a CPU.
@@ -535,7 +535,7 @@ def settled(options: EngineOptions, device: torch.device, grid: Grid, width: int
     dtype = parameter_dtype(options.precision)
     seconds = build_on_all_ranks(lambda: measured_seconds(dtype, kind), grid.control)
     seconds = seconds_of_all(gather_json(seconds, grid.control))
-    if kind is Quantize.AUTO and times_as_slow(kind, dtype, seconds, width) >= 1:
+    if kind is Quantize.AUTO and times_as_slow(kind, dtype, seconds) >= 1:
         return replace(options, quantize=Quantize.NONE), None
     return replace(options, quantize=Quantize.INT8), quantizer(Quantize.INT8, seconds)
 

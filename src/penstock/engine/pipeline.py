@@ -228,7 +228,7 @@ class Pipeline:
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
-        self.options, self.pack = settled(self.options, self.device, self.grid, self.boundary.hidden_size)
+        self.options, self.pack = settled(self.options, self.device, self.grid)
         build_on_all_ranks(self._build_stages, self.grid.control)
         self.holds_first_stage = any(map(self.placement.is_first, self.stages))
         self.holds_last_stage = any(map(self.placement.is_last, self.stages))

@@ -315,17 +315,19 @@ def seconds_of_all(views: Sequence[Sequence[Seconds]]) -> list[Seconds]:
     return found
 
 
-def times_as_slow(
-    kind: Quantize, dtype: torch.dtype, seconds: Sequence[Seconds], hidden_size: int, only_reads: bool = False
-) -> float:
-    """The seconds of products of this kind over those in that dtype, in layers as wide.
+def times_as_slow(kind: Quantize, dtype: torch.dtype, seconds: Sequence[Seconds], only_reads: bool = False) -> float:
+    """The seconds of products of this kind over those in that dtype, of all shapes together.
+
+    The large ones weigh most: weights of whole models, too, come from memory.
 
     only_reads: tokens are read and none is written.
     """
-    of_shape = seconds[_shape_like(hidden_size * max(SHAPES[0]))]
-    name = _BY + _fastest_kernel(of_shape) if kind in (Quantize.INT8, Quantize.AUTO) else str(kind)
-    own, plain = (of_shape[given][only_reads:] for given in (name, _DTYPES[dtype]))
-    return sum(own) / sum(plain)
+    own = plain = 0.0
+    for of_shape in seconds:
+        name = _BY + _fastest_kernel(of_shape) if kind in (Quantize.INT8, Quantize.AUTO) else str(kind)
+        own += sum(of_shape[name][only_reads:])
+        plain += sum(of_shape[_DTYPES[dtype]][only_reads:])
+    return own / plain
 
 
 def measured_products() -> dict[str, float]:

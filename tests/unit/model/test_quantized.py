@@ -295,12 +295,10 @@ def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeyp
         assert packed is not None
         packed.output(torch.ones(1, num_inputs))
     assert used == ["a", "a", "b", "b"]
-    assert times_as_slow(Quantize.AUTO, torch.float32, agreed, 512) == 0.5
-    assert times_as_slow(Quantize.INT8, torch.float32, agreed, 4096) == 0.5
-    assert times_as_slow(Quantize.INT8, torch.float32, agreed, 512, only_reads=True) == 0.5
-    assert (
-        times_as_slow(Quantize.INT8, torch.float32, [{"fp32": [9.0, 1.0], "int8 by a": [1.0, 2.0]}] * 2, 8, True) == 2
-    )
+    assert times_as_slow(Quantize.AUTO, torch.float32, agreed) == 0.5
+    assert times_as_slow(Quantize.INT8, torch.float32, agreed) == 0.5
+    assert times_as_slow(Quantize.INT8, torch.float32, agreed, only_reads=True) == 0.5
+    assert times_as_slow(Quantize.INT8, torch.float32, [{"fp32": [9.0, 1.0], "int8 by a": [1.0, 2.0]}] * 2, True) == 2
 
 
 def test_a_product_that_is_disturbed_now_and_then_keeps_its_place() -> None:
