@@ -61,7 +61,7 @@ class Tuning:
 def _prepare(side: str, rank: int, tuning: Tuning) -> Turn:
     torch.set_num_threads(1)
     units = decoder_units(tuning.config())
-    options = EngineOptions("1f1b", optimizer=OptimizerConfig(name=tuning.optimizer), device="cpu")
+    options = EngineOptions("1f1b", optimizer=OptimizerConfig.of(tuning.optimizer), device="cpu")
     engine = Engine(units, tuning.hidden_size, Layout(pp=2), options)
     batches = {_ALL: tuning.batch(1.0), _FEW: tuning.batch(tuning.share)}
     spec = MicroBatchSpec(num=tuning.num_microbatches)
