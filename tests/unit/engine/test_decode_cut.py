@@ -24,7 +24,9 @@ def times_by_kind(num_rows: int, num_tokens: float, model: ModelConfig = MODEL, 
 def sizes(num_rows: int, num_tokens: float, pp: int = 2, options: EngineOptions = OPTIONS) -> tuple[int, ...]:
     layout = ParallelConfig(pp=pp)
     given = EngineArguments(lambda groups: decoder_units(MODEL, groups=groups), 512, layout, options, None)
-    return cut_to_decode(given, num_rows, num_tokens).options.choice.settings.cut or ()
+    cut = cut_to_decode(given, num_rows, num_tokens).options.choice.settings.cut
+    assert not isinstance(cut, str)
+    return cut or ()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,9 @@ def on_ranks(*ranks: tuple[float, float], num_cached: int = 0) -> tuple[int, ...
     given = EngineArguments(
         lambda groups: decoder_units(MODEL, groups=groups), 512, ParallelConfig(pp=len(ranks)), OPTIONS, None
     )
-    return cut_to_decode(given, 32, 96, num_cached, *zip(*ranks, strict=True)).options.choice.settings.cut or ()
+    cut = cut_to_decode(given, 32, 96, num_cached, *zip(*ranks, strict=True)).options.choice.settings.cut
+    assert not isinstance(cut, str)
+    return cut or ()
 
 
 def test_ranks_of_several_hosts_get_what_each_can_do_and_hold():
