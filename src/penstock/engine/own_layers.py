@@ -169,17 +169,77 @@ def _shared(modules: list[nn.Module]) -> tuple[list[dict[str, str]], list[dict[s
         for name, own in module.named_buffers():
             users.setdefault(own, {})[f"layers.{i}"] = name
     reads: list[dict[str, str]] = []
+    others = {own: f"{layer}.{name}" for own, of in users.items() for layer, name in list(of.items())[:1]}
     for i, module in enumerate(modules):
         reached = [(attribute, getattr(own, _COPY_OF, own)) for attribute, own in _reached(module)]
+        others |= {own: f"layers.{i}.{attribute}" for attribute, own in reached if own not in others}
         named = {owners[own]: attribute for attribute, own in reached if own in owners}
         reads.append({owner: own for owner, own in named.items() if not owner.startswith(f"layers.{i}.")})
         for _, own in reached:
             if own in users:
                 users[own].setdefault(f"layers.{i}", None)
+    _check_memory(owners, others)
     shared = [
         {name: (own, users[own]) for name, own in module.named_buffers() if len(users[own]) > 1} for module in modules
     ]
     return reads, shared
+
+
+def _check_memory(parameters: Mapping[Tensor, str], others: Mapping[Tensor, str]) -> None:
+    """Refuse tensors in the memory of a parameter: the engine moves it, and they would keep its first values.
+
+    Raises: ValueError naming both.
+    """
+    names = {**parameters, **{own: name for own, name in others.items() if own not in parameters}}
+    order = {own: number for number, own in enumerate(names)}
+    spans = sorted((*span, order[own], own) for own in names if (span := _span(own)) is not None)
+    near: list[tuple[str, int, int, int, Tensor]] = []
+    found: list[tuple[int, int]] = []
+    for where, begin, end, number, own in spans:
+        near = [span for span in near if span[0] == where and span[2] > begin]
+        for *_, before, earlier in near:
+            pair = min(number, before), max(number, before)
+            if pair[0] < len(parameters) and _overlap(own, earlier):
+                found.append(pair)
+        near.append((where, begin, end, number, own))
+    named = list(names.values())
+    for first, second in sorted(found):
+        # What torch's older spectral norm leaves in the place of a weight is computed anew before it is read.
+        if named[first] != f"{named[second]}_orig":
+            instead = "read the parameter itself"
+            if second < len(parameters):
+                instead = "assign the parameter itself (self.weight = other.weight), which ties it"
+            raise ValueError(
+                f"{named[second]} shares its memory with {named[first]}, which the engine gives memory of its own; "
+                f"{instead}"
+            )
+
+
+def _span(own: Tensor) -> tuple[str, int, int] | None:
+    """The place of a tensor's memory: where, its first byte there and the one after its last; None without memory."""
+    if own.layout != torch.strided or is_lazy(own) or not own.numel():
+        return None
+    storage = own.untyped_storage()
+    start = storage.data_ptr()
+    begin = start + int(own.storage_offset()) * own.itemsize
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+    # Without values it has no address: the storage stands for it.
+    return (str(own.device) if start else f"without values {storage._cdata}"), begin, begin + reach * own.itemsize
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors whose spans overlap have an element in common; columns of one matrix have none."""
+    if one.itemsize != other.itemsize:
+        return True
+    places = []
+    for own in (one, other):
+        place = torch.tensor(own.untyped_storage().data_ptr() // own.itemsize + own.storage_offset())
+        for size, stride in zip(own.shape, own.stride(), strict=True):
+            place = place[..., None] + torch.arange(size) * stride
+        if place.numel() == 1 + int(place.max() - place.min()):
+            return True
+        places.append(place)
+    return bool(torch.isin(*places).any())
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
