@@ -85,12 +85,18 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def parser() -> Parser:
     """The options of this benchmark."""
     parser = new_parser("int8", __doc__, "--sizes 1.1B --against fp32 --rounds 1")
-    for name, choices, default in (
-        ("sizes", SIZES, ["small"]),
-        ("instructions", INSTRUCTIONS, list(INSTRUCTIONS)),
-        ("against", [kind for kind in _KINDS if kind != INT8], ["fp32", "bf16"]),
-    ):
-        parser.add_argument(f"--{name}", nargs="+", choices=list(choices), default=default, help=", ".join(choices))
+    others = [kind for kind in _KINDS if kind != INT8]
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small"], help="of the model")
+    parser.add_argument(
+        "--instructions",
+        nargs="+",
+        choices=list(INSTRUCTIONS),
+        default=list(INSTRUCTIONS),
+        help="that products may use",
+    )
+    parser.add_argument(
+        "--against", nargs="+", choices=others, default=["fp32", "bf16"], help="the other kinds of weights"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of each side, in turn")
     return parser
 

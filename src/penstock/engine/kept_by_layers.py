@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,3 +208,22 @@ def _all_within(value: Any) -> Iterator[Any]:
             seen[id(own)] = own
             yield own
             left += () if isinstance(own, Tensor | nn.Module) else within(own)
+
+
+def check_no_extra_state(stages: Iterable[Stage]) -> None:
+    """Raises: ValueError if a module keeps what belongs to its state dict, but is no tensor."""
+    for name, part in (
+        (f"{name}{path and f'.{path}'}", part)
+        for stage in stages
+        for name, module in stage.units
+        for path, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ):
+        state = part.get_extra_state()
+        size = state.numel() if isinstance(state, Tensor) else len(state) if isinstance(state, Sized) else 1
+        if state is not None and size:
+            raise ValueError(
+                f"{name} keeps an extra state (get_extra_state of {type(part).__name__}), which checkpoints do not "
+                "hold; let it keep numbers in a buffer (register_buffer), or save it beside the checkpoint and leave "
+                "get_extra_state out"
+            )

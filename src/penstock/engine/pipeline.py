@@ -54,7 +54,7 @@ from penstock.model import (
 )
 from penstock.model.linear import Pack
 from penstock.model.reproducible import check_reproducible
-from penstock.parallel import Grid, connect, gather_uneven, naming_ended_ranks
+from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import Communicator
@@ -301,6 +301,38 @@ class Pipeline:
             build_on_all_ranks(
                 lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
             )
+
+    def gradient_buckets(self, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
+        """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned.
+
+        since: of parameters that were not trained all along, the step after which they were.
+        """
+        if not self.options.learns:
+            return {}
+        reductions = dict(self.sharding.reductions)
+        for name in reductions.keys() & since.keys():
+            # Parameters with another number of updates have buckets of their own.
+            reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
+        found = {
+            number: GradientBuckets(
+                stage.named_parameters(),
+                self.grid.dp_cp_group,
+                reductions=reductions,
+                observer=self.recorder,
+                group_of=self.parameter_groups.number,
+            )
+            for number, stage in self.stages.items()
+        }
+
+        def settle_all() -> None:
+            for buckets in found.values():
+                buckets.settle()
+
+        for number, buckets in found.items():
+            # The owner of a lent weight may lie in any stage of this rank.
+            if self.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
+                self.stages[number].weights_ready = settle_all if self.loans else buckets.settle
+        return found
 
     def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
         return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)

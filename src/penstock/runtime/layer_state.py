@@ -147,7 +147,7 @@ class KeptState:
         for tensor, memory in self.memory.items():
             tensor.data, values = memory, self.moments[tensor].values
             # What it shares with another tensor may be put back already, and some memory cannot be written to.
-            if values is not None and not torch.equal(tensor, values):
+            if values is not None and not tensor.is_meta and not torch.equal(tensor, values):
                 tensor.copy_(values)
         self._put()
 

@@ -3,9 +3,8 @@
 Shapes: T tokens of the microbatch, D hidden size.
 """
 
-import math
 import re
-from collections.abc import Callable, Container, Iterable, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import CreationMeta, _get_creation_meta  # pyright: ignore[reportMissingImports]
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
@@ -41,7 +39,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError, name_changed, note_layer
 from penstock.runtime.layer_state import KeptState, Moment
-from penstock.runtime.message import GIVEN, Form, Message
+from penstock.runtime.message import GIVEN, Form, Message, expected_memory, memory_of, not_its_alone, refuses_change
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -223,47 +221,6 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-# ---- Memory that passes from stage to stage, which the next may change in place where nobody else has it
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The number of a tensor's memory, and how many tensors have it, in Python and among what autograd has saved."""
-    memory = tensor.untyped_storage()
-    # One more is the handle.
-    return memory._cdata, torch._C._storage_Use_Count(memory._cdata) - 1
-
-
-def _expected(x: Tensor | Message, with_leaves: bool) -> dict[int, float]:
-    """By memory of a stage's inputs how many tensors have it once they are entered: none where it is not the stage's.
-
-    Rows of floating point that enter the first stage are its own; token ids are all layers'.
-    """
-    tensors, kept = (x.tensors, x.kept) if isinstance(x, Message) else ((x,), () if _can_have_gradient(x) else (0,))
-    found: dict[int, float] = {}
-    for place, tensor in enumerate(tensors):
-        memory, num = _memory(tensor)
-        found[memory] = -math.inf if place in kept else num + (with_leaves and _can_have_gradient(tensor))
-    return found
-
-
-def _check_kept(kept: list[tuple[Tensor, list[int]]], layer: str) -> None:
-    """Raises: PipelineError if the layer has changed one of these inputs, each given with its versions at its entry."""
-    if kept and any(_versions(value) != versions for value, versions in kept):
-        raise PipelineError(
-            f"{layer} changes in place what it is given, which is not its alone: a layer before it needs it for its "
-            "backward, keeps it, or gave a view that no layer may change; let it work on a copy, such as x.clone()"
-        )
-
-
-def _refuses_change(output: Tensor) -> bool:
-    """True where torch itself lets nobody change the tensor in place; what it says of a copy is not known."""
-    if torch._debug_has_internal_overlap(output) == 1:  # pyright: ignore[reportPrivateImportUsage]
-        return True
-    if not output.requires_grad:
-        return False
-    return output.is_leaf or (output._is_view() and _get_creation_meta(output) != CreationMeta.DEFAULT)
-
-
 class Entry(Protocol):
     """A piece of a forward, as it lies on the tape for its backward."""
 
@@ -441,21 +398,6 @@ class Stage:
             if buffer is not None and own not in part._non_persistent_buffers_set
         ]
 
-    def check_no_extra_state(self) -> None:
-        """Raises: ValueError if a module keeps what belongs to its state dict, but is no tensor."""
-        for name, module in self.units:
-            for path, part in module.named_modules():
-                if type(part).get_extra_state is nn.Module.get_extra_state:
-                    continue
-                state = part.get_extra_state()
-                size = state.numel() if isinstance(state, Tensor) else len(state) if isinstance(state, Sized) else 1
-                if state is not None and size:
-                    raise ValueError(
-                        f"{name}{path and f'.{path}'} keeps an extra state (get_extra_state of {type(part).__name__}), "
-                        "which checkpoints do not hold; let it keep numbers in a buffer (register_buffer), or save it "
-                        "beside the checkpoint and leave get_extra_state out"
-                    )
-
     def forward(
         self,
         tape: Tape | None,
@@ -470,7 +412,7 @@ class Stage:
         `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
-        expected = _expected(x, tape is not None) if self.boundary.is_open else {}
+        expected = expected_memory(x, tape is not None) if self.boundary.is_open else {}
         # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
         for run in self._runs or [[]]:
             if isinstance(run, list):
@@ -483,7 +425,7 @@ class Stage:
                 x = self._segment([], x, tape, sequences, finish, given)
         if isinstance(x, Message):
             # Of all that the segment had, only what somebody keeps is left by now.
-            held = [i for i, (memory, num) in enumerate(map(_memory, x.tensors)) if num > 1 + expected.get(memory, 0)]
+            held = [i for i, (memory, num) in enumerate(map(memory_of, x.tensors)) if num > 1 + expected.get(memory, 0)]
             if held:
                 x = replace(x, kept=tuple({*x.kept, *held}))
         return x
@@ -507,7 +449,8 @@ class Stage:
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given)
-                _check_kept(kept, call.name)
+                if kept and any(_versions(value) != versions for value, versions in kept):
+                    raise not_its_alone(call.name)
                 leaves_stage = is_last and call is calls[-1]
                 # The loss may take any output of the last layer.
                 if finish is None or not leaves_stage:
@@ -516,7 +459,8 @@ class Stage:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
                 h = output = finish(h)
-                _check_kept(kept, "loss_fn")
+                if kept and any(_versions(value) != versions for value, versions in kept):
+                    raise not_its_alone("loss_fn")
         outputs = output.tensors if isinstance(output, Message) else (h,)
         if tape is not None:
             if self.look is not None:
@@ -527,7 +471,7 @@ class Stage:
         if not isinstance(output, Message):
             return detached[0]
         return Message(
-            detached, output.form, output.names, tuple(i for i, y in enumerate(outputs) if _refuses_change(y))
+            detached, output.form, output.names, tuple(i for i, y in enumerate(outputs) if refuses_change(y))
         )
 
     def _entered(

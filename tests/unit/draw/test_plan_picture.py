@@ -37,4 +37,4 @@ def test_layouts_parts_and_the_devices_memory_are_drawn(tmp_path: Path):
     plan_picture(again, "4 devices", TRIED[:3], TRIED, 80 * GIB)
     assert again.read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match=r"\.svg"):
-        plan_picture(tmp_path / "plan.pdf", "4 devices", TRIED[:1], TRIED, 80 * GIB)
+        plan_picture(tmp_path / "plan.gif", "4 devices", TRIED[:1], TRIED, 80 * GIB)

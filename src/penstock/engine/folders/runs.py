@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import tomli_w
-
 from penstock.io.files import (
     lines_of,
     naming,
@@ -53,6 +51,9 @@ _logger = logging.getLogger(__name__)
 
 def to_toml(config: RunConfig) -> str:
     """Write the settings as TOML that reads back as the same settings; None values are left out."""
+    # What only looks at a run does without.
+    import tomli_w
+
     return tomli_w.dumps(_without_none(config.to_dict()))
 
 

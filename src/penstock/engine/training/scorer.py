@@ -71,7 +71,8 @@ def forward(
             agreed = drawn_one_by_one(pipeline, agreed, call, None, after)
         with pipeline.recovery.announcing():
             feeds = map(partial(outputs.feed, pipeline), agreed.microbatches, agreed.places(pipeline.step))
-            pipeline.executor(agreed.num).run(feeds)
+            # What is read of labels is read before the program runs.
+            pipeline.executor(agreed.num).run(feeds if agreed.is_drawn else list(feeds))
             if isinstance(agreed.microbatches, DrawnMicrobatches):
                 agreed = agreed.microbatches.finished(agreed)
         return outputs.handed_out(pipeline, agreed.split)
@@ -118,6 +119,7 @@ def evaluate(
                 with recovery.announcing():
                     feed, places = partial(pipeline.feed, labelled=labelled), agreed.places(pipeline.step)
                     feeds = map(feed, agreed.microbatches, itertools.repeat(measured), places)
+                    feeds = feeds if agreed.is_drawn else list(feeds)
                     losses = pipeline.executor(agreed.num).run(feeds) if agreed.num else []
                     total, num_metrics = measured.total(pipeline, losses)
                     if isinstance(agreed.microbatches, DrawnMicrobatches):

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_state
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
+from penstock.engine.kept_by_layers import check_no_extra_state
 from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
@@ -166,7 +167,7 @@ class Trainer:
     def _build(self, since: Mapping[str, int]) -> None:
         """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
         pipeline = self.pipeline
-        self.gradients = build_on_all_ranks(lambda: _make_buckets(pipeline, since), pipeline.grid.control)
+        self.gradients = build_on_all_ranks(lambda: pipeline.gradient_buckets(since), pipeline.grid.control)
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
         pipeline.casts.renew()
@@ -493,36 +494,6 @@ def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dic
     }
 
 
-def _make_buckets(pipeline: Pipeline, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
-    """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned."""
-    if not pipeline.options.learns:
-        return {}
-    reductions = dict(pipeline.sharding.reductions)
-    for name in reductions.keys() & since.keys():
-        # Parameters with another number of updates have buckets of their own.
-        reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
-    found = {
-        number: GradientBuckets(
-            stage.named_parameters(),
-            pipeline.grid.dp_cp_group,
-            reductions=reductions,
-            observer=pipeline.recorder,
-            group_of=pipeline.parameter_groups.number,
-        )
-        for number, stage in pipeline.stages.items()
-    }
-
-    def settle_all() -> None:
-        for buckets in found.values():
-            buckets.settle()
-
-    for number, buckets in found.items():
-        # The owner of a lent weight may lie in any stage of this rank.
-        if pipeline.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
-            pipeline.stages[number].weights_ready = settle_all if pipeline.loans else buckets.settle
-    return found
-
-
 # ---- The state of a model under training: all that checkpoints, exports and a user's own loop read and write of it
 
 
@@ -589,8 +560,7 @@ class ModelState:
         gather = partial(gather_json, group=self.pipeline.grid.control)
 
         def state() -> dict[str, LocalTensor]:
-            for stage in self.pipeline.stages.values():
-                stage.check_no_extra_state()
+            check_no_extra_state(self.pipeline.stages.values())
             return self.pipeline.kept_by_layers.registered(self.state()) | self.pipeline.kept_by_layers.state()
 
         return on_all_ranks(state, gather, ValueError, message="{error}")
