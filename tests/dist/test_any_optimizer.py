@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -266,6 +268,51 @@ def test_a_step_that_draws_from_torchs_generator_is_refused_as_if_it_had_not_bee
     assert [name for name, p in plain.parameters().items() if not torch.equal(p, ours[name])] == []
     closed(engine)
     closed(plain)
+
+
+class Drawing(torch.optim.SGD):
+    """Scales its gradients by numbers of Python's or NumPy's, or of a generator of NumPy's that it keeps."""
+
+    def __init__(self, params: Any, source: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.source, self.own = source, numpy.random.default_rng(1)
+
+    def step(self, closure: Any = None) -> None:
+        draw = {"python": random.random, "numpy": numpy.random.rand, "own": self.own.random}[self.source]
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(1 + float(draw()))
+        super().step()
+
+
+def drawn(rank: int, case: Case, source: str) -> str:
+    """What a step that draws is refused with, whereupon nothing has moved; "" where it is taken."""
+    engine = opened(case, partial(Drawing, source=source))
+    before = [own.detach().clone() for own in engine.parameters().values()]
+    numbers = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr,index]
+    try:
+        one_step(engine)
+        return ""
+    except StepError as error:
+        assert all(map(torch.equal, engine.parameters().values(), before))
+        assert numbers == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr,index]
+        return str(error)
+    finally:
+        closed(engine)
+
+
+def drawn_by_each(rank: int, given: list[tuple[Case, str]]) -> list[str]:
+    return [drawn(rank, *own) for own in given]
+
+
+@pytest.mark.shows(162)
+def test_a_step_that_draws_from_pythons_or_numpys_generator_is_refused_where_several_ranks_step() -> None:
+    copies, zero, stages = Case(Layout(dp=2)), Case(Layout(dp=2), zero=True), Case(Layout(pp=2))
+    given = [(copies, "python"), (copies, "numpy"), (zero, "python"), (stages, "numpy"), (zero, "own"), (stages, "own")]
+    for found in run_ranks(2, drawn_by_each, [*given, (copies, "own")], timeout_s=60.0):
+        assert found.pop() == "", "copies of a generator of its own give copies of the weights the same numbers"
+        for text in found:
+            assert "the optimizer Drawing draws random numbers in its step from torch's generator, Python's or" in text
+    assert [drawn(0, Case(Layout()), source) for source in ("python", "numpy", "own")] == [""] * 3
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:

@@ -11,6 +11,7 @@ In training a unit also draws its random numbers, such as dropout's, from a seed
 import functools
 import hashlib
 import inspect
+import pickle
 import random
 import re
 import sys
@@ -51,30 +52,33 @@ class Randomness:
         for generator in _generators(self.device):
             generator.manual_seed(value)
         random.seed(value)
-        if (numpys := sys.modules.get("numpy.random")) is not None:
+        for numpys in _numpys():
             numpys.seed(value % 2**32)
 
 
 @contextmanager
-def kept_random_state(device: torch.device, others: Sequence[torch.Generator] = ()) -> Iterator[Callable[[], bool]]:
+def kept_random_state(
+    device: torch.device, others: Sequence[Any] = (), pythons: bool = False
+) -> Iterator[Callable[[], bool]]:
     """Leave torch's generators and others, at the end of this context, as they were at its beginning.
 
-    Gives a function that tells, within the context, whether any was drawn from.
+    `pythons`: Python's `random` and NumPy's too. Gives a function that tells, within the context, whether any was drawn
+    from.
     """
-    generators = [*_generators(device), *others]
+    sources = [*map(_source, (*_generators(device), *others)), *(_pythons() if pythons else ())]
     # States are real where tensors have no values.
     with _disable_current_modes():
-        states = [generator.get_state() for generator in generators]
+        states = [get() for get, _ in sources]
 
     def were_drawn_from() -> bool:
         with _disable_current_modes():
-            return not all(torch.equal(own.get_state(), state) for own, state in zip(generators, states, strict=True))
+            return not all(_are_equal(get(), state) for (get, _), state in zip(sources, states, strict=True))
 
     try:
         yield were_drawn_from
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for (_, put), state in zip(sources, states, strict=True):
+            put(state)
 
 
 @contextmanager
@@ -92,18 +96,43 @@ def random_numbers(device: torch.device | None) -> Callable[[], None]:
 
     They are Python's and NumPy's, and those of torch from which a layer on the device may draw.
     """
-    states = [(own, own.get_state()) for own in (() if device is None else _generators(device))]
-    state, numpys = random.getstate(), sys.modules.get("numpy.random")
-    numpys_state = None if numpys is None else numpys.get_state()
+    sources = [*map(_source, () if device is None else _generators(device)), *_pythons()]
+    states = [get() for get, _ in sources]
 
     def put_back() -> None:
-        for generator, own in states:
-            generator.set_state(own)
-        random.setstate(state)
-        if numpys is not None:
-            numpys.set_state(numpys_state)
+        for (_, put), state in zip(sources, states, strict=True):
+            put(state)
 
     return put_back
+
+
+def is_generator(value: object) -> bool:
+    """True for a generator of random numbers, of torch, Python or NumPy, whose state can be read."""
+    kinds = torch.Generator, random.Random, *(own for one in _numpys() for own in (one.Generator, one.RandomState))
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def _source(own: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Functions that read and set the state of a generator, or of a module of such."""
+    if hasattr(own, "getstate"):
+        return own.getstate, own.setstate
+    if hasattr(own, "get_state"):
+        return own.get_state, own.set_state
+    bits = own.bit_generator
+    return lambda: bits.state, functools.partial(setattr, bits, "state")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
+
+
+def _pythons() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    return map(_source, (random, *_numpys()))
+
+
+def _numpys() -> tuple[Any, ...]:
+    """NumPy's module of random numbers, which NumPy may load on first use only; none where there is no NumPy."""
+    return () if "numpy" not in sys.modules else (sys.modules["numpy"].random,)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -197,6 +197,48 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
     engine.close()
 
 
+class ByParameter(torch.optim.SGD):
+    """Keeps a momentum of each parameter in a dictionary of its own, or in one of torch's."""
+
+    def __init__(self, groups: Any, key: Any, place: str) -> None:
+        super().__init__(groups, lr=0.1)
+        self.key, self.place = key, place
+        self.mom: dict[Any, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            holder = {"own": self.mom, "attribute": vars(self), "state": self.state[parameter]}[self.place]
+            parameter.grad = holder.setdefault(self.key(parameter), torch.zeros_like(parameter)).add_(parameter.grad)
+        super().step()
+
+
+ADDRESS = r"by the address of a parameter \(id\(p\)\), which another process does not have"
+
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize(
+    ("key", "place", "words"),
+    [
+        (id, "own", rf"'mom' of all parameters {ADDRESS}"),
+        (lambda p: f"of {id(p)}", "own", rf"'mom' of all parameters {ADDRESS}"),
+        (lambda p: f"mom{id(p)}", "attribute", rf"'mom\d+' of all parameters {ADDRESS}"),
+        (id, "state", rf"\d+ of layers\.0\.weight {ADDRESS}"),
+        (lambda p: p, "own", "'mom' of all parameters in a dictionary by tensors, which a checkpoint cannot hold"),
+    ],
+)
+def test_what_is_kept_by_a_parameter_or_its_address_is_refused_at_the_first_save(
+    key: Any, place: str, words: str, tmp_path: Path
+) -> None:
+    engine = engine_of(optimizer=OptimizerConfig(factory=partial(ByParameter, key=key, place=place)))
+    engine.save(tmp_path / "before")
+    engine.train_batch(BATCH)
+    engine.train_batch(BATCH)
+    with pytest.raises(ConfigError, match=rf"ByParameter keeps {words}; key it by the parameter \(self.state\[p\]\)$"):
+        engine.save(tmp_path / "after")
+    assert engine.train_batch(BATCH).success, "training goes on"
+    engine.close()
+
+
 class Flat(torch.optim.SGD):
     """Keeps a momentum of each parameter in one memory, or a factor that it never writes to."""
 

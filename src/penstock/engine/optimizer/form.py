@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ WIDE = (torch.float32, torch.float64)
 """The types of parameters that are stepped; state of a parameter's own type follows it when it has another."""
 _HOST = torch.device("cpu")
 _PLAIN = (type(None), bool, int, float, str)
+_HOLDS = ", which a checkpoint cannot hold; it holds numbers, texts, tensors, and lists and dictionaries of them"
+_BY_STATE = "key it by the parameter (self.state[p])"
 _ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "deque": deque}
 
 
@@ -38,13 +41,13 @@ class NoForm(ValueError):
     value: Any
     #: the key of the value that it is a part of
     key: Any = None
-    #: how it is kept, in a sentence
+    #: how it is kept and what would be possible, in a sentence
     words: str
 
     def __init__(self, value: Any, words: str | None = None) -> None:
         super().__init__(f"{type(value).__name__} has no form in a checkpoint")
         self.value = value
-        self.words = words or f"as {type_in_words(value)}"
+        self.words = words or f"as {type_in_words(value)}{_HOLDS}"
 
 
 def state_name(name: str) -> tuple[str, str]:
@@ -92,8 +95,14 @@ def taken_apart(
     device: torch.device = _HOST,
     owner: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """As `described`, with the text as one more tensor, `FORM`. Raises: NoForm."""
+    """As `described`, with the text as one more tensor, `FORM`. Raises: NoForm; for a parameter's address, too."""
     tensors, text = described(values, parameters, device, owner)
+    for key, form in [*json.loads(text or "[]"), *((path, None) for path in tensors)]:
+        if any(int(number) in parameters for number in re.findall(r"\d{1,20}", f"{key} {form}")):
+            words = f"by the address of a parameter (id(p)), which another process does not have; {_BY_STATE}"
+            error = NoForm(form, words)
+            error.key = key
+            raise error
     if text is not None:
         tensors[FORM] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return tensors
@@ -149,7 +158,9 @@ def _quoted(key: Any) -> str:
 
 def _plain(key: Any) -> Any:
     if not isinstance(key, _PLAIN):
-        raise NoForm(key, f"under the key {key!r} of a dictionary")
+        if isinstance(key, Tensor):
+            raise NoForm(key, f"in a dictionary by tensors, which a checkpoint cannot hold; {_BY_STATE}")
+        raise NoForm(key, f"under {type_in_words(key)} as the key of a dictionary{_HOLDS}")
     return key
 
 

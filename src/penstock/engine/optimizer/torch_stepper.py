@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.engine.optimizer.form import (
@@ -37,7 +38,7 @@ from penstock.engine.optimizer.steppers import (
     is_torchs,
     with_rates_of_its_own,
 )
-from penstock.model import kept_random_state
+from penstock.model import is_generator, kept_random_state
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime.layer_state import KeptState, has_state
@@ -101,20 +102,23 @@ class TorchStepper:
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
         self._listed = None
         self._give_gradients()
-        own = [value for value in self._attributes().values() if isinstance(value, torch.Generator)]
-        device = next(iter(self._stepped.values())).parameter.device
-        with kept_random_state(device, own if self._is_split else ()) as were_drawn_from:
-            if self._is_split and not is_torchs(self._optimizer):
+        is_users, device = not is_torchs(self._optimizer), next(iter(self._stepped.values())).parameter.device
+        own = filter(is_generator, self._attributes().values() if self._is_split else ())
+        # Alone it may go on with Python's numbers, as in a loop of its own.
+        apart = is_users and dist.is_initialized() and dist.get_world_size() > 1
+        with kept_random_state(device, [*own], pythons=apart) as were_drawn_from:
+            if self._is_split and is_users:
                 self._watched_step()
             else:
                 self._optimizer.step()
             if were_drawn_from():
+                whose = "torch's generator, Python's or NumPy's" if apart else "torch's generator"
                 raise ConfigError(
-                    f"the optimizer {self._label} draws random numbers in its step from torch's generator, or from one "
-                    "that it keeps, so that they depend on the layout; it can draw them from a torch.Generator that it "
-                    "makes for each parameter and step"
+                    f"the optimizer {self._label} draws random numbers in its step from {whose}, or from one that it "
+                    "keeps, so that they depend on the layout; it can draw them from a torch.Generator that it makes "
+                    "for each parameter and step"
                 )
-        if not is_torchs(self._optimizer):
+        if is_users:
             self._take_back()
 
     def _give_gradients(self) -> None:
@@ -312,10 +316,7 @@ class TorchStepper:
             device = torch.device("cpu") if parameter is None else parameter.device
             found = taken_apart(values, self._names, device, parameter)
         except NoForm as error:
-            raise ConfigError(
-                f"the optimizer {self._label} keeps {error.key!r} {whose} {error.words}, which a checkpoint "
-                "cannot hold; it holds numbers, texts, tensors, and lists and dictionaries of them"
-            ) from None
+            raise ConfigError(f"the optimizer {self._label} keeps {error.key!r} {whose} {error.words}") from None
         for kind, value in found.items():
             other = memory.setdefault(value.untyped_storage()._cdata, f"{kind!r} {whose}")
             # What was never written may as well be copies.
