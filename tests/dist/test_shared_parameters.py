@@ -44,6 +44,12 @@ def one_layer_three_times() -> list[nn.Module]:
     return [*layers[:4], nn.LayerNorm(WIDTH), layers[1], layers[4]]
 
 
+def one_module_in_two_layers() -> list[nn.Module]:
+    """Neither layer is the other."""
+    layers = one_layer_twice()
+    return [*layers[:3], nn.Sequential(nn.Tanh(), layers[1][0]), layers[4]]  # pyright: ignore[reportIndexIssue]
+
+
 def train(rank: int, make: Callable[[], list[nn.Module]], layout: Layout, **options: Any) -> list[float]:
     engine = Engine.from_layers(make(), WIDTH, layout, optimizer=partial(torch.optim.SGD, lr=0.5), **options)
     losses = [engine.train_batch(BATCH, micro_batches=MicroBatchSpec(num=3)).loss for _ in range(STEPS)]
@@ -113,7 +119,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("make", [head_of_embedding, one_layer_twice, one_layer_three_times])
+@pytest.mark.parametrize("make", [head_of_embedding, one_layer_twice, one_layer_three_times, one_module_in_two_layers])
 def test_layers_that_share_a_parameter_learn_as_in_pytorch(make: Callable[[], list[nn.Module]], layout: Layout) -> None:
     results = run_ranks(layout.world_size, train, make, layout)
     for losses in results:
@@ -139,6 +145,17 @@ def test_every_copy_has_the_owners_values_once_they_were_stepped_sent_or_loaded(
             assert len(copies) == (6 if schedule.name == "dualpipe" else 3)
             assert all(copy == copies[0] for copy in copies), (when, owner)
             assert (copies[0] == by_rank[0]["stepped"][owner][0]) == (when != "built")
+
+
+def test_a_module_in_two_layers_is_tied_though_both_are_on_one_rank() -> None:
+    for schedule in (
+        ScheduleConfig("zb-v", 2, cut=(1, 3, 0, 1)),
+        ScheduleConfig("zb-v", 2, cut=(1, 1, 2, 1)),
+        ScheduleConfig("auto", cut=(1, 3, 1), placement=(0, 1, 0)),
+    ):
+        trains = partial(train, schedule=schedule)
+        for losses in run_ranks(2, trains, one_module_in_two_layers, Layout(pp=2)):
+            assert losses == pytest.approx(plainly(one_module_in_two_layers()), rel=1e-5)
 
 
 def test_of_more_ranks_one_and_its_mirror_may_share_a_parameter() -> None:

@@ -2536,3 +2536,33 @@ CASES |= {
     for name, case in REBOUND.items()
     for schedule in ("1f1b", "zb-v")
 }
+
+
+# ---- a module in two layers
+
+
+class Around(nn.Module):
+    """Adds what a module gives, scaled by a constant."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x) * self.scale
+
+
+def in_two_layers(make: Make, *more: int) -> list[nn.Module]:
+    """Two layers, neither of which is the other, hold a module: one of them deep within, at several places.
+
+    Of three stages they are in the first and the last.
+    """
+    held = make()
+    within = nn.Sequential(held, nn.Tanh(), *(held for _ in more))
+    return [embedding(), Around(held), *(square() for _ in range(5)), Around(within), head()]
+
+
+CASES["a linear layer in two layers"] = Case(lambda: in_two_layers(square, 1))
+CASES["a module with a constant in two layers"] = Case(lambda: in_two_layers(lambda: Around(square())))
+CASES["a parametrized layer in two layers"] = Case(lambda: in_two_layers(NEW_WEIGHT_NORM, 1), resumes=True, num_steps=4)

@@ -61,7 +61,8 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
                     "parameter in the layer, or give the layer itself"
                 )
         modules.append(_prepared(layer, number))
-    units, (reads, shared_buffers), tied = [], _shared(modules), _tied(modules)
+    # A list or function that still reaches a module of an earlier layer reads its parameters.
+    units, tied, (reads, shared_buffers) = [], _tied(modules), _shared(modules)
     for number, layer in enumerate(modules):
         num_parameters = sum(p.numel() for p in layer.parameters())
         # A lookup costs next to nothing; anything else multiplies by each of its weights once.
@@ -142,6 +143,8 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
             if next(module.buffers(), None) is not None:
                 raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
             modules[i] = module = copy.deepcopy(module)
+        elif shared:
+            _have_own({part for earlier in modules[:i] for part in earlier.modules()}, module)
         for name in shared:
             if not hasattr(module.get_parameter(name), _COPY_OF):
                 copied = in_place_of(named[name], named[name].detach().clone())
@@ -151,6 +154,19 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
         owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
         found.append(shared)
     return found
+
+
+def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
+    """Give a layer its own module in place of each with parameters that earlier layers hold: it gets copies of them."""
+    parts, made = list(layer.modules()), dict[int, Any]()
+    for part in parts:
+        # Tensors that are no parameters stay shared: see `_shared`.
+        made |= {id(own): own for own in (*part.buffers(), *vars(part).values()) if isinstance(own, Tensor)}
+    for part in parts:
+        if part not in earlier:
+            for name, child in part._modules.items():
+                if child in earlier and next(child.parameters(), None) is not None:
+                    part._modules[name] = copy.deepcopy(child, made)
 
 
 # ---- What they have in common without a tie: parameters that one reads of another, and buffers
