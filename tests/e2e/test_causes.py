@@ -87,6 +87,21 @@ REFUSED: dict[str, tuple[bytes | None, Sequence[str], str]] = {
         ("generate", "run", "--file", "texts.jsonl"),
         f"{LINE}has 'prompt' and 'tokens', of which one is expected",
     ),
+    "a row with two texts": (
+        b'{"text": "a", "text": "b"}',
+        (*NEW, "--data.corpus", "texts.jsonl"),
+        rf"{LINE}is not JSON \(it gives the key 'text' twice; give it once\)",
+    ),
+    "a scored line with two texts": (
+        b'{"text": "a", "text": "b"}',
+        ("score", "run", "texts.jsonl"),
+        rf"{LINE}is not JSON \(it gives the key 'text' twice; give it once\)",
+    ),
+    "a line with two prompts": (
+        b'{"prompt": "a", "prompt": "b"}',
+        ("generate", "run", "--file", "texts.jsonl"),
+        rf"{LINE}is not JSON \(it gives the key 'prompt' twice; give it once\)",
+    ),
     "too few words": (None, ("score",), "penstock score: the following arguments are required: MODEL, FILE.jsonl$"),
     "a word too many": (None, ("train", "run.toml", "3"), "penstock train has no use for '3'"),
     "a cluster's size as text": (

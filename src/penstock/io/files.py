@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -244,20 +245,21 @@ def naming(path: Path | str) -> Iterator[None]:
 _MAX_DEPTH = 100
 _TOO_DEEP = "it is nested too deeply"
 _NESTED = (list, dict)
+_MOST_SHOWN = 40  # characters of a key
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is none, or it is nested too deeply or has a number too long to be read.
+        ValueError: it is none, gives a key twice, is nested too deeply or has a number too long to be read.
 
     >>> parse_json("[" * 100_000)
     Traceback (most recent call last):
     ValueError: it is nested too deeply
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_with_each_key_once)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
@@ -265,6 +267,14 @@ def parse_json(text: str | bytes) -> Any:
     if sum(map(text.count, brackets)) > _MAX_DEPTH:  # pyright: ignore[reportArgumentType]
         check_depth(content)
     return content
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it gives the key {key[:_MOST_SHOWN]!r} twice; give it once")
+    return found
 
 
 def check_depth(content: Any) -> None:

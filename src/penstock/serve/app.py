@@ -177,7 +177,12 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
 
 
 async def _body(request: Request, most_bytes: int) -> bytes:
-    """The request's body. Raises: RefusalError if it is too long, or does not come."""
+    """The request's body. Raises: RefusalError if it is compressed or too long, or does not come."""
+    encodings = ", ".join(request.headers.getlist("content-encoding"))
+    if encodings.strip().lower() not in ("", "identity"):
+        raise RefusalError(
+            415, f"the body has the Content-Encoding {quoted(encodings)}; send it as plain JSON", None, "unsupported"
+        )
     too_long = RefusalError(413, f"the body is longer than {most_bytes} bytes; shorten it", None, "too_long")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > most_bytes:
