@@ -120,6 +120,49 @@ class Narrows(Middle):
         return super().forward(x + more + beside["doubled"].float())
 
 
+class Turns(Middle):
+    """Gives what torch conjugates by a mark."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.polar(super().forward(x) + 2.0, x).conj()
+
+
+class TurnsBack(Middle):
+    """Its gradient is conjugated by a mark too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.conj()
+        return (x * super().forward(x.real)).conj()
+
+
+class Lays(Middle):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.real + 2.0 * x.imag)
+
+
+class Views(Middle):
+    """Gives several views: one conjugated by a mark, one negated by a mark, one transposed and one expanded."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        turned = torch.polar(super().forward(x) + 2.0, x).conj()
+        return {"turned": turned, "negated": turned.imag, "column": x.t(), "mean": x.mean(0).expand(x.shape)}
+
+
+class MoreViews(Middle):
+    """Gives such views on, among them what it was given."""
+
+    def forward(self, **views: Tensor) -> dict[str, Any]:
+        turned = views["turned"].conj()
+        more = super().forward(turned.real + views["negated"] + views["column"].t() * views["mean"])
+        turned = (turned * more).conj()
+        return {**views, "turned": turned, "negated": turned.imag}
+
+
+class Rows(Middle):
+    def forward(self, turned: Tensor, negated: Tensor, column: Tensor, mean: Tensor) -> Tensor:
+        return super().forward(turned.real + 2.0 * turned.imag + 3.0 * negated + column.t() + mean)
+
+
 class InPlace(Middle):
     """Works in place on what it is given."""
 
@@ -141,6 +184,8 @@ KINDS: dict[str, tuple[type[Middle], ...]] = {
     "what a function of the module has kept": (Cached, Cached, Cached),
     "random numbers": (Draws, Middle, Draws),
     "other tensors than rows": (Widens, Narrows, Middle),
+    "rows conjugated by a mark": (Turns, TurnsBack, Lays),
+    "views among several tensors": (Views, MoreViews, Rows),
     "work in place": (WithItself, InPlace, Middle),
 }
 

@@ -203,6 +203,8 @@ def test_layers_losses_and_hooks_are_given_the_numbers_that_they_ask_for(pp: int
 def telling_loss(output: Tensor, batch: PackedBatch, microbatch: int) -> Any:
     """The loss, and one of several things beside it."""
     loss, beside = token_cross_entropy(output, batch), {"logits": output, "sequences": list(batch.sequence_lengths())}
+    # torch conjugates it by a mark.
+    beside["turned"] = torch.complex(output, output).conj()
     if microbatch == 2:
         return loss, {"tokens": Metric(batch.num_tokens)}
     return (loss, output) if microbatch == 1 else (loss, {**beside, "tokens": Metric(batch.num_tokens)})
@@ -251,8 +253,10 @@ def expected(seed: int) -> list[Any]:
     """What `telling_loss` gives in a plain loop, but for its metrics."""
     found = []
     for number, (logits, own) in enumerate(zip(outputs_of(layers(), parts(seed), 1), parts(seed), strict=True)):
-        whole = {"logits": logits.detach(), "sequences": list(own.sequence_lengths())}
-        found.append([whole, logits.detach(), None][number if number in (1, 2) else 0])
+        logits = logits.detach()
+        whole = {"logits": logits, "sequences": list(own.sequence_lengths())}
+        whole["turned"] = torch.complex(logits, -logits)
+        found.append([whole, logits, None][number if number in (1, 2) else 0])
     return found
 
 

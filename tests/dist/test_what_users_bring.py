@@ -318,6 +318,24 @@ def test_what_users_bring_trains_bit_for_bit_as_in_a_plain_loop_or_is_refused(
             assert not (different := differences(found, expected, case.tolerance)), (world, different)
 
 
+def test_a_checkpoint_is_read_back_into_a_buffer_that_is_conjugated_by_a_mark(tmp_path: Path) -> None:
+    case = CASES["a buffer conjugated by a mark, 1f1b"]
+    engine = opened(case, 1)
+
+    def steps() -> list[float]:
+        return [engine.train_batch(case.batch(step), micro_batches=MicroBatchSpec(num=3)).loss for step in range(2)]
+
+    steps()
+    engine.save(tmp_path)
+    saved = copied(engine.buffers())
+    losses = steps()
+    assert all(own.is_conj() for own in engine.buffers().values())
+    engine.load(tmp_path)
+    assert all(torch.equal(own, saved[name]) for name, own in engine.buffers().items())
+    assert steps() == losses
+    closed(engine)
+
+
 def test_a_step_leaves_the_random_numbers_of_python_and_numpy_as_they_were() -> None:
     case = CASES["LayerDrop by Python's numbers"]
     engine = opened(case, 1)

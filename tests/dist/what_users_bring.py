@@ -2566,3 +2566,52 @@ def in_two_layers(make: Make, *more: int) -> list[nn.Module]:
 CASES["a linear layer in two layers"] = Case(lambda: in_two_layers(square, 1))
 CASES["a module with a constant in two layers"] = Case(lambda: in_two_layers(lambda: Around(square())))
 CASES["a parametrized layer in two layers"] = Case(lambda: in_two_layers(NEW_WEIGHT_NORM, 1), resumes=True, num_steps=4)
+
+# ---- complex tensors that torch conjugates by a mark
+
+
+class Conjugated(nn.Module):
+    """Keeps complex numbers that bear the mark from the first step on: in a buffer, a late one or an attribute."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.weight, self.place = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)), place
+        kept = torch.randn(WIDTH, dtype=torch.complex64)
+        if place == "a buffer":
+            self.register_buffer("kept", kept.conj())
+        elif place == "a late buffer":
+            self.register_buffer("kept", None)
+        else:
+            self.kept: Any = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.full((WIDTH,), 1 + 1j) if self.kept is None else self.kept
+        self.kept = (kept * (0.9 + 0.3j)).conj()
+        y = x * self.weight + self.kept
+        return y.real + 2.0 * y.imag
+
+
+class ConjugatedMomentum(torch.optim.SGD):
+    """Its momentum bears the mark."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            state["momentum"] = (0.9 * state["momentum"] + gradient if state else gradient.clone()).conj()
+            parameter.sub_(0.1 * state["momentum"])
+
+
+MARKED: dict[str, Case] = {
+    place: Case(model(*[partial(Conjugated, place)] * 4), num_steps=4, resumes=True)
+    for place in ("a buffer", "a late buffer", "an attribute")
+} | {
+    "the optimizer": Case(
+        model(*[Filter] * 4), num_steps=4, resumes=True, optimizer=partial(ConjugatedMomentum, lr=0.1)
+    )
+}
+CASES |= {
+    f"{place} conjugated by a mark, {schedule}": replace(case, options={"schedule": schedule})
+    for place, case in MARKED.items()
+    for schedule in ("1f1b", "zb-v")
+}

@@ -32,7 +32,7 @@ from penstock.model.reproducible import make_reproducible
 from penstock.parallel import Grid, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, laid_out, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import CompileMode, ConfigError, Layout, ModelConfig, ParameterGroup, Precision, Quantize
@@ -412,7 +412,7 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
         total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
         if not tensor.is_meta:
             # PyTorch widens all that it adds up at once to 64 bits.
-            values = as_real(tensor.detach()).contiguous().view(-1)
+            values = as_real(laid_out(tensor.detach())).view(-1)
             bits = values.view(_BITS[values.element_size()])
             for part in bits.split(_ADDED_AT_ONCE):
                 total += part.sum(dtype=torch.int64)

@@ -20,7 +20,7 @@ from penstock.parallel import connect, naming_ended_ranks
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
-from penstock.parallel.tensor_slice import TensorSlice
+from penstock.parallel.tensor_slice import TensorSlice, laid_out
 from penstock.runtime import PipelineError
 from penstock.runtime.errors import TransportError
 from penstock.runtime.transport import default_store
@@ -262,12 +262,12 @@ class WeightTransfer:
                     continue
                 assert self.group is not None
                 if part not in leaving:
-                    leaving[part] = values.detach().cpu().contiguous()
+                    leaving[part] = laid_out(values.detach().cpu())
                 works.append(self.group.send([_bytes(leaving[part])], self.ranks.index(target), 0))
             else:
                 assert self.group is not None
                 # A slice arrives in its place, if that is a run of host memory.
-                lands = places[0].device.type == "cpu" and places[0].is_contiguous()
+                lands = places[0].device.type == "cpu" and places[0].is_contiguous() and not places[0].is_neg()
                 buffer = places[0] if lands else torch.empty(places[0].shape, dtype=places[0].dtype)
                 works.append(self.group.recv([_bytes(buffer)], self.ranks.index(source), 0))
                 arriving.append((buffer, places))

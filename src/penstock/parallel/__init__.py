@@ -4,6 +4,7 @@ from penstock.parallel.collectives import Collectives, Handle, Observer, gather_
 from penstock.parallel.gradients import Bucket, GradientBuckets, Place, Reduction, StateBytes, sum_tied
 from penstock.parallel.grid import Grid, connect, naming_ended_ranks
 from penstock.parallel.host import gather_json
+from penstock.parallel.tensor_slice import laid_out
 
 __all__ = [
     "Bucket",
@@ -18,6 +19,7 @@ __all__ = [
     "connect",
     "gather_json",
     "gather_uneven",
+    "laid_out",
     "naming_ended_ranks",
     "observe",
     "share_buffers",

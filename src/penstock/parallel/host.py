@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import __version__
+from penstock.parallel.tensor_slice import laid_out
 from penstock.settings import ConfigError, differences
 from penstock.settings.declare import type_in_words, words_of
 
@@ -201,7 +202,7 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
     """The value as JSON; each tensor is appended to `tensors` and replaced by its description."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
+        tensors.append(laid_out(value.detach().cpu()))
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) and name != _TENSOR for name in value):

@@ -80,15 +80,29 @@ LocalTensor = Tensor | Mapping[TensorSlice, Tensor]
 """A rank's elements of a tensor: all of them, or slices that do not overlap, each with its values as a view."""
 
 
+def laid_out(tensor: Tensor) -> Tensor:
+    """The values in one piece of memory, each as it reads; the tensor itself, if that is how it has them.
+
+    torch conjugates and negates some views by a mark alone, which bytes do not have.
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def local_slices(local: LocalTensor) -> Mapping[TensorSlice, Tensor]:
-    """A rank's elements as slices, also where it has the whole tensor; complex ones as pairs of reals, [..., 2]."""
+    """A rank's elements as slices, also where it has the whole tensor; complex ones as pairs of reals, [..., 2].
+
+    All are views, of a tensor that is conjugated by a mark one of real parts and one of imaginary ones.
+    """
     slices = {TensorSlice.whole(local.shape): local.detach()} if isinstance(local, Tensor) else local
     found = {}
     for part, own in slices.items():
         if own.is_complex():
             # No file format holds all of them.
-            part, own = TensorSlice((*part.start, 0), (*part.shape, 2), (*part.full_shape, 2)), torch.view_as_real(own)
-        found[part] = own
+            views = [own.real[..., None], own.imag[..., None]] if own.is_conj() else [torch.view_as_real(own)]
+            for place, view in enumerate(views):
+                found[TensorSlice((*part.start, place), tuple(view.shape), (*part.full_shape, 2))] = view
+        else:
+            found[part] = own
     return found
 
 

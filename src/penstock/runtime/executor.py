@@ -275,10 +275,9 @@ class Executor:
 
     def _transmit(self, channel: Channel, parcel: Parcel) -> None:
         if isinstance(parcel, Tensor):
-            self.transport.send(channel, parcel.contiguous())
+            self.transport.send(channel, parcel)
         else:
-            parts = tuple(tensor.contiguous() for tensor in parcel.tensors)
-            self.transport.send_message(channel, parcel.of_tensors(parts))
+            self.transport.send_message(channel, parcel)
 
     def _send(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.leaving is not None

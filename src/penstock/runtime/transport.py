@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.parallel import Handle
+from penstock.parallel import Handle, laid_out
 from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError, first_line
 from penstock.runtime.message import HEADER_END, Message, read_header
 from penstock.schedule import Channel, Direction, Placement
@@ -547,7 +547,7 @@ class _ChannelEnd:
     def send(self, tensor: Tensor, header: bytes = b"") -> None:
         """Start sending a tensor, behind the header of the message that begins with it, if that has one."""
         assert self.peer == 1, f"this rank is not the source of the {describe_message(self.channel)}"
-        assert tensor.is_contiguous(), f"{describe_message(self.channel)} are sent in one piece"
+        tensor = laid_out(tensor)
         inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
         if inside:
             content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -303,6 +303,7 @@ class Checkpointer(CheckpointReader):
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
         texts: list[str] = []
+        own: dict[str, tuple[Tensor, TensorRecord]] = {}
 
         def prepare() -> None:
             # As text at once: the caller may change the value while the writer runs.
@@ -311,16 +312,17 @@ class Checkpointer(CheckpointReader):
             except (TypeError, ValueError) as error:
                 text = f"extra is no JSON value ({error}); give numbers, texts, lists and dicts"
                 raise type(error)(text) from None
+            for name, local in tensors.items():
+                # A copy that another rank saves may be conjugated by a mark, and this one not.
+                whole = local.resolve_conj() if isinstance(local, Tensor) else local
+                for part, values in local_slices(whole).items() if self._source(name) == name else ():
+                    record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
+                    own[record.stored_name] = values, record
             if self._grid.rank == 0:
                 remove(staging, ignore_errors=True)
                 staging.mkdir()
 
         self._begin(step, prepare)
-        own: dict[str, tuple[Tensor, TensorRecord]] = {}
-        for name, local in tensors.items():
-            for part, values in local_slices(local).items() if self._source(name) == name else ():
-                record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
-                own[record.stored_name] = values, record
         stored, writer_of, file_of = _plan_save(step, own, self._gather)
         copies: dict[str, Tensor] = {}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.rehearsal.meter import Meter
+from penstock.parallel import laid_out
 from penstock.parallel.renewable import RenewableGroup
 from penstock.runtime.message import Message
 from penstock.runtime.transport import Line, Receipt
@@ -177,6 +178,7 @@ class CountedTransport:
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         assert isinstance(channel, Channel)
+        tensor = laid_out(tensor)
         self._traffic.sent(channel, tensor)
         self._meter.claim(MemoryKind.TRANSPORT, [tensor])
         self._leaving[channel] = tensor

@@ -295,7 +295,7 @@ class DecodeLoop:
         elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
-            ring.transport.send(wire.leaving, y.contiguous())
+            ring.transport.send(wire.leaving, y)
         ring.recorder.end(record)
         self.num_forwards += 1
         self.num_tokens += batch.num_tokens
