@@ -1,7 +1,8 @@
-"""The state of a user's own layers beside what they registered: attributes, and buffers made on first use."""
+"""The state of a user's own layers beside what they save: attributes, and buffers made late or not persistent."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ _OF_TORCH = vars(nn.Module()).keys()
 _PLAIN = torch.Size | torch.dtype | torch.device
 _LATE = "_buffers"
 """Stands among the attributes for the buffers that were made on first use."""
+_APART = "_non_persistent_buffers_set:"
+"""Stands there before the name of a buffer that is not persistent."""
+_MOST_APART = 2**20
+"""Elements of such a buffer that is kept; larger ones are tables, of which no copy is held."""
 _NOT_HELD = "has changed since the engine was made and which no checkpoint can hold"
 
 
@@ -38,18 +43,27 @@ class _Part:
     buffers: frozenset[str]
     registered: frozenset[str]
     as_made: AsMade
+    #: the checksums of its large buffers that are not persistent
+    tables: Mapping[str, int]
 
     @classmethod
     def of(cls, name: str, place: str, module: nn.Module) -> _Part:
         registered = frozenset(key for key, own in module._buffers.items() if own is not None)
         as_made = AsMade.of(_kept(module, registered), {}, {})
-        return cls(name, place, module, frozenset(module._buffers), registered, as_made)
+        return cls(name, place, module, frozenset(module._buffers), registered, as_made, _tables(module))
 
     def changed(self) -> dict[str, Any]:
         """The attributes that have changed since the engine was made. Raises: ValueError for one that is gone."""
-        if gone := sorted(self.as_made.noted.keys() - vars(self.module).keys()):
+        gone = self.as_made.noted.keys() - vars(self.module).keys()
+        if gone := sorted(key for key in gone if not key.startswith(_APART)):
             raise ValueError(
                 f"{self.name} deletes its attribute {gone[0]!r}, which {_NOT_HELD}; set it to None instead"
+            )
+        now = _tables(self.module)
+        if moved := [key for key, own in self.tables.items() if now.get(key, own) != own]:
+            raise ValueError(
+                f"{self.name} keeps a large buffer that is not persistent, {moved[0]!r}, which {_NOT_HELD}; register "
+                "it with persistent=True"
             )
         return self.as_made.changed(_kept(self.module, self.registered), {})
 
@@ -60,6 +74,16 @@ class _Part:
             value = values.get(key, before.get(key))
             if key == _LATE:
                 self._take_buffers(value)
+            elif key.startswith(_APART):
+                name = key.removeprefix(_APART)
+                here = self.module._buffers.get(name)
+                if key not in values and key not in before:
+                    delattr(self.module, name)
+                elif here is not None and value is not None and (here.shape, here.dtype) == (value.shape, value.dtype):
+                    # Whoever else knows it goes on with the same one.
+                    here.detach().copy_(value)
+                else:
+                    self.module.register_buffer(name, value, persistent=False)
             elif key not in values and key not in before:
                 del own[key]
             elif isinstance(value, list) and type(own.get(key)) is list:
@@ -116,13 +140,17 @@ class KeptByLayers:
         found: dict[str, Tensor] = {}
         users: dict[Any, str] = {}
         for part in self._parts:
+            for key in sorted(part.registered - part.module._non_persistent_buffers_set):
+                for identity in _identities(part.module._buffers.get(key)):
+                    users.setdefault(identity, f"{part.name}.{key}")
+        for part in self._parts:
             changed = part.changed()
             for key, value in changed.items():
-                user = f"{part.name}.{key}"
+                user = f"{part.name}.{key.removeprefix(_APART)}"
                 if others := [users[own] for own in _identities(value) if users.setdefault(own, user) != user]:
                     raise ValueError(
                         f"{others[0]} and {user} share a tensor, list or dictionary, which {_NOT_HELD} as one; "
-                        "clear it before the engine is saved, or keep it in one layer"
+                        "clear it before the engine is saved, or keep it in one place"
                     )
             try:
                 tensors = taken_apart(changed, {}, self._device)
@@ -173,6 +201,9 @@ class KeptByLayers:
 def _kept(module: nn.Module, registered: frozenset[str]) -> dict[str, Any]:
     """A module's attributes and late buffers, but for what leads to a graph, a parameter or an object of torch's."""
     found: dict[str, Any] = {_LATE: _late(module, registered)}
+    apart = {key: module._buffers.get(key) for key in sorted(module._non_persistent_buffers_set)}
+    small = {key: own for key, own in apart.items() if own is None or (own.numel() <= _MOST_APART and not own.is_meta)}
+    found |= {f"{_APART}{key}": own for key, own in small.items() if not _is_no_state(own)}
     if is_a_users(module):
         own = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         found |= {key: value for key, value in own.items() if not any(map(_is_no_state, _all_within(value)))}
@@ -183,6 +214,16 @@ def _late(module: nn.Module, registered: frozenset[str]) -> dict[str, Tensor]:
     """The persistent buffers that were made on first use."""
     apart = registered | module._non_persistent_buffers_set
     return {key: own for key, own in module._buffers.items() if own is not None and key not in apart}
+
+
+def _tables(module: nn.Module) -> dict[str, int]:
+    """The checksums of the large buffers that are not persistent."""
+    apart = {key: module._buffers.get(key) for key in module._non_persistent_buffers_set}
+    return {
+        key: zlib.crc32(own.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for key, own in apart.items()
+        if own is not None and own.numel() > _MOST_APART and own.layout == torch.strided and not own.is_meta
+    }
 
 
 def _is_no_state(value: Any) -> bool:

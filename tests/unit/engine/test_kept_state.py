@@ -426,6 +426,81 @@ def test_lengths_places_and_numbers_at_the_edge_are_named() -> None:
     engine.close()
 
 
+class Apart(nn.Module):
+    """Moves on a buffer that is not persistent, or one that it knows by another name, too."""
+
+    mean: Tensor
+    table: Tensor
+    late: Tensor | None
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("mean", torch.zeros(4), persistent=what == "view")
+        self.register_buffer("unused", torch.ones(3), persistent=False)
+        self.register_buffer("late", None, persistent=False)
+        self.register_buffer("table", torch.ones(2**20 + 1), persistent=False)
+        self.part = self.mean[:2] if what == "view" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "replaced":
+            self.mean = self.mean + 1
+        else:
+            self.mean.add_(1)
+        if self.what == "table":
+            self.table[-1] += 1
+        if self.what == "late":
+            self.late = self.mean * 0.3 if self.late is None else self.late * 1.1
+        if self.what == "new":
+            before = self.get_buffer("new") if "new" in self._buffers else self.mean
+            self.register_buffer("new", before * 1.1, persistent=False)
+        others = [own.sum() for own in (self.late, self._buffers.get("new"), self.part) if own is not None]
+        return x * (1 + 0.1 * self.mean.mean() + 0.1 * sum(others))
+
+
+def apart(what: str) -> Engine:
+    torch.manual_seed(0)
+    return Engine.from_layers([nn.Embedding(16, 8), Apart(what), nn.Linear(8, 16)], 8, device="cpu")
+
+
+@pytest.mark.shows(102)
+@pytest.mark.parametrize("what", ["moved", "replaced", "late", "new"])
+def test_buffers_that_are_not_persistent_come_back_if_they_have_changed(what: str, tmp_path: Path) -> None:
+    one, other = apart(what), apart(what)
+    one.save(tmp_path / "new")
+    first = [one.train_batch(BATCH).loss for _ in range(2)]
+    one.save(tmp_path / "later")
+    expected = one.train_batch(BATCH).loss
+    for engine in (one, other):
+        for _ in range(2):
+            engine.load(tmp_path / "later")
+            assert engine.train_batch(BATCH).loss == expected
+        assert not any(name.startswith("layers.1") for name in engine.buffers())
+        engine.load(tmp_path / "new")
+        assert [engine.train_batch(BATCH).loss for _ in range(2)] == first
+        engine.close()
+
+
+@pytest.mark.shows(102)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("view", r"layers\.1\.mean and layers\.1\.part share a tensor, .*, or keep it in one place"),
+        ("table", r"layers\.1 keeps a large buffer that is not persistent, 'table', .*with persistent=True"),
+    ],
+)
+def test_a_view_of_a_buffer_and_a_table_that_changes_are_refused_at_the_first_save(
+    what: str, words: str, tmp_path: Path
+) -> None:
+    engine = apart(what)
+    engine.save(tmp_path / "before")
+    engine.train_batch(BATCH)
+    with pytest.raises(ValueError, match=words):
+        engine.save(tmp_path / "after")
+    assert engine.train_batch(BATCH).success, "training goes on"
+    engine.close()
+
+
 class Named(nn.Linear):
     def forward(self, input: Tensor, mask: Tensor) -> Tensor:
         return super().forward(input) * mask[:, None]
