@@ -213,3 +213,69 @@ def test_a_parameter_of_the_loss_that_the_last_layer_holds_is_trained_as_by_plai
         assert state.keys() == expected.keys()
         assert all(torch.equal(value, state[name]) for name, value in expected.items())
         assert not torch.equal(state["layers.3.scale"].float(), torch.ones(1))
+
+
+# ---- buffers of the loss
+
+
+class Centred(nn.Module):
+    """A loss of logits without their running mean, which it keeps in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("mean", torch.zeros(VOCAB), persistent=kind != "not persistent")
+
+    def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        mean = self.mean if self.kind == "moved alone" else self.mean * 0.9 + logits.detach().mean(0) * 0.1
+        if self.kind == "in place":
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean.clone()
+        return cross_entropy_sum(logits - self.mean, microbatch["labels"])
+
+
+CENTRED: list[Centred] = []
+
+
+def by_global(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return CENTRED[0](logits, microbatch)
+
+
+def saved(rank: int, layout: Layout, folder: Path) -> dict[str, str]:
+    """What the save says after a step with each loss, "" where it saves; training goes on."""
+    found = {}
+    for kind in ("assigned", "in place", "closure", "method", "global", "held", "not persistent", "moved alone"):
+        loss, given = Centred(kind), plain_layers()
+        CENTRED[:] = [loss]
+        if kind == "held":
+            given[-1].loss = loss
+        ways = {
+            "closure": lambda logits, microbatch, loss=loss: loss(logits, microbatch),
+            "method": loss.forward,
+            "global": by_global,
+        }
+        engine = Engine.from_layers(given, WIDTH, layout, device="cpu", timeout_s=60.0)
+        engine.save(folder / "before")
+        assert engine.train_batch(batch(0), ways.get(kind, loss), micro_batches=SPLIT).success
+        try:
+            engine.save(folder / kind)
+            found[kind] = ""
+        except ValueError as error:
+            found[kind] = str(error)
+        assert engine.train_batch(batch(1), ways.get(kind, loss), micro_batches=SPLIT).success
+        engine.close()
+        engine.grid.close()
+    return found
+
+
+@pytest.mark.shows(165)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_buffer_of_the_loss_that_a_step_has_changed_is_refused_at_the_save(layout: Layout, tmp_path: Path) -> None:
+    words = "loss_fn reaches the buffer 'mean' of Centred, which a step has changed and which no checkpoint holds; let"
+    for found in run_ranks(layout.world_size, saved, layout, tmp_path):
+        taken = [kind for kind, said in found.items() if not said]
+        assert taken == ["held", "not persistent", "moved alone"]
+        assert all(words in said for said in found.values() if said)

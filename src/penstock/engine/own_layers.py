@@ -310,25 +310,28 @@ _MOST_REACHED = 50_000
 
 
 def left_for(function: Any) -> Tensor | None:
-    """A tensor with a graph that a function reaches by variables, attributes or containers; None if there is none."""
+    """A tensor with a graph that a function reaches; None if there is none."""
+    found = (own for own in reached_by(function) if isinstance(own, Tensor) and own.grad_fn is not None)
+    return next(found, None)
+
+
+def reached_by(function: Any) -> Iterator[Any]:
+    """The function, and all that it reaches by variables, attributes or containers, each once."""
     left, seen = [function], dict[int, Any]()
     while left and len(seen) < _MOST_REACHED:
         value = left.pop()
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, Tensor):
-            if value.grad_fn is not None:
-                return value
-        elif isinstance(value, nn.Module) and not is_a_users(value):
+        yield value
+        if isinstance(value, nn.Module) and not is_a_users(value):
             # Torch's own keep weights that they compute as attributes, too.
             left += value._modules.values()
-        else:
+        elif not isinstance(value, Tensor):
             left += within(value)
             left += [getattr(type(value), name, None) for name in ("forward", "__call__") if is_a_users(value)]
         if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", "penstock"):
             left += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-    return None
 
 
 _EMPTY = CellType()

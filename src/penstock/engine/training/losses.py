@@ -174,6 +174,27 @@ def check_left(loss_fn: LossFn, first: str, last: str) -> None:
         )
 
 
+def watched_buffers(modules: Iterable[nn.Module]) -> Callable[[], str]:
+    """Note the buffers of a loss's modules that belong to their state; gives what says which has changed, or ""."""
+    noted = [
+        (part, key, own, own._version)
+        for part in modules
+        for key, own in part._buffers.items()
+        if own is not None and key not in part._non_persistent_buffers_set
+    ]
+
+    def changed() -> str:
+        for part, key, before, version in noted:
+            now = part._buffers.get(key)
+            # One that was moved to another device is the same.
+            is_same = now is before or (now is not None and torch.equal(now.to(before), before))
+            if before._version != version or not is_same:
+                return f"{key!r} of {type(part).__name__}"
+        return ""
+
+    return changed
+
+
 def _leaves(roots: Sequence[Tensor], ends: Set[Any] = frozenset()) -> Iterator[Tensor]:
     """The tensors in which a backward would leave gradients, those behind the graph's `ends` left out."""
     seen, left = {None, *ends}, list[Any](own.grad_fn for own in roots)

@@ -25,6 +25,7 @@ from penstock.engine.kept_by_layers import check_no_extra_state
 from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
+from penstock.engine.own_layers import reached_by
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.losses import (
@@ -38,6 +39,7 @@ from penstock.engine.training.losses import (
     loss_factors,
     reads_labelled_rows,
     token_cross_entropy,
+    watched_buffers,
 )
 from penstock.engine.training.microbatches import (
     AgreedSplit,
@@ -127,15 +129,18 @@ class Trainer:
     _held: Sequence[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
     #: full names of all that is trained, on any rank
     _names: set[str]
-    #: the loss of the last step
+    #: the loss of the last step, and the modules that it reaches beside those of this rank's layers
     _loss_fn: LossFn
+    _reached: Sequence[nn.Module]
+    #: the buffer of such a module that a step has changed; "" for none
+    _changed: str
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
-        self._loss_fn = token_cross_entropy
+        self._loss_fn, self._reached, self._changed = token_cross_entropy, (), ""
         self._parameters = pipeline.parameters()
         self._agree_on_names()
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
@@ -202,6 +207,17 @@ class Trainer:
         if getattr(loss_fn, "__code__", loss_fn) is not getattr(self._loss_fn, "__code__", self._loss_fn):
             self._loss_fn = loss_fn
             look_for_others(self.pipeline, set(self._parameters.values()), loss_fn)
+            units = [unit for stage in self.pipeline.stages.values() for _, unit in stage.units]
+            held = {part for unit in units for part in unit.modules()}
+            self._reached = [own for own in reached_by(loss_fn) if isinstance(own, nn.Module) and own not in held]
+
+    def check_loss_keeps_nothing(self) -> None:
+        """Raises: ValueError naming a buffer that a step has changed and no layer holds, so that none saves it."""
+        if self._changed:
+            raise ValueError(
+                f"loss_fn reaches the buffer {self._changed}, which a step has changed and which no checkpoint holds; "
+                "let the last layer hold that module, or make it no state (persistent=False)"
+            )
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -380,8 +396,10 @@ class Trainer:
         self._check_parameters()
         self.zero_gradients()
         self.pipeline.set_training(True)
+        changed = watched_buffers(self._reached)
         with kept_random_state(self.pipeline.device), kept_python_numbers():
             losses = self.pipeline.executor(num, self.start_reduction).run(feeds)
+        self._changed = self._changed or changed()
         self._check_parameters()
         self._check_buffers_apart()
         return losses
@@ -561,6 +579,7 @@ class ModelState:
 
         def state() -> dict[str, LocalTensor]:
             check_no_extra_state(self.pipeline.stages.values())
+            self.trainer.check_loss_keeps_nothing()
             return self.pipeline.kept_by_layers.registered(self.state()) | self.pipeline.kept_by_layers.state()
 
         return on_all_ranks(state, gather, ValueError, message="{error}")
