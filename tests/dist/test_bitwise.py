@@ -224,7 +224,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.shows(188)
+@pytest.mark.shows(185)
 @pytest.mark.parametrize("pp", EMPTY)
 def test_a_stage_without_units_hands_on_what_it_is_given(pp: int) -> None:
     check(EMPTY[pp], pp)
@@ -242,7 +242,7 @@ MAPS = {
 }
 
 
-@pytest.mark.shows(54, 189)
+@pytest.mark.shows(54, 186)
 @pytest.mark.parametrize("pp", MAPS)
 def test_any_map_from_stages_to_ranks_gives_the_bits_of_one_process(pp: int) -> None:
     check(MAPS[pp], pp)

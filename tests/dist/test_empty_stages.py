@@ -53,7 +53,7 @@ def train(rank: int, pp: int, schedule: ScheduleConfig) -> tuple[list[float], di
     return losses, weights, scored
 
 
-@pytest.mark.shows(188, 189)
+@pytest.mark.shows(185, 186)
 @pytest.mark.parametrize(
     ("pp", "schedule"),
     [
@@ -85,7 +85,7 @@ def generate(rank: int, pp: int, schedule: ScheduleConfig) -> Any:
     return found
 
 
-@pytest.mark.shows(188, 189)
+@pytest.mark.shows(185, 186)
 @pytest.mark.parametrize(
     ("pp", "schedule"),
     [

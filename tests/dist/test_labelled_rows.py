@@ -134,7 +134,7 @@ for pp, number, *ways in pairs_of((1, 2), range(5), ("none", "full"), (Precision
     STAGES.setdefault(pp, []).append((SCHEDULES[pp][number % len(SCHEDULES[pp])], *ways))
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 @pytest.mark.parametrize("pp", STAGES)
 def test_the_bits_are_those_of_a_loop_that_leaves_the_rows_out(pp: int) -> None:
     by_rank = run_ranks(pp, steps_of, STAGES[pp], pp, timeout_s=120.0)
@@ -187,7 +187,7 @@ def alone(num_predictions: int, all_rows: bool) -> Mapping[str, Any]:
     return run_ranks(1, shared_step, Layout(), num_predictions, all_rows)[0]
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 @pytest.mark.parametrize(
     ("layout", "num_predictions"),
     [
@@ -236,7 +236,7 @@ def given_to(loss: Any) -> list[tuple[int, PackedBatch]]:
     return given
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 def test_a_loss_is_given_all_rows_unless_it_says_that_it_reads_labelled_ones() -> None:
     whole, parts = given_to(lambda loss: loss), given_to(labelled_rows)
     assert len(whole) == len(parts) == PARTS.num
@@ -257,7 +257,7 @@ def test_a_loss_is_given_all_rows_unless_it_says_that_it_reads_labelled_ones() -
         assert part.sequence_lengths("steps") == tuple(counts)
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 def test_where_every_row_has_a_label_nothing_is_gathered_and_no_bit_changes() -> None:
     texts = [(length, range(length)) for length, _ in TEXTS]
     outcomes = []
@@ -276,7 +276,7 @@ def test_where_every_row_has_a_label_nothing_is_gathered_and_no_bit_changes() ->
     assert loss == other and all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 def test_scores_of_entropies_and_hooks_without_a_mark_have_all_rows() -> None:
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(), EngineOptions(timeout_s=60.0))
     seen, num_tokens = counted(engine), sum(length for length, _ in TEXTS)
@@ -295,7 +295,7 @@ def test_scores_of_entropies_and_hooks_without_a_mark_have_all_rows() -> None:
     engine.close()
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 def test_transformers_own_layers_leave_the_rows_out_too(tmp_path: Path) -> None:
     make_model("gemma2").save_pretrained(tmp_path)
     outcomes = []
@@ -315,7 +315,7 @@ def test_transformers_own_layers_leave_the_rows_out_too(tmp_path: Path) -> None:
 # ---- the cut into stages
 
 
-@pytest.mark.shows(191)
+@pytest.mark.shows(187)
 def test_the_cut_knows_the_share_of_labels() -> None:
     config = replace(CONFIG, vocab_size=4000, num_layers=8)
     units, two = decoder_units(config), Placement(PlacementKind.LOOP, num_ranks=2)

@@ -73,7 +73,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     return {name: own.detach().clone() for name, own in (*engine.parameters().items(), *engine.buffers().items())}
 
 
-@pytest.mark.shows(187)
+@pytest.mark.shows(184)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("layout", "changes"),

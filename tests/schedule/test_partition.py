@@ -147,13 +147,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.shows(188)
+@pytest.mark.shows(185)
 @pytest.mark.parametrize(("text", "num_units"), LAYOUTS)
 def test_a_layout_in_letters_is_the_cut_that_it_spells(text: str, num_units: int) -> None:
     assert read_layout(text, num_units) == tuple(LAYOUTS[text, num_units])
 
 
-@pytest.mark.shows(188)
+@pytest.mark.shows(185)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

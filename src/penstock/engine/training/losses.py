@@ -21,6 +21,7 @@ from penstock.data import NO_LABEL, PackedBatch, rows_with_label
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.microbatches import AgreedSplit
 from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum, numbers_asked
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
@@ -251,6 +252,30 @@ def loss_factors(mode: Normalize | float, weights: Sequence[float], rank_totals:
         case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
             # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
             return [1.0 / (w * len(weights) * num_dp) if w else 0.0 for w in weights]
+
+
+def loss_factor(
+    pipeline: Pipeline,
+    agreed: AgreedSplit,
+    loss_weight_fn: LossWeightFn,
+    normalize: Normalize | str | float,
+    loss_scale: float,
+) -> Callable[[int], float]:
+    """The factor on the loss of this rank's microbatch of a number; 0 where no labels are seen."""
+    mode = Normalize.parse(normalize) if not isinstance(normalize, Normalize | int | float) else normalize
+    mode = mode if isinstance(mode, Normalize) else float(mode)
+    num_cp, context, weights, totals = pipeline.layout.cp, pipeline.context, agreed.weights, None
+    if agreed.is_drawn:
+        # Weights come as microbatches are drawn, and none counts for another.
+        ones = [1.0] * pipeline.layout.dp
+        return lambda i: loss_factors(mode, [weights[i]] * agreed.num, ones)[0] * loss_scale if weights else 0.0
+    if mode is Normalize.MICROBATCH_MEAN and context is not None:
+        # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
+        parts = [context.shard(m)[0] for m in agreed.split.microbatches if weights]
+        weights = [float(loss_weight_fn(part)) for part in parts]
+        totals = [total for total in agreed.rank_totals for _ in range(num_cp)]
+    factors = loss_factors(mode, weights, totals or agreed.rank_totals)
+    return lambda i: factors[i] * loss_scale if factors else 0.0
 
 
 # ---- Numbers that a loss function reports beside the loss, reduced over microbatches and ranks

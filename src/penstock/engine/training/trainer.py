@@ -36,7 +36,7 @@ from penstock.engine.training.losses import (
     LossWeightFn,
     checked_loss,
     look_for_others,
-    loss_factors,
+    loss_factor,
     reads_labelled_rows,
     token_cross_entropy,
     watched_buffers,
@@ -295,7 +295,7 @@ class Trainer:
                 raise ValueError(_NONE_TRAINED)
             if agreed.is_drawn:
                 agreed = drawn_one_by_one(pipeline, agreed, call, self.start_reduction, after)
-            factor = self._factor(agreed, loss_weight_fn, normalize, loss_scale)
+            factor = loss_factor(self.pipeline, agreed, loss_weight_fn, normalize, loss_scale)
             with recovery.announcing():
                 self._look_with(loss_fn)
                 feeds = self.feeds(agreed, measured, factor, number)
@@ -347,25 +347,6 @@ class Trainer:
         if not _is_step(number):
             raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
         check_loss(loss_fn, loss_weight_fn)
-
-    def _factor(
-        self, agreed: AgreedSplit, loss_weight_fn: LossWeightFn, normalize: Normalize | str | float, loss_scale: float
-    ) -> Callable[[int], float]:
-        """The factor on the loss of this rank's microbatch of a number; 0 where no labels are seen."""
-        mode = Normalize.parse(normalize) if not isinstance(normalize, Normalize | int | float) else normalize
-        mode = mode if isinstance(mode, Normalize) else float(mode)
-        num_cp, context, weights, totals = self.pipeline.layout.cp, self.pipeline.context, agreed.weights, None
-        if agreed.is_drawn:
-            # Weights come as microbatches are drawn, and none counts for another.
-            ones = [1.0] * self.pipeline.layout.dp
-            return lambda i: loss_factors(mode, [weights[i]] * agreed.num, ones)[0] * loss_scale if weights else 0.0
-        if mode is Normalize.MICROBATCH_MEAN and context is not None:
-            # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
-            parts = [context.shard(m)[0] for m in agreed.split.microbatches if weights]
-            weights = [float(loss_weight_fn(part)) for part in parts]
-            totals = [total for total in agreed.rank_totals for _ in range(num_cp)]
-        factors = loss_factors(mode, weights, totals or agreed.rank_totals)
-        return lambda i: factors[i] * loss_scale if factors else 0.0
 
     def feeds(
         self, agreed: AgreedSplit, measured: LossMetrics, factor: Callable[[int], float], number: int
