@@ -115,3 +115,12 @@ def test_the_search_runs_a_w_early_where_the_optimum_does():
         transfer=1,
     )
     assert simulate(lower(found), costs).span_cost == pytest.approx(best.span)
+
+
+def test_both_waits_of_a_rank_count_where_memory_keeps_its_microbatches_apart():
+    """With memory for one microbatch, the second one's F come after the first one's I, so each wait is for itself."""
+    placement, costs = Placement(PlacementKind.V, 3, 3), Costs(3.0, 3.0, 3.0)
+    # The first rank works for 18. From its first F to its first I, of stage 6, are 11, with room for three F.
+    # From its last F of stage 0 to that microbatch's I are 17, in which 16 of work are left to it.
+    assert bound(placement, 2, costs, 1.0) == 18.0 + (11.0 - 3.0) + (17.0 - 16.0)
+    assert bound(placement, 2, costs, 1.0) <= optimum(placement, 2, costs, 1.0, time_limit_s=40).bound

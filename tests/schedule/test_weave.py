@@ -10,8 +10,15 @@ from penstock.schedule import Placement, PlacementKind
 from penstock.schedule.search.anneal import span_of
 from penstock.schedule.search.order import search
 from penstock.schedule.search.problem import Problem
-from penstock.schedule.search.skeletons import PRIORITIES, _place, by_priority, there_and_back, warm_ups
-from penstock.schedule.search.weave import _forced_weight_time, weave
+from penstock.schedule.search.skeletons import (
+    PRIORITIES,
+    _place,
+    by_priority,
+    microbatch_by_microbatch,
+    there_and_back,
+    warm_ups,
+)
+from penstock.schedule.search.weave import _forced_weight_time, latest_starts, weave
 
 
 def equal_times(placement: Placement, num_microbatches: int, most: float, share: float) -> Problem:
@@ -124,3 +131,14 @@ def test_a_rank_has_as_many_microbatches_of_its_first_stage_live_as_it_may(num_l
         skeleton = by_priority(problem, priority, 100.0, num_live)
         most = [max(accumulate(-1 if step & 1 else 1 for step in steps)) for steps in skeleton]
         assert tuple(most) == num_live
+
+
+def test_a_rank_may_end_as_late_after_its_first_input_as_its_work_asks():
+    """In a span of 0, a rank whose W is long ends when its first input comes, whatever the ranks before it wait for."""
+    forward, inputs, weights, hop = (1.0, 2.0, 1.0), (2.0, 2.0, 2.0), (0.0, 10.0, 20.0), 0.5
+    problem = Problem(Placement(PlacementKind.LOOP, 3), 1, forward, inputs, weights, hop, 3.0, 1.0)
+    latest = latest_starts(problem, microbatch_by_microbatch(problem))
+    assert latest is not None
+    arrivals = (0.0, 1.0 + hop, 1.0 + hop + 2.0 + hop)
+    for rank, arrival in enumerate(arrivals):
+        assert latest[rank][-1] == arrival - inputs[rank] - weights[rank]
