@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
-from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Program, Schedule, ScheduleError
+from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError
 from penstock.schedule.builders import Builder
+from penstock.schedule.builders.one_f_one_b import forwards_alone
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, lower
 from penstock.schedule.partition import check_cut, read_layout
@@ -243,25 +244,6 @@ def forward_only(placement: Placement, microbatches: int) -> Program:
 
     If the placement holds two copies of the model, it uses the first, so that one rank gets all outputs.
     """
-    if placement.homes:
-        # Microbatch by microbatch, stage by stage: an order that all ranks share.
-        orders = tuple(
-            tuple(
-                Action(Op.F, stage, microbatch)
-                for microbatch in range(microbatches)
-                for stage in placement.stages_of(rank)
-            )
-            for rank in range(placement.num_ranks)
-        )
-        return lower(Schedule("inference", placement, microbatches, orders, training=False))
-    kind, num_stages = placement.kind, placement.stages_per_microbatch
-    if kind is PlacementKind.BIDIRECTIONAL:
-        kind = PlacementKind.LOOP
-    built = builders.build(
-        "inference",
-        ranks=placement.num_ranks,
-        microbatches=microbatches,
-        stages_per_rank=num_stages,
-        placement=kind.value,
-    )
-    return lower(built)
+    if placement.kind is PlacementKind.BIDIRECTIONAL:
+        placement = Placement(PlacementKind.LOOP, placement.num_ranks, placement.stages_per_microbatch)
+    return lower(forwards_alone(placement, microbatches))

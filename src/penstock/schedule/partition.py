@@ -35,7 +35,8 @@ def prefix_times(times: Sequence[float], num_stages: int) -> list[int]:
     Raises: ValueError for more stages than units, or a time that is negative or not finite.
     """
     check_count("stages", num_stages)
-    _check_stages(len(times), num_stages)
+    if num_stages > len(times):
+        raise ValueError(f"{len(times)} units can be cut into at most {len(times)} stages, not into {num_stages}")
     for place, time in enumerate(times):
         if not isfinite(time) or time < 0:
             raise ValueError(f"unit {place} must take a time of at least 0, got {time!r}")
@@ -115,11 +116,6 @@ def read_layout(text: str, num_units: int) -> tuple[int, ...]:
         )
     each = {"E": 1, "t": rest // num_layers, "m": 0, "L": 1}
     return tuple(sum(each[letter] for letter in stage) for stage in stages)
-
-
-def _check_stages(num_units: int, num_stages: int) -> None:
-    if num_stages > num_units:
-        raise ValueError(f"{num_units} units can be cut into at most {num_units} stages, not into {num_stages}")
 
 
 def ranges(borders: Sequence[int]) -> tuple[range, ...]:

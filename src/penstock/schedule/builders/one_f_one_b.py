@@ -72,7 +72,12 @@ def inference(ranks: int, microbatches: int, stages_per_rank: int = 1, placement
     kinds = [kind.value for kind in PlacementKind if kind is not PlacementKind.MAP]
     if placement not in kinds:
         raise ValueError(f"placement must be one of {', '.join(kinds)}, got {placement!r}")
-    where = Placement(PlacementKind(placement), ranks, stages_per_rank)
+    return forwards_alone(Placement(PlacementKind(placement), ranks, stages_per_rank), microbatches)
+
+
+def forwards_alone(where: Placement, microbatches: int) -> Schedule:
+    """The schedule `inference` on the stages of any placement."""
+    ranks = where.num_ranks
     empty = Schedule("inference", where, microbatches, ((),) * ranks, training=False)
     orders = tuple(
         tuple(a for a in forwards(where, rank, microbatches) if a.microbatch in empty.microbatches_of(a.stage))
