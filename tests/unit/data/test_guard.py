@@ -23,6 +23,11 @@ def guard() -> Guard:
     return Guard(most_s=1)
 
 
+@pytest.fixture(scope="module")
+def patient() -> Guard:
+    return Guard(most_s=60)
+
+
 def children() -> set[str]:
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return set(file.read().split())
@@ -48,8 +53,10 @@ def test_a_template_is_rendered_with_its_arguments_and_marks(guard: Guard) -> No
     ],
 )
 def test_a_template_without_end_or_sense_is_a_reason_and_the_next_is_rendered(
-    template: str, told: str, guard: Guard
+    template: str, told: str, guard: Guard, patient: Guard
 ) -> None:
+    # What ends by itself has time to, on a slow machine too: only what has no end is ended for its time.
+    guard = guard if "computes" in told else patient
     with pytest.raises(GuardError) as caught:
         guard.do("render", {"chat_template": template, "messages": MESSAGES})
     assert str(caught.value) == told
