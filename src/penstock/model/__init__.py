@@ -21,6 +21,7 @@ from penstock.model.kv_cache import (
     CacheSize,
     KVCache,
     SlotRows,
+    cache_dtype,
     spare_position,
 )
 from penstock.model.lanes import (
@@ -102,6 +103,7 @@ __all__ = [
     "UnitSpec",
     "WeightCasts",
     "WeightGradients",
+    "cache_dtype",
     "cross_entropy_sum",
     "cut_sequences",
     "decoder_units",

@@ -1,18 +1,19 @@
 """The KV cache, and attention over it for sequences that are read chunk by chunk.
 
 Where the kernels allow it (fp32 on a CPU), a sequence's numbers do not depend on the rest of its batch: each item
-attends over exactly the tokens before it. Items of one token attend in one call if their rows are neighbours and
-equally long, such as the samples of one prompt.
+attends over exactly the tokens before it. On a CPU all items of one token attend in one call, whatever their lengths;
+elsewhere those whose rows are neighbours and equally long, such as the samples of one prompt.
 
 Shapes: T tokens of a batch, R rows of the cache or of a slot, L tokens of a row, N tokens of a row that are read, H
-query heads, G key and value heads, K width of a head, D hidden size, S tokens whose logits are wanted.
+query heads, G key and value heads, Q = H / G, K width of a head, D hidden size, S tokens whose logits are wanted, M
+blocks of a row, B tokens of a block, W tokens of the longest row that are read.
 """
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,34 +23,22 @@ from torch import Tensor
 from penstock.model.sequences import SharedByLayers
 from penstock.schedule import NO_ROW, BatchItem
 
-# ---- Attention of a single token to the keys and values of its sequence, as each step of generation needs it
-
-
-_FEW_KEYS = 256
-"""Beyond so many, the products of all heads are too large for a processor's own cache."""
-
-
-def attention_of_one(q_RGQK: Tensor, k_RGLK: Tensor, v_RGLK: Tensor) -> Tensor:
-    """The mean [R, G, Q, K] of all these values; a row's bits are those of that row alone."""
-    if q_RGQK.device.type != "cpu":
-        return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK)
-    q, k, v = widened(q_RGQK), widened(k_RGLK), widened(v_RGLK)
-    if q.shape[2] > 1 or k.shape[2] > _FEW_KEYS:
-        return F.scaled_dot_product_attention(q, k, v).to(q_RGQK.dtype)
-    scores_RGL = (k * (q * q.shape[-1] ** -0.5)).sum(-1)
-    return (scores_RGL.softmax(-1)[:, :, None] @ v).to(q_RGQK.dtype)
-
-
-def widened(x: Tensor) -> Tensor:
-    """16-bit numbers on a CPU as fp32; all others as they are."""
-    return x.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 # ---- The KV cache, and attention over it for sequences that are read chunk by chunk
 
 
 _FEW_RUNS = 4
 """Up to so many runs their keys are copied one by one, in a fifth of the time of one write by indices each."""
+
+BLOCK_TOKENS = 64
+"""Tokens of a block of keys: a row of a block fills a few vectors of a CPU."""
+
+
+def cache_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype in which keys and values like these are kept: on a CPU at least fp32.
+
+    There no kernel reads 16-bit ones as they are; to widen them takes twice as long as to read fp32.
+    """
+    return torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +54,63 @@ class CacheSize:
 class KVCache:
     """Keys and values of one attention layer, allocated once; each row holds one sequence at a time.
 
-    Heads come before tokens, so that what one head reads is contiguous; `by_token` swaps them.
+    Heads come before tokens, so that what one head reads is contiguous. With `by_blocks` a block's keys are transposed:
+    scores and means are then sums of weighted rows alike, which a CPU computes nearly as fast as it reads them.
     """
 
-    #: keys and values: row, group of heads, token, width of a head
-    keys_RGLK: Tensor
+    #: by row, group of heads, token and width of a head [R, G, L, K]; or by row, group, block, width and token of the
+    #: block [R, G, M, K, B]
+    keys: Tensor
+    #: by row, group of heads, token and width of a head
     values_RGLK: Tensor
 
-    def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
+    def __init__(self, size: CacheSize, num_heads: int, head_dim: int, by_blocks: bool = False) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
-        num_bytes = math.prod(shape) * size.dtype.itemsize
-        if size.device.type != "cpu" or not num_bytes:
-            self.keys_RGLK, self.values_RGLK = (torch.zeros(shape, dtype=size.dtype, device=size.device) for _ in "kv")
-            return
-        # The system gives these zeros memory page by page, so that rows take what they are long.
-        memories = (mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY) for _ in "kv")
-        self.keys_RGLK, self.values_RGLK = (torch.frombuffer(own, dtype=size.dtype).view(shape) for own in memories)
+        num_blocks = -(-size.num_tokens // BLOCK_TOKENS)
+        keys = (*shape[:2], num_blocks, head_dim, BLOCK_TOKENS) if by_blocks else shape
+        self.keys, self.values_RGLK = _zeros(keys, size), _zeros(shape, size)
 
     @property
     def num_bytes(self) -> int:
-        return self.keys_RGLK.nbytes + self.values_RGLK.nbytes
+        return self.keys.nbytes + self.values_RGLK.nbytes
 
-    def by_token(self) -> tuple[Tensor, Tensor]:
-        """Views of keys and values as [R, L, G, K]."""
-        return self.keys_RGLK.transpose(1, 2), self.values_RGLK.transpose(1, 2)
+    @property
+    def by_blocks(self) -> bool:
+        """True if keys are kept in blocks."""
+        return self.keys.dim() > self.values_RGLK.dim()
+
+    def keys_of(self, rows: int | slice, tokens: slice) -> Tensor:
+        """The keys [..., G, L, K] of these tokens of a row or of rows: a view, or of blocks a copy."""
+        parts = self.key_parts(rows, tokens)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).transpose(-1, -2)
+
+    def key_parts(self, rows: int | slice, tokens: slice) -> list[Tensor]:
+        """Views of the same keys as [..., G, K, L of the part], block by block."""
+        if not self.by_blocks:
+            return [self.keys[rows][..., tokens, :].transpose(-1, -2)]
+        starts = range(tokens.start // BLOCK_TOKENS * BLOCK_TOKENS, tokens.stop, BLOCK_TOKENS)
+        within = [slice(max(tokens.start - at, 0), min(tokens.stop - at, BLOCK_TOKENS)) for at in starts]
+        own = self.keys[rows]
+        return [own[..., at // BLOCK_TOKENS, :, part] for at, part in zip(starts, within, strict=True)]
+
+    def put(self, rows: int | slice, tokens: slice, k_LGK: Tensor, v_LGK: Tensor) -> None:
+        """Write consecutive tokens of one row, or the same token of neighbouring rows (L = R)."""
+        if isinstance(rows, slice):
+            self.values_RGLK[rows, :, tokens.start] = v_LGK
+            self.key_parts(rows, tokens)[0][..., 0] = k_LGK
+            return
+        self.values_RGLK[rows, :, tokens] = v_LGK.transpose(0, 1)
+        parts = self.key_parts(rows, tokens)
+        for part_GKL, new_GKL in zip(parts, k_LGK.permute(1, 2, 0).split([p.shape[-1] for p in parts], -1)):
+            part_GKL.copy_(new_GKL)
+
+    def put_each(self, rows_T: Tensor, positions_T: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> None:
+        """Write every token at its row and position."""
+        self.values_RGLK[rows_T, :, positions_T] = v_TGK.to(self.values_RGLK.dtype)
+        if self.by_blocks:
+            self.keys[rows_T, :, positions_T // BLOCK_TOKENS, :, positions_T % BLOCK_TOKENS] = k_TGK.to(self.keys.dtype)
+        else:
+            self.keys[rows_T, :, positions_T] = k_TGK.to(self.keys.dtype)
 
     def copy(self, rows: "CachedRows") -> None:
         """Copy the beginnings of prompts into rows that need them, and put zeros for numbers that are not finite.
@@ -97,15 +119,28 @@ class KVCache:
         """
         for item in rows.items:
             if item.source != NO_ROW and item.start:
-                for store_RGLK in (self.keys_RGLK, self.values_RGLK):
-                    store_RGLK[item.row, :, : item.start] = store_RGLK[item.source, :, : item.start]
+                for own, other in zip(self._parts(item.row, 0, item.start), self._parts(item.source, 0, item.start)):
+                    own.copy_(other)
         # Now that nothing is copied from these rows any more.
         for item in rows.items:
             if item.cleaned:
-                for store_GLK in (self.keys_RGLK[item.row], self.values_RGLK[item.row]):
-                    # The last one too, to which a row that is not live writes.
-                    for part_GLK in (store_GLK[:, item.start : item.cleaned], store_GLK[:, -1:]):
-                        part_GLK[~part_GLK.isfinite()] = 0
+                last = self.values_RGLK.shape[2] - 1
+                # The last one too, to which a row that is not live writes.
+                for begin, end in ((item.start, item.cleaned), (last, last + 1)):
+                    for part in self._parts(item.row, begin, end):
+                        part[~part.isfinite()] = 0
+
+    def _parts(self, row: int, begin: int, end: int) -> list[Tensor]:
+        """Views of the keys and of the values of these tokens."""
+        return [*self.key_parts(row, slice(begin, end)), self.values_RGLK[row, :, begin:end]]
+
+
+def _zeros(shape: tuple[int, ...], size: CacheSize) -> Tensor:
+    num_bytes = math.prod(shape) * size.dtype.itemsize
+    if size.device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=size.dtype, device=size.device)
+    # The system gives these zeros memory page by page, so that rows take what they are long.
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY), dtype=size.dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,19 +203,14 @@ class CachedRows(SharedByLayers):
 
     def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Put every token's key and value at its row and position."""
-        runs, stores = self.runs, ((cache.keys_RGLK, k_TGK), (cache.values_RGLK, v_TGK))
-        if len(runs) > _FEW_RUNS:
-            for store_RGLK, new_TGK in stores:
-                store_RGLK[self.rows_T, :, self.positions] = new_TGK.to(store_RGLK.dtype)
+        if len(self.runs) > _FEW_RUNS:
+            cache.put_each(self.rows_T, self.positions, k_TGK, v_TGK)
             return
         begin = 0
-        for run in runs:
+        for run in self.runs:
             first, end = run[0], begin + run[0].length * len(run)
-            for store_RGLK, new_TGK in stores:
-                if first.length == 1:
-                    store_RGLK[first.row : first.row + len(run), :, first.start] = new_TGK[begin:end]
-                else:
-                    store_RGLK[first.row, :, first.start : first.end] = new_TGK[begin:end].transpose(0, 1)
+            rows = slice(first.row, first.row + len(run)) if first.length == 1 else first.row
+            cache.put(rows, slice(first.start, first.end), k_TGK[begin:end], v_TGK[begin:end])
             begin = end
 
     def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
@@ -189,14 +219,24 @@ class CachedRows(SharedByLayers):
         The tokens' own keys and values must already be in the cache.
         """
         parts, begin = [], 0
-        for run in self.runs:
+        for run in self.shared("runs at once", self._runs_at_once) if cache.by_blocks else self.runs:
             end = begin + run[0].length * len(run)
-            if run[0].length == 1:
-                parts.append(_attention_of_rows(q_THK[begin:end], cache, run, window))
+            q = q_THK[begin:end]
+            if run[0].length > 1:
+                parts.append(_attention_of_item(q, cache, run[0], self, window))
+            elif cache.by_blocks:
+                key = ("attention at once", window, cache.keys.shape, q.shape[1])
+                at_once = self.shared(key, partial(_attention_at_once, run, window, cache, q.shape[1]))
+                parts.append(at_once(q, cache))
             else:
-                parts.append(_attention_of_item(q_THK[begin:end], cache, run[0], self, window))
+                parts.append(_attention_of_rows(q, cache, run, window))
             begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _runs_at_once(self) -> list[list[BatchItem]]:
+        """The items in order: all of one token together, each other one alone."""
+        single = [item for item in self.items if item.length == 1]
+        return [*([single] if single else []), *([item] for item in self.items if item.length > 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,20 +269,17 @@ class SlotRows(SharedByLayers):
 
     def write(self, cache: KVCache, k_RGK: Tensor, v_RGK: Tensor) -> None:
         """Put each row's key and value at its position."""
-        index_RG1K = self.positions[:, None, None, None].expand(-1, *k_RGK.shape[1:2], 1, k_RGK.shape[2])
-        for store_RGLK, new_RGK in ((cache.keys_RGLK, k_RGK), (cache.values_RGLK, v_RGK)):
-            self._own(store_RGLK).scatter_(2, index_RG1K, new_RGK[:, :, None].to(store_RGLK.dtype))
+        rows_R = self.shared("rows", lambda: torch.arange(self.num_tokens, device=self.positions.device) + self.first)
+        cache.put_each(rows_R, self.positions, k_RGK, v_RGK)
 
     def attend(self, q_RHK: Tensor, cache: KVCache, window: int | None) -> Tensor:
         """Each row's mean [R, H, K] of the values up to its position, at most the last `window` of them."""
         mask_R11N = self.shared(("mask", window), lambda: self._mask(window))
-        k_RGNK, v_RGNK = (self._own(store)[:, :, : self.num_seen] for store in (cache.keys_RGLK, cache.values_RGLK))
+        own, seen = slice(self.first, self.first + self.num_tokens), slice(0, self.num_seen)
+        k_RGNK, v_RGNK = cache.keys_of(own, seen), cache.values_RGLK[own, :, seen]
         # The queries of a group are the rows of one product: nothing is repeated for them.
-        q_RGQK = q_RHK.unflatten(1, (k_RGNK.shape[1], -1))
-        return F.scaled_dot_product_attention(q_RGQK, k_RGNK, v_RGNK, mask_R11N).flatten(1, 2)
-
-    def _own(self, store_RGLK: Tensor) -> Tensor:
-        return store_RGLK[self.first : self.first + self.num_tokens]
+        q_RGQK = q_RHK.unflatten(1, (k_RGNK.shape[1], -1)).to(k_RGNK.dtype)
+        return F.scaled_dot_product_attention(q_RGQK, k_RGNK, v_RGNK, mask_R11N).flatten(1, 2).to(q_RHK.dtype)
 
     def _mask(self, window: int | None) -> Tensor:
         own_R1, other_N = self.positions[:, None], torch.arange(self.num_seen, device=self.positions.device)
@@ -281,25 +318,85 @@ def _first_seen(item: BatchItem, window: int | None) -> int:
     return 0 if window is None else max(0, item.start + 1 - window)
 
 
+def _attention_at_once(
+    items: Sequence[BatchItem], window: int | None, like: KVCache, num_heads: int
+) -> Callable[[Tensor, KVCache], Tensor]:
+    """Attention [R, H, K] of items of one token each, however long, to a cache by blocks; a row's bits are its own.
+
+    A score is a sum of the rows of a block, weighted by the query, and a mean one of values, weighted by softmax. So a
+    CPU reads keys and values once, with nothing written between. What is summed is found once for all layers.
+    """
+    num_rows, (_, num_groups, num_blocks, width, _), num_tokens = len(items), like.keys.shape, like.values_RGLK.shape[2]
+    seen = [(_first_seen(item, window), item.end) for item in items]
+    numbers = [(item.row, first // BLOCK_TOKENS, first, end) for item, (first, end) in zip(items, seen, strict=True)]
+    # At least a block: fewer numbers than a vector has would be added up in another order.
+    longest = max(BLOCK_TOKENS, *(end - begin * BLOCK_TOKENS for _, begin, _, end in numbers))
+    row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers)[..., None].unbind(1)
+    group_RG1 = (row_R1 * num_groups + torch.arange(num_groups))[..., None]
+    block_RM = begin_R1 + torch.arange(-(-longest // BLOCK_TOKENS))
+    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest)
+    sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
+
+    def of_heads(x_RGX: Tensor, some: Tensor | None = None) -> Tensor:
+        found = x_RGX[:, :, None].expand(-1, num_groups, num_heads // num_groups, -1).flatten()
+        return found if some is None else found[some]
+
+    def seen_places(is_seen_RX: Tensor) -> Tensor | None:
+        return None if bool(is_seen_RX.all()) else of_heads(is_seen_RX[:, None]).nonzero()[:, 0]
+
+    read, weighed = seen_places(block_RM * BLOCK_TOKENS < end_R1), seen_places(sees_RW)
+    own = torch.arange(num_rows * num_heads).view(num_rows, num_groups, -1, 1)
+    queries = own.expand(-1, -1, -1, block_RM.shape[1]).flatten()
+    queries = queries if read is None else queries[read]
+    blocks = of_heads(group_RG1 * num_blocks + block_RM[:, None], read)
+    dtype = torch.int32 if like.keys.numel() < 2**31 else torch.int64
+    keys = (blocks[:, None] * width + torch.arange(width)).flatten().to(dtype)
+    key_starts = torch.arange(0, len(keys), width, dtype=dtype)
+    values = of_heads(group_RG1 * num_tokens + token_RW[:, None], weighed).to(dtype)
+    lengths = (end_R1 - first_R1).expand(-1, num_heads).flatten()
+    value_starts = (lengths.cumsum(0) - lengths).to(dtype)
+
+    def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
+        weights = (q_RHK.to(cache.keys.dtype) * width**-0.5).flatten(0, 1).index_select(0, queries)
+        scores = _weighted_sums(cache.keys, keys, key_starts, weights)
+        if read is not None:
+            every = scores.new_zeros(block_RM.numel() * num_heads, BLOCK_TOKENS)
+            scores = every.index_copy_(0, read, scores)
+        scores_RHW = scores.view(num_rows, num_heads, -1)[..., :longest]
+        if weighed is None:
+            weights = scores_RHW.softmax(-1)
+        else:
+            weights = scores_RHW.masked_fill_(~sees_RW[:, None], -torch.inf).softmax(-1).take(weighed)
+        return _weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape).to(q_RHK.dtype)
+
+    return attend
+
+
+def _weighted_sums(store: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """The sums of rows of a memory's last dimension; each begins at its place in `rows` and ends at the next one's."""
+    table = store.view(-1, store.shape[-1])
+    return torch.embedding_bag(table, rows, starts, False, 0, False, weights.flatten())[0]
+
+
 def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], window: int | None) -> Tensor:
     """[R, H, K] of neighbouring, equally long rows that read one token each; the bits are those of each alone."""
     rows, seen = slice(run[0].row, run[-1].row + 1), slice(_first_seen(run[0], window), run[0].end)
-    k_RGLK, v_RGLK = cache.keys_RGLK[rows, :, seen], cache.values_RGLK[rows, :, seen]
+    k_RGLK, v_RGLK = cache.keys_of(rows, seen), cache.values_RGLK[rows, :, seen]
     # The queries of a group are the rows of one product: nothing is repeated for them.
     q_RGQK = q_RHK.view(len(run), k_RGLK.shape[1], -1, q_RHK.shape[-1])
-    return attention_of_one(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2)
+    return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2)
 
 
 def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:
     first = _first_seen(item, window)
-    k_GLK, v_GLK = (x[item.row, :, first : item.end] for x in (cache.keys_RGLK, cache.values_RGLK))
+    k_GLK, v_GLK = cache.keys_of(item.row, slice(first, item.end)), cache.values_RGLK[item.row, :, first : item.end]
     num_groups, (length, num_heads, _) = len(k_GLK), q_LHK.shape
-    q_HLK = q_LHK.transpose(0, 1)
+    q_HLK = q_LHK.transpose(0, 1).to(k_GLK.dtype)
     mask_LL = None
     if first or item.start or (window is not None and window < length):
         key = ("cached mask", length, item.start, window)
         mask_LL = rows.shared(key, lambda: _mask(item, first, window, q_LHK.device))
-    q, k, v = (widened(x)[None] for x in (q_HLK, k_GLK, v_GLK))
+    q, k, v = (x[None] for x in (q_HLK, k_GLK, v_GLK))
     is_grouped = num_heads != num_groups
     out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, is_causal=mask_LL is None, enable_gqa=is_grouped)[0]
     return out_HLK.transpose(0, 1).to(q_LHK.dtype)

@@ -11,7 +11,7 @@ import torch
 from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
-from penstock.model import CachedRows, CacheSize, KVCache, decoder_units
+from penstock.model import CachedRows, CacheSize, KVCache, cache_dtype, decoder_units
 from penstock.schedule import BatchItem
 from penstock.settings import Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
@@ -37,11 +37,11 @@ def num_tensors() -> int:
 def test_no_memory_grows_over_200_rounds() -> None:
     made, prompts = engine(), random_prompts([5, 2])
     made.generate(prompts, PARAMS)
-    kept, counted = [cache.keys_RGLK.data_ptr() for cache in caches(made)], num_tensors()
+    kept, counted = [cache.keys.data_ptr() for cache in caches(made)], num_tensors()
     assert len(kept) == CONFIG.num_layers
     for _ in range(200):
         made.generate(prompts, PARAMS)
-    assert [cache.keys_RGLK.data_ptr() for cache in caches(made)] == kept
+    assert [cache.keys.data_ptr() for cache in caches(made)] == kept
     assert num_tensors() == counted
 
 
@@ -58,9 +58,10 @@ def test_a_cache_is_a_row_a_sequence_and_as_long_as_the_longest_answer() -> None
     made, prompts = engine(), random_prompts([5, 2, 60])
     made.generate(prompts, SamplingParams(max_new_tokens=30), GenerateOptions(num_slots=2, rows_per_slot=2))
     for cache in caches(made):
-        keys, values = cache.by_token()
-        # [rows, tokens rounded up, key heads, width of a head]
-        assert keys.shape == values.shape == (4, 128, CONFIG.key_heads, CONFIG.head_size)
+        keys, values = cache.keys_of(slice(None), slice(0, 128)), cache.values_RGLK
+        # [rows, key heads, tokens rounded up, width of a head]
+        assert keys.shape == values.shape == (4, CONFIG.key_heads, 128, CONFIG.head_size)
+        assert cache.keys.numel() == values.numel()
 
 
 @pytest.mark.shows(133)
@@ -72,8 +73,8 @@ def test_a_cache_takes_the_bytes_that_were_foreseen(precision: Precision, num_ro
     foreseen = decoders.cache_bytes(num_rows, num_tokens)
     assert caches(made) == [], "nothing is allocated for the answer"
     decoders.reserve(num_rows, num_tokens)
-    taken = sum(values.nbytes for cache in caches(made) for values in (cache.keys_RGLK, cache.values_RGLK))
-    tokens, each = -(-num_tokens // 64) * 64, 2 if precision is Precision.BF16 else 4
+    taken = sum(values.nbytes for cache in caches(made) for values in (cache.keys, cache.values_RGLK))
+    tokens, each = -(-num_tokens // 64) * 64, 4
     heads = CONFIG.num_layers * CONFIG.key_heads * CONFIG.head_size
     assert foreseen == taken == 2 * num_rows * tokens * heads * each
 
@@ -84,10 +85,10 @@ def resident_bytes() -> int:
 
 @pytest.mark.shows(133)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_take_the_memory_that_they_are_long(dtype: torch.dtype) -> None:
-    before = resident_bytes()
-    cache = KVCache(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64)
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_rows_take_the_memory_that_they_are_long(by_blocks: bool) -> None:
+    before, dtype = resident_bytes(), torch.float32
+    cache = KVCache(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64, by_blocks)
     for row, length in enumerate([64, 640] * 8):
         new = torch.ones(length, 2, 64, dtype=dtype)
         CachedRows.of([BatchItem(row, row, 0, length, sampled=True)]).write(cache, new, new)
@@ -99,7 +100,8 @@ def test_rows_take_the_memory_that_they_are_long(dtype: torch.dtype) -> None:
 @pytest.mark.shows(69)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cuts", [[9], [4, 5], [1] * 9, [3, 1, 1, 4]])
-def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: int | None) -> None:
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: int | None, by_blocks: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, generator=generator) for heads in (4, 2, 2))
     scores = torch.einsum("thk,shk->hts", q, k.repeat_interleave(2, 1)) / 8**0.5
@@ -108,7 +110,7 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
     expected = torch.einsum(
         "hts,shk->thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.repeat_interleave(2, 1)
     )
-    cache = KVCache(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8)
+    cache = KVCache(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8, by_blocks)
     found, start = [], 0
     for length in cuts:
         rows = CachedRows.of([BatchItem(0, 1, start, length, sampled=True)])
@@ -128,39 +130,43 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
     num_groups: int, window: int | None, dtype: torch.dtype, start: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(CacheSize(6, 320, dtype, torch.device("cpu")), num_groups, 32)
-    for store in (cache.keys_RGLK, cache.values_RGLK):
-        store.copy_(torch.randn(store.shape, generator=generator))
-    # Rows 0 to 2 are neighbours and equally long, so are 4 and 5.
-    pieces = [
-        BatchItem(i, row, begin, 1, True)
-        for i, (row, begin) in enumerate([(0, start), (1, start), (2, start), (4, 9), (5, 9)])
-    ]
+    size = CacheSize(7, 320, cache_dtype(dtype, "cpu"), torch.device("cpu"))
+    cache = KVCache(size, num_groups, 32, by_blocks=True)
+    # What no row sees is no number.
+    for store in (cache.keys, cache.values_RGLK):
+        store.fill_(torch.nan)
+    # Rows 0 to 2 are neighbours and equally long, so are 4 and 5; the last begins a block.
+    places = [(0, start), (1, start), (2, start), (4, 9), (5, 9), (6, 128)]
+    for row, begin in places:
+        k, v = torch.randn(2, begin + 1, num_groups, 32, generator=generator).to(dtype)
+        CachedRows.of([BatchItem(0, row, 0, begin + 1, True)]).write(cache, k, v)
+    pieces = [BatchItem(i, row, begin, 1, True) for i, (row, begin) in enumerate(places)]
     q = torch.randn(len(pieces), 4, 32, generator=generator).to(dtype)
     found = CachedRows.of(pieces).attend(q, cache, window)
     for i, piece in enumerate(pieces):
         assert torch.equal(found[i : i + 1], CachedRows.of([piece]).attend(q[i : i + 1], cache, window))
         seen = slice(max(0, piece.end - (window or 999)), piece.end)
-        k, v = (
-            x[piece.row, :, seen].double().repeat_interleave(4 // num_groups, 0)
-            for x in (cache.keys_RGLK, cache.values_RGLK)
-        )
+        keys, values = cache.keys_of(piece.row, seen), cache.values_RGLK[piece.row, :, seen]
+        k, v = (x.double().repeat_interleave(4 // num_groups, 0) for x in (keys, values))
         weights = ((k @ q[i].double()[..., None])[..., 0] / 32**0.5).softmax(-1)
         exact = (weights[:, None] @ v)[:, 0]
-        # Keys and values of 16 bits are widened, so only the mean is rounded.
+        # Keys and values of 16 bits are kept widened, so only the mean is rounded.
         torch.testing.assert_close(found[i].double(), exact, rtol=5e-3 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_rows", [2, 7])
-def test_keys_are_written_where_the_items_say(num_rows: int) -> None:
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_keys_are_written_where_the_items_say(num_rows: int, by_blocks: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     starts = [9 + row for row in range(num_rows)]  # so that every row is a run of its own
     items = [BatchItem(row, row, start, 1, True) for row, start in enumerate(starts)]
-    items += [BatchItem(num_rows, num_rows, 4, 3, True)]
-    rows, cache = CachedRows.of(items), KVCache(CacheSize(num_rows + 1, 32, torch.float32, torch.device("cpu")), 2, 8)
+    # From one block to the next.
+    items += [BatchItem(num_rows, num_rows, 60, 7, True)]
+    rows, size = CachedRows.of(items), CacheSize(num_rows + 1, 96, torch.float32, torch.device("cpu"))
+    cache = KVCache(size, 2, 8, by_blocks)
     k, v = torch.randn(2, rows.num_tokens, 2, 8, generator=generator)
     rows.write(cache, k, v)
-    for store, new in ((cache.keys_RGLK, k), (cache.values_RGLK, v)):
+    for store, new in ((cache.keys_of(slice(None), slice(0, 96)), k), (cache.values_RGLK, v)):
         expected = torch.zeros_like(store)
         for token, (row, position) in enumerate(zip(rows.rows_T.tolist(), rows.positions.tolist(), strict=True)):
             expected[row, :, position] = new[token]

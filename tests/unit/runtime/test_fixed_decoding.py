@@ -80,7 +80,7 @@ def decoder_of_slot(num_tokens: int = 128) -> Iterator[StageDecoder]:
     generator = torch.Generator().manual_seed(0)
     for cache in caches:
         if isinstance(cache, KVCache):
-            for store in (cache.keys_RGLK, cache.values_RGLK):
+            for store in (cache.keys, cache.values_RGLK):
                 store.copy_(torch.randn(store.shape, generator=generator))
     with torch.inference_mode():
         yield StageDecoder(own, caches, num_tokens)
@@ -104,17 +104,18 @@ def test_rows_that_do_not_live_neither_disturb_others_nor_lose_what_they_hold() 
         second.decode(inputs(4, 2), visit({4: 3, 5: 3, 6: 3, 7: 3}), SLOTS)
         second.decode(inputs(1, 3), visit({5: 20}), SLOTS)
         for cache, like in zip(kept, clean, strict=True):
-            for store, other in ((cache.keys_RGLK, like.keys_RGLK), (cache.values_RGLK, like.values_RGLK)):
+            for store, other in ((cache.keys, like.keys), (cache.values_RGLK, like.values_RGLK)):
                 store[[4, 7]] = other[[4, 7]]
                 store[dead] = torch.nan
         assert torch.equal(second.decode(x, visit({4: 9, 7: 30}), SLOTS), expected)
         assert expected.isfinite().all()
-        before = [cache.keys_RGLK.clone() for cache in clean]
+        everything = slice(None), slice(0, 128)
+        before = [cache.keys_of(*everything).clone() for cache in clean]
         first.decode(x, visit({4: 10, 7: 31}), SLOTS)
         changed = {
             (row, position)
             for old, cache in zip(before, clean, strict=True)
-            for row, position in (old != cache.keys_RGLK).any(-1).any(1).nonzero().tolist()
+            for row, position in (old != cache.keys_of(*everything)).any(-1).any(1).nonzero().tolist()
         }
         # Rows without life write at the very end, which no sequence ever reads.
         assert changed - {(5, 127), (6, 127)} == {(4, 10), (7, 31)}

@@ -15,14 +15,15 @@ from torch import nn
 from penstock import schedule
 from penstock.engine.build import EngineArguments, bytes_of_weight, parameter_dtype
 from penstock.engine.options import EngineOptions
-from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec
+from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec, cache_dtype
 from penstock.model.layers.dense import Embedding
 
 # Of a device: the rows for which multiplying by the weights takes as long as reading them; and in the time of reading a
 # byte of weights, attention to an element of a key or value, and the small operations around it, whatever its size.
 # Measured on one core (AMD EPYC; 512 and 2,048 wide, 1 to 64 rows, 80 to 528 tokens) it is 13 to 16 rows in fp32, bf16
-# and int8 alike, 0.29 to 0.49 ns an element whatever its dtype, and 0.2 ms, where a byte of weights takes 0.03 ns.
-_CPU = (15.0, 10.0, 6e6)
+# and int8 alike, 0.15 to 0.3 ns an element of fp32 for one or two queries each, and 0.2 ms, where a byte of weights
+# takes 0.03 ns.
+_CPU = (15.0, 7.0, 6e6)
 # From specification sheets: some hundred operations in the time of a byte, and attention that keeps up with memory.
 _GPU = (250.0, 2.0, 0.0)
 _KEPT = 1.2  # bytes of a model in use, over those of its weights
@@ -77,7 +78,7 @@ def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: in
         multiplying = num_rows * of_one_row / rows_per_reading
         attending = 0.0
         if token_bytes := _cached_bytes(module, options):
-            elements = num_rows * num_tokens * token_bytes / parameter_dtype(options.precision).itemsize
+            elements = num_rows * num_tokens * token_bytes / _cached_dtype(options).itemsize
             attending = elements * cached_element + small_operations
         times.append((reading + multiplying) * num_bytes + attending)
     return times
@@ -94,8 +95,12 @@ def _on_meta(unit: UnitSpec) -> nn.Module:
         return unit.build()
 
 
+def _cached_dtype(options: EngineOptions) -> torch.dtype:
+    return cache_dtype(parameter_dtype(options.precision), options.device)
+
+
 def _cached_bytes(module: nn.Module, options: EngineOptions) -> int:
     """The bytes of a token in a unit's cache; 0 for other libraries' caches, which grow and do not say how."""
-    size = CacheSize(1, 1, parameter_dtype(options.precision), torch.device("meta"))
+    size = CacheSize(1, 1, _cached_dtype(options), torch.device("meta"))
     cache = module.new_cache(size) if isinstance(module, CachedUnit) else None
     return cache.num_bytes if isinstance(cache, KVCache) else 0

@@ -19,6 +19,7 @@ from penstock.engine.generation.answers import (
 )
 from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue
 from penstock.engine.pipeline import Pipeline
+from penstock.model import cache_dtype
 from penstock.parallel.host import gather_json, shown_to_all_ranks
 from penstock.runtime import (
     DecodeLoop,
@@ -55,7 +56,8 @@ class Generator:
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
-        self.decoders = Decoders(stages, pipeline.boundary.dtype, pipeline.device, captures)
+        dtype = cache_dtype(pipeline.boundary.dtype, pipeline.device.type)
+        self.decoders = Decoders(stages, dtype, pipeline.device, captures)
         pipeline.at_close(self.close)
         # No thread of a failed generation uses the links that come after.
         pipeline.recovery.around_renewal(undo=lambda: self._loop.relay.join() if self._loop is not None else None)

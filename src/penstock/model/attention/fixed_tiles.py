@@ -164,14 +164,14 @@ def _seen(positions_RL: Tensor, longest: int) -> Seen:
 def _attention_of_rows(q_RHK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
     """The means [R, H, K] of rows of the cache that read one token each."""
     # The queries of a group are the rows of one product: nothing is repeated for them.
-    q_RGQK = q_RHK.unflatten(1, (cache.keys_RGLK.shape[1], -1))
+    q_RGQK = q_RHK.unflatten(1, (cache.values_RGLK.shape[1], -1))
     num_queries = q_RGQK.shape[2]
     padded = F.pad(q_RGQK, (0, 0, 0, max(0, FEW_ROWS - num_queries)))
     return _attention_over(padded, cache, own, seen)[:, :, :num_queries].flatten(1, 2)
 
 
 def _attention_over(q_RHLK: Tensor, cache: KVCache, own: slice, seen: Seen) -> Tensor:
-    keys_RGLK, values_RGLK = cache.keys_RGLK[own], cache.values_RGLK[own]
+    keys_RGLK, values_RGLK = cache.keys[own], cache.values_RGLK[own]
     parts = []
     for keys, sees in seen:
         mask = None if sees is None else sees[0].expand(-1, -1, q_RHLK.shape[2], -1)

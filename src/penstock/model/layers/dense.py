@@ -291,7 +291,9 @@ class AttentionBlock(nn.Module):
         return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
 
     def new_cache(self, size: CacheSize) -> KVCache:
-        return KVCache(size, self.k.out_features // self.head_dim, self.head_dim)
+        # Tiles of keys are read as they are.
+        by_blocks = size.device.type == "cpu" and not self.is_reproducible
+        return KVCache(size, self.k.out_features // self.head_dim, self.head_dim, by_blocks)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
