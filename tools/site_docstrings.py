@@ -27,6 +27,14 @@ class Docstrings(griffe.Extension):
             values = (f"`{name}`" for name in members)
             cls.docstring.value += f"\n\n**Values:** {', '.join(values)}"
 
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Let the engine begin with its own methods, and end with those that it inherits. Called by griffe."""
+        engine = pkg["engine.engine.Engine"]
+        for base in engine.mro():
+            for name, member in base.members.items():
+                if name not in engine.members:
+                    engine.members[name] = griffe.Alias(name, target=member, parent=engine)
+
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Shorten `setting(default, help, bounds)` to the default, `same_as(Kind, "name")` to Kind.name.
 

@@ -1,8 +1,10 @@
 """What the documentation site adds to the pages in docs/: tables and references from the code, links to the repository.
 
 mkdocs calls `on_page_markdown` for each page. The line `<!-- settings -->` becomes the table of all settings,
-`<!-- names of PACKAGE -->` the reference of each of its public names, `<!-- file: PATH -->` a file of the repository. A
-picture on a line of its own leads to itself, in its full size; a schedule's, in the gallery, also to the playground.
+`<!-- names of PACKAGE -->` the reference of each of its public names that the page has not yet, `<!-- file: PATH -->` a
+file of the repository. A picture on a line of its own leads to itself, in its full size; a schedule's, in the gallery,
+also to the playground.
+Beside the pages lies the timeline that the home page opens with.
 """
 
 import importlib
@@ -12,6 +14,8 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from penstock import schedule
+from penstock.draw import Layer, write_drawing
 from penstock.settings import SETTINGS
 from penstock.settings.declare import in_words, plain
 from penstock.settings.run import section_summaries
@@ -34,7 +38,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     """Return a page's Markdown as it is built."""
     markdown = markdown.replace("<!-- settings -->", settings_table())
     markdown = with_files(markdown)
-    markdown = _NAMES.sub(lambda found: reference_of(found[1]), markdown)
+    markdown = _NAMES.sub(lambda found: reference_of(found[1], markdown), markdown)
     markdown = _SCHEDULE.sub(in_playground, markdown)
     markdown = _PICTURE.sub(r"[\g<0>](\1)", with_gaps(markdown))
     return outer_links(markdown, page.file.src_uri, config["repo_url"])
@@ -44,6 +48,13 @@ def on_page_content(html: str, **_: Any) -> str:
     """Return a page's HTML, where no line ends within an option of a command, and blocks of long lines are marked."""
     html = _BLOCK.sub(lambda block: f'<pre class="long">{block[1]}' if _is_long(block[1]) else block[0], html)
     return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+
+
+def on_post_build(*, config: Any) -> None:
+    """Write the timeline of the home page into the built site, as the command that the page names does."""
+    program = schedule.lower(schedule.build("interleaved", ranks=4, microbatches=8))
+    schedule.verify(program)
+    write_drawing(Path(config["site_dir"]) / "step.html", [Layer.simulated(schedule.simulate(program))])
 
 
 def _is_long(block: str) -> bool:
@@ -112,7 +123,8 @@ def _shown(value: Any) -> str:
     return f"`{' '.join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)}`"
 
 
-def reference_of(package: str) -> str:
-    """The public names of a package, each with its own documentation."""
+def reference_of(package: str, page: str) -> str:
+    """The public names of a package, each with its own documentation, but for those that the page has by itself."""
     names = [name for name in importlib.import_module(package).__all__ if not name.startswith("__")]
-    return "\n\n".join(f"::: {package}.{name}" for name in names)
+    places = (f"::: {package}.{name}" for name in names)
+    return "\n\n".join(place for place in places if place not in page.splitlines())

@@ -138,13 +138,12 @@ function element(kind, text) {
   return made;
 }
 
-const FRAMED = "header, #theme { display: none !important }"; // what stands around the frame already
 const theme = () => (document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
 
 // The package's own page.
 function draw(value) {
   const frame = $("timeline"), before = frame.dataset.page;
-  const page = value && new Blob([value.timeline.replace("</style>", `${FRAMED}</style>`)], { type: "text/html" });
+  const page = value && new Blob([value.timeline], { type: "text/html" });
   frame.hidden = !value;
   frame.style.setProperty("--ranks", value?.num_ranks ?? 0);
   frame.dataset.page = page ? URL.createObjectURL(page) : "about:blank";

@@ -6,7 +6,12 @@ import os
 import select
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,28 @@ FLAGS = (
 def find_chromium() -> str | None:
     """The browser that the environment variable CHROMIUM names, or the first that is installed."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of a folder's files, which ends with the block."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript"}
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Patient(ThreadingHTTPServer):
+        # A browser opens many connections at once; of those that find no place, some wait for minutes.
+        request_queue_size = 128
+
+    with Patient(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 class Chromium:
@@ -117,6 +144,11 @@ class Chromium:
 
     def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def prefer(self, **features: str) -> None:
+        """What the user prefers, such as color_scheme="dark"; all else is as it was at the start."""
+        wanted = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=wanted)
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -3,11 +3,8 @@
 import json
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from docs.playground import answers
 
 from penstock import schedule
 from penstock.cli.main import main
-from tests.e2e.chromium import Chromium, find_chromium
+from tests.e2e.chromium import Chromium, find_chromium, served
 
 pytestmark = pytest.mark.subject(
     "src/penstock/draw/**/*",
@@ -87,22 +84,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript"}
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    class Patient(ThreadingHTTPServer):
-        # A browser opens many connections at once; of those that find no place, some wait for minutes.
-        request_queue_size = 128
-
-    with Patient(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/playground.html"
-        server.shutdown()
-        thread.join()
+    with served(site) as started:
+        yield f"{started}/playground.html"
 
 
 class Playground:
@@ -328,6 +311,26 @@ def test_a_broken_schedule_is_refused_in_the_words_of_the_command(
     page.browser.type(schedule.to_text(schedule.build("afab", ranks=2, microbatches=2)))
     page.wait()
     assert page.told("verdict").startswith("Proved: ") and page.frame is not None
+
+
+@pytest.mark.shows(191)
+@pytest.mark.parametrize("ranks", ["4", "32"])
+def test_every_rank_and_the_whole_step_are_seen_whatever_was_seen_before(page: Playground, ranks: str) -> None:
+    page.open(schedule="1f1b", ranks="2", microbatches="2")
+    assert page.frame is not None
+    zoom = "document.getElementById('timeline').contentDocument.getElementById('in').click()"
+    page.browser.evaluate(zoom)
+    for name, value in (("ranks", ranks), ("microbatches", "64")):
+        page.browser.evaluate(f"document.getElementById('{name}').value = {value}, 0")
+        event = "new Event('input', {bubbles: true})"
+        page.browser.evaluate(f"document.getElementById('{name}').dispatchEvent({event})")
+    page.wait()
+    assert page.frame is not None
+    frame = "document.getElementById('timeline').contentDocument"
+    assert page.browser.evaluate(f"{frame}.querySelectorAll('#labels li').length") == int(ranks)
+    below = f"(one => one.scrollHeight - one.clientHeight)({frame}.getElementById('scroller'))"
+    assert page.browser.evaluate(below) <= 1
+    assert "from=" not in page.browser.evaluate("document.getElementById('timeline').contentWindow.location.hash")
 
 
 @pytest.mark.shows(159)

@@ -1,11 +1,13 @@
 """The documentation site: it builds strictly, settings and public names are all in it."""
 
 import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from penstock.settings import SETTINGS
-from tests.e2e.chromium import Chromium, find_chromium
+from tests.e2e.chromium import Chromium, find_chromium, served
 
 pytestmark = pytest.mark.subject("docs/**/*", "mkdocs.yml", "README.md", "tools/*.py", "src/penstock/**/*.py")
 
@@ -116,7 +118,7 @@ def test_nothing_is_asked_of_another_host_and_links_out_lead_to_the_repository(s
     for page in pages:
         text = page.read_text()
         loaded = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="([^"]+)"', text)
-        assert loaded and [address for address in loaded if "//" in address] == []
+        assert (loaded or page.name == "step.html") and [address for address in loaded if "//" in address] == []
         paths = re.findall(rf'href="{re.escape(repository)}/blob/main/([^"#]+)"', text)
         assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -129,6 +131,118 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     started = Chromium(program, tmp_path_factory.mktemp("chromium"))
     yield started
     started.close()
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """A new address of the site, for which a browser has kept nothing."""
+    with served(site) as started:
+        yield started
+
+
+# The page in the home page's frame, and what of its drawing is as it was before.
+FRAME = "document.getElementById('step')"
+CANVAS = f"{FRAME}.contentDocument.getElementById('body')"
+THEME = f"{FRAME}.contentDocument.documentElement.dataset.theme"
+
+
+def open_home(browser: Chromium, address: str, size: tuple[int, int], **preferred: str) -> None:
+    browser.resize(*size)
+    browser.prefer(**preferred)
+    browser.open(f"{address}/index.html")
+    wait(browser, f"{FRAME}.contentDocument?.documentElement.dataset.ready", "true")
+
+
+def wait(browser: Chromium, expression: str, wanted: object) -> None:
+    """Wait until an expression in the page has a value."""
+    deadline = time.monotonic() + 30
+    while (found := browser.evaluate(expression)) != wanted:
+        assert time.monotonic() < deadline, (expression, found, browser.complaints)
+        time.sleep(0.05)
+
+
+@pytest.mark.shows(191)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_home_page_opens_with_a_whole_step_that_moves(
+    site: Path, address: str, browser: Chromium, size: tuple[int, int], scheme: str
+) -> None:
+    open_home(browser, address, size, color_scheme=scheme)
+    assert browser.complaints == []
+    left, top, right, bottom = browser.evaluate(
+        f"(box => [box.left, box.top, box.right, box.bottom])({FRAME}.getBoundingClientRect())"
+    )
+    assert left >= 0 and right <= size[0] and top > 0 and bottom <= size[1] and right - left > 0.75 * size[0] - 200
+    wait(browser, THEME, scheme)
+    # All ranks and the whole step: nothing is scrolled, and beyond both ends the canvas is empty.
+    scroller = f"{FRAME}.contentDocument.getElementById('scroller')"
+    assert browser.evaluate(f"{scroller}.scrollHeight - {scroller}.clientHeight") <= 1
+    column = f"(x => {CANVAS}.getContext('2d').getImageData(x, 0, 1, {CANVAS}.height).data.some(Boolean))"
+    width = browser.evaluate(f"{CANVAS}.width")
+    drawn = [browser.evaluate(f"{column}({x})") for x in (0, round(0.03 * width), round(0.97 * width), width - 1)]
+    assert drawn == [False, True, True, False]
+    # It moves, within a second and without Python or another host.
+    before = browser.evaluate(f"{CANVAS}.toDataURL()")
+    wait(browser, f"{CANVAS}.toDataURL() === {json.dumps(before)}", False)
+    asked = browser.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert asked and "asked for" not in str(browser.complaints)
+    assert asked and [name for name in asked if not name.startswith(address) or "playground" in name] == []
+    # Of its own it weighs little, the theme's style and script aside.
+    assert sum((site / name).stat().st_size for name in ("index.html", "step.html", "site.css")) < 140_000
+    # Its control stops it; it and the link to the playground can be reached.
+    browser.evaluate(f"{FRAME}.contentDocument.getElementById('play').click()")
+    browser.settle()
+    still = browser.evaluate(f"{CANVAS}.toDataURL()")
+    time.sleep(0.3)
+    assert browser.evaluate(f"{CANVAS}.toDataURL()") == still
+    assert browser.evaluate("document.querySelector('.doors a').href").startswith(f"{address}/playground.html#")
+
+
+@pytest.mark.shows(191)
+def test_the_home_pages_step_follows_the_scheme_and_stands_still_where_motion_is_unwanted(
+    address: str, browser: Chromium
+) -> None:
+    open_home(browser, address, (1280, 800), color_scheme="light", reduced_motion="reduce")
+    told = f"{FRAME}.contentDocument.getElementById('status').textContent"
+    assert browser.evaluate(told).startswith("Microbatch 0: ")
+    still = browser.evaluate(f"{CANVAS}.toDataURL()")
+    time.sleep(0.5)
+    assert browser.evaluate(f"{CANVAS}.toDataURL()") == still
+    browser.evaluate("document.querySelector('[title=Dark]').click()")
+    wait(browser, THEME, "dark")
+    browser.evaluate("document.querySelector('[title=Light]').click()")
+    browser.prefer()
+
+
+@pytest.mark.shows(191)
+def test_the_navigation_is_folded_but_for_the_section_of_the_page(site: Path, browser: Chromium) -> None:
+    browser.resize(1280, 900)
+    shown = (
+        "[...document.querySelectorAll('.md-sidebar--primary .md-nav__item > .md-nav__link')]"
+        ".filter(link => link.checkVisibility({visibilityProperty: true, opacityProperty: true}) && link.offsetHeight"
+        " && link.getClientRects()[0].width && link.closest('nav').getBoundingClientRect().height > 1)"
+        ".map(link => link.textContent.trim())"
+    )
+    browser.open(site / "index.html")
+    folded = browser.evaluate(shown)
+    assert folded[:2] == ["Home", "Start in five minutes"] and len(folded) <= 12, folded
+    browser.open(site / "guides" / "memory.html")
+    opened = browser.evaluate(shown)
+    assert "Memory" in opened and "A first schedule" not in opened and "Promises" not in opened
+    assert len(opened) > len(folded) + 5
+
+
+@pytest.mark.shows(191)
+def test_the_reference_begins_with_the_engine_and_its_verbs(site: Path) -> None:
+    page = (site / "reference" / "penstock.html").read_text()
+    places = re.findall(r'<h[23] id="penstock\.([\w.]+)"', page)
+    assert places[0] == "Engine" and places.count("Engine") == 1
+    verbs = page[page.index("Methods:") : page.index('id="penstock.Engine.generator"')]
+    first = list(dict.fromkeys(re.findall(r'<code><a [^>]*href="#penstock\.Engine\.(\w+)"', verbs)))
+    assert first[:6] == ["from_config", "from_layers", "from_hf", "train_batch", "evaluate", "forward"], first
+    # Each method has its line, those that the engine inherits last.
+    methods = [name for name in places if re.fullmatch(r"Engine\.\w+", name)]
+    assert {f"Engine.{name}" for name in first} < set(methods) and first.index("state") > first.index("save")
 
 
 @pytest.mark.parametrize("width", [1400, 1920])

@@ -3,6 +3,11 @@
 // ---- choosing
 
 function follow(microbatch) {
+  pause();
+  aim(microbatch);
+}
+
+function aim(microbatch) {
   const known = Number.isInteger(microbatch) && microbatch >= 0 && microbatch < numMicrobatches;
   state.microbatch = known ? microbatch : -1;
   $("microbatch").value = state.microbatch >= 0 ? String(state.microbatch) : "";
@@ -10,6 +15,39 @@ function follow(microbatch) {
   tellWay();
   remember();
   redraw();
+}
+
+// ---- following by itself: the way of one microbatch after another is drawn as it comes about
+
+const WAY_MS = 5000, REST_MS = 1500;
+const playing = { frame: 0, since: 0 };
+
+function play() {
+  if (state.microbatch < 0) aim(0);
+  $("play").textContent = "Pause";
+  $("status").setAttribute("aria-live", "off"); // it changes without end
+  playing.since = performance.now();
+  advance(playing.since);
+  remember();
+}
+
+function advance(now) {
+  const ways = shownLayers().map(layer => wayOf(layer, state.microbatch)), took = now - playing.since;
+  const start = Math.min(...ways.map(way => way.start)), end = Math.max(...ways.map(way => way.end));
+  state.until = took < WAY_MS ? start + (end - start) * (took / WAY_MS) : Infinity;
+  playing.frame = requestAnimationFrame(advance);
+  if (took < WAY_MS + REST_MS) return redraw();
+  playing.since = now;
+  return aim((state.microbatch + 1) % numMicrobatches);
+}
+
+function pause() {
+  cancelAnimationFrame(playing.frame);
+  playing.frame = 0;
+  state.until = Infinity;
+  redraw();
+  $("play").textContent = "Play";
+  $("status").setAttribute("aria-live", "polite");
 }
 
 // Follow a microbatch and, where nothing of it is seen, go where it is.
@@ -75,34 +113,28 @@ function makeLegend() {
 function remember() {
   const parts = [];
   if (state.microbatch >= 0) parts.push(`microbatch=${state.microbatch}`);
+  if (playing.frame) parts.push("play=on");
   if (layers.length > 1) parts.push(`show=${state.show === "all" ? "all" : layers[state.show].name}`);
   if (state.to - state.from < 0.999 * (WHOLE[1] - WHOLE[0])) {
     parts.push(`from=${figure(state.from, 9)}`, `to=${figure(state.to, 9)}`);
   }
   try {
-    history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.pathname + location.search);
+    history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : location.href.split("#")[0]);
   } catch {
     /* some viewers forbid it */
   }
 }
 
-// What is seen first: the whole step or, where its numbers could not be read, a part of it from the start.
-function opening() {
-  const widths = layers.flatMap(layer => layer.ranks.flatMap(({ compute }) =>
-    Array.from(compute.start, (start, i) => (compute.microbatch[i] >= 0 ? compute.end[i] - start : 0)).filter(took => took > 0)));
-  const narrow = widths.sort((a, b) => a - b)[Math.floor(widths.length / 10)] || 0;
-  const length = (narrow * body.clientWidth) / (NARROWEST + 0.5), whole = WHOLE[1] - WHOLE[0];
-  return length < whole / 4 || length >= whole ? WHOLE : [WHOLE[0], WHOLE[0] + length];
-}
-
-function recall() {
-  const asked = new URLSearchParams(location.hash.slice(1));
+function recall(hash = location.hash) {
+  const asked = new URLSearchParams(hash.slice(1));
   const named = layers.findIndex(layer => layer.name === asked.get("show"));
   const [from, to] = [asked.get("from"), asked.get("to")].map(text => (text === null ? NaN : Number(text)));
   if (["light", "dark"].includes(asked.get("theme"))) paintTheme(asked.get("theme"));
   show(named >= 0 ? named : layers.length > 1 ? "all" : 0);
-  look(...(from < to ? [from, to] : opening()));
+  look(...(from < to ? [from, to] : WHOLE));
   follow(asked.has("microbatch") ? Number(asked.get("microbatch")) : -1);
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (asked.has("play") && numMicrobatches) still ? aim(0) : play();
 }
 
 // ---- mouse
@@ -127,7 +159,7 @@ body.addEventListener("pointerdown", event => {
 });
 
 body.addEventListener("pointermove", event => {
-  state.pointer = { x: event.offsetX, from: drag && drag.range ? drag.x : undefined };
+  state.pointer = { x: event.offsetX, y: event.offsetY, from: drag && drag.range ? drag.x : undefined };
   if (drag) {
     const [dx, dy] = [event.offsetX - drag.x, event.offsetY - drag.y];
     drag.moved ||= Math.hypot(dx, dy) > 4;
@@ -258,6 +290,7 @@ const KEYS = {
   ArrowDown: () => leap(1),
   "[": () => neighbour(-1),
   "]": () => neighbour(1),
+  p: () => (playing.frame ? pause() : play()),
   Escape: () => {
     state.cursor = null;
     follow(-1);
@@ -355,6 +388,11 @@ $("out").onclick = () => {
 $("fit").onclick = () => glideTo(...WHOLE);
 $("before").onclick = () => neighbour(-1);
 $("after").onclick = () => neighbour(1);
+$("play").onclick = () => {
+  KEYS.p();
+  remember();
+};
+$("play").disabled = !numMicrobatches;
 $("clear").onclick = () => follow(-1);
 $("microbatch").onchange = event => goAlong(event.target.value.trim() === "" ? -1 : Number(event.target.value));
 $("strips").onchange = event => {
@@ -371,6 +409,7 @@ $("chart").setAttribute(
   "aria-label",
   `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} rank${numRanks === 1 ? "" : "s"}`,
 );
+if (window !== window.top) document.documentElement.dataset.framed = "";
 makeSwitch();
 makeFigures();
 makeRankTables();
@@ -379,5 +418,8 @@ prefersDark.addEventListener("change", () => paintTheme(prefersDark.matches ? "d
 paintTheme(prefersDark.matches ? "dark" : "light");
 recall();
 addEventListener("resize", layOut);
-addEventListener("hashchange", recall);
+const around = new ResizeObserver(layOut);
+for (const name of ["header", "footer"]) around.observe(document.querySelector(name));
+// By now what is seen may have been remembered over what was asked for.
+addEventListener("hashchange", event => recall(new URL(event.newURL).hash));
 document.documentElement.dataset.ready = "true";

@@ -72,7 +72,7 @@ function prepare(canvas, width, height) {
 }
 
 // One layer of one rank: `box` says where (y, height), `scale` maps time to pixels, `way` is what is followed here: the
-// microbatch and the indices of its actions; null where none is.
+// microbatch, the indices of its actions, and the time until which it has come; null where none is.
 function paintBar(pen, rank, box, scale, way) {
   const { compute, beside, waits } = rank;
   const left = scale.x(0),
@@ -84,10 +84,10 @@ function paintBar(pen, rank, box, scale, way) {
     last = lastStarted(compute, scale.to);
   if (last - first > scale.width / 3) {
     paintShares(pen, [rank], box, scale, way ? DIMMED : 1);
-    if (way) for (const i of way.indices) paintAction(pen, rank, i, box, scale, way.microbatch, 2);
+    if (way) for (const i of way.indices) paintAction(pen, rank, i, box, scale, way, 2);
   } else {
     for (let i = first; i <= last; i++) {
-      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, way ? way.microbatch : null, 0);
+      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, way, 0);
     }
   }
   const foot = box.height * BESIDE;
@@ -112,8 +112,8 @@ function paintWaits(pen, waits, box, scale, alpha) {
   pen.globalAlpha = 1;
 }
 
-// An action, dimmed if another microbatch than its own is `followed`.
-function paintAction(pen, rank, i, box, scale, followed, atLeast) {
+// An action, dimmed if another microbatch than its own is followed, or its own has not come here yet.
+function paintAction(pen, rank, i, box, scale, way, atLeast) {
   const lane = rank.compute;
   let x = scale.snap(lane.start[i]),
     width = scale.snap(lane.end[i]) - x;
@@ -129,7 +129,7 @@ function paintAction(pen, rank, i, box, scale, followed, atLeast) {
   if (lane.backKind[i] >= 0) parts.push([lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], box.y + half]);
   for (const [kind, stage, microbatch, y] of parts) {
     const colour = colourOf(kind, rank.local.get(stage) || 0),
-      dimmed = followed !== null && followed !== microbatch;
+      dimmed = way && (way.microbatch !== microbatch || lane.start[i] > way.until);
     pen.fillStyle = css(dimmed ? mix(colours.idle, colour, DIMMED) : colour);
     if (width > 9 && half > 9) {
       pen.beginPath();

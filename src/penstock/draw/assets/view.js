@@ -6,13 +6,15 @@ const state = {
   from: 0,
   to: 1,
   microbatch: -1,
+  until: Infinity, // of the way that is followed, what has begun by then
   cursor: null,
   pointer: null,
   strips: true,
 };
 const MARGIN = 0.012; // of the makespan, left free on both sides of the whole step
 const WHOLE = [-MARGIN * makespan, (1 + MARGIN) * makespan];
-const rows = { height: 0, bars: [], strip: null };
+[state.from, state.to] = WHOLE;
+const rows = { height: 0, crowded: false, bars: [], strip: null };
 
 const shownLayers = () => (state.show === "all" ? layers : [layers[state.show]]);
 
@@ -25,8 +27,11 @@ function scaleOf(width, from = state.from, to = state.to) {
 
 const bodyScale = () => scaleOf($("body").clientWidth);
 
-// Rows share the height there is, within what can be read; beyond that one scrolls.
+// Of the whole step every rank is seen. The closer one looks, the nearer rows come to a height that can be read, and one
+// scrolls; what was under the pointer, or else in the middle, stays there.
 function layOut() {
+  const scroller = $("scroller"), anchor = state.pointer ? state.pointer.y : scroller.clientHeight / 2;
+  const under = rows.height ? (scroller.scrollTop + anchor) / rows.height : 0;
   const chart = $("chart"),
     num = shownLayers().length;
   chart.style.flex = "1";
@@ -34,10 +39,12 @@ function layOut() {
   chart.style.flex = "0 1 auto";
   const least = 9 * num + (state.strips ? 8 : 3),
     most = 40 + 52 * num + (state.strips ? 30 : 0);
-  rows.height = Math.max(least, Math.min(most, Math.floor(room / numRanks)));
-  const gap = Math.max(2, Math.min(16, rows.height * 0.16));
+  const share = room / numRanks, fitted = share < 4 ? share : Math.min(most, Math.floor(share));
+  rows.crowded = fitted < least;
+  rows.height = Math.max(fitted, Math.min(least, (fitted * (WHOLE[1] - WHOLE[0])) / (state.to - state.from)));
+  const gap = Math.min(Math.max(2, rows.height * 0.16), 16, rows.height / 5);
   const inner = rows.height - gap;
-  const strip = state.strips ? Math.max(4, Math.min(30, inner * (num > 1 ? 0.2 : 0.3))) : 0;
+  const strip = state.strips && inner >= 10 ? Math.max(4, Math.min(30, inner * (num > 1 ? 0.2 : 0.3))) : 0;
   const between = Math.min(3, inner * 0.05),
     bar = (inner - strip - between * num) / num;
   rows.bars = shownLayers().map((layer, i) => ({ layer, top: gap / 2 + i * (bar + between), height: bar }));
@@ -45,7 +52,8 @@ function layOut() {
   $("sheet").style.height = `${rows.height * numRanks}px`;
   $("body").style.height = `${Math.min(rows.height * numRanks, room)}px`;
   // The axis is as wide as the rows, which a scroll bar may make narrower.
-  $("overview").style.marginRight = `${$("scroller").offsetWidth - $("scroller").clientWidth}px`;
+  $("overview").style.marginRight = `${scroller.offsetWidth - scroller.clientWidth}px`;
+  scroller.scrollTop = under * rows.height - anchor;
   labelRows();
   redraw();
 }
@@ -53,13 +61,15 @@ function layOut() {
 function labelRows() {
   const shown = shownLayers(),
     low = rows.height < 34 + 15 * (shown.length - 1),
-    tiny = rows.height < 17;
+    tiny = rows.height < 17,
+    each = Math.ceil(9 / rows.height); // of so many rows only the first is named
   $("labels").replaceChildren(
     ...layers[0].ranks.map((_, rank) => {
       const idle = shown.map(layer => share(layer.idle[rank] / (layer.makespan || 1)));
       const item = element("li", { className: tiny ? "low tiny" : low ? "low" : "" });
       item.style.top = `${rank * rows.height}px`;
-      item.style.height = `${rows.height}px`;
+      item.style.height = `${Math.min(each, numRanks - rank) * rows.height}px`;
+      item.style.visibility = rank % each ? "hidden" : "";
       const name = element("span", { className: "name" }, element("b", {}, `rank ${rank}`));
       if (shown.length === 1 || low)
         name.append(element("span", { className: "idle" }, `${idle[shown.length - 1]} idle`));
@@ -120,7 +130,7 @@ function paintBody() {
     for (const bar of rows.bars) {
       const way = ways.get(bar.layer);
       const indices = way && way.actions.filter(place => place.rank === rank).map(place => place.index);
-      const own = way && { microbatch: state.microbatch, indices };
+      const own = way && { microbatch: state.microbatch, indices, until: state.until };
       paintBar(pen, bar.layer.ranks[rank], barBox(bar, rank, top), scale, own);
     }
     if (rows.strip) {
@@ -131,6 +141,10 @@ function paintBody() {
     }
   }
   for (const [layer, way] of ways) if (way) paintWay(pen, layer, way, scale, top);
+  if (state.until < Infinity) {
+    pen.fillStyle = css(colours.accent);
+    pen.fillRect(Math.round(scale.x(state.until)), 0, 1.5, height);
+  }
   if (state.cursor) paintCursor(pen, scale, top);
   if (state.pointer) paintPointer(pen, height);
 }
@@ -153,6 +167,7 @@ function paintWay(pen, layer, way, scale, top) {
   for (const { flow, from, to } of way.messages) {
     const a = corner(from, to, "end", -1),
       b = corner(to, from, "start", 1);
+    if (layer.ranks[from.rank].compute.end[from.index] > state.until) continue;
     if (Math.max(a.x, b.x) < -80 || Math.min(a.x, b.x) > scale.width + 80) continue;
     paintArrow(pen, a, b, flow === FORWARD ? colours.kinds[F] : mix(colours.kinds[B], colours.ink, 0.25));
   }
@@ -261,10 +276,11 @@ function paintAxis(pen, height, scale) {
 function look(from, to) {
   const whole = WHOLE[1] - WHOLE[0];
   const length = Math.min(whole, Math.max(makespan * 1e-7, to - from));
-  const middle = (from + to) / 2;
+  const middle = (from + to) / 2, before = state.to - state.from;
   state.from = Math.max(WHOLE[0], Math.min(WHOLE[1] - length, middle - length / 2));
   state.to = state.from + length;
-  redraw();
+  if (rows.crowded && length !== before) layOut();
+  else redraw();
 }
 
 function zoom(factor, at = (state.from + state.to) / 2) {
