@@ -136,7 +136,7 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "aggregate", lambda e: e.forward(batch_of(), aggregate_fn="mean"), "aggregate_fn='mean' is a str"  # type: ignore[arg-type]
     yield "lengths", lambda e: e.forward(batch_of(), output_seqlens=[1]), "1 output lengths for 4 items"
     yield "negative lengths", lambda e: e.forward(batch_of(), output_seqlens=[1, -1, 1, 1]), "an output length is -1"
-    yield "one batch", lambda e: e.evaluate(batch_of()), "batches is one PackedBatch"  # type: ignore[arg-type]
+    yield "batches of a dict", lambda e: e.evaluate({"tokens": [1]}), "give a PackedBatch or a list of such"  # type: ignore[arg-type]
     yield "evaluating a dict", lambda e: e.evaluate([{"tokens": [1]}]), "batch: a dict"  # type: ignore[list-item]
     yield "text", lambda e: e.generate("hello"), "prompts='hello' is a str; give a list of prompts"  # type: ignore[arg-type]
     yield "texts", lambda e: e.generate(["hello"]), "prompt 0 is 'hello', a str; give a list of token ids"  # type: ignore[list-item]

@@ -10,7 +10,7 @@ from tests.fork_server import Forked, run_script
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHED = sorted(path.stem for path in EXAMPLES.glob("*.py") if "torchrun --nproc-per-node" in path.read_text())
 # It takes as many processes as it finds.
-ALONE = {"bring_your_script"}
+ALONE = {"bring_your_script", "from_a_training_loop"}
 
 
 def started(name: str, *arguments: str) -> tuple[int | None, str, str]:
@@ -39,4 +39,4 @@ def test_an_example_explains_itself_and_refuses_what_it_does_not_know(name: str)
 
 
 def test_all_of_them_are_tried() -> None:
-    assert len(LAUNCHED) == 9
+    assert len(LAUNCHED) == 10

@@ -187,7 +187,9 @@ class Engine(ModelState, WeightEndpoint):
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
                 of its losses, one number with its graph; or a pair of that and anything else, which comes back in
                 `TrainResult.outputs`, or where it is a `Metric` of a dict, reduced in `TrainResult.metrics`. It may ask
-                for numbers as layers do. Parameters of its own are refused: the last layer holds them.
+                for numbers as layers do. Parameters of its own are refused: the last layer holds them. One whose second
+                parameter is called labels, label, targets or target, such as `torch.nn.CrossEntropyLoss()`, is given
+                labels [T] in place of the microbatch, and gives the mean over tokens with a label.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
                 fewer where the batch has fewer items. Long pipelines idle less with more. For an iterator its `num`.
@@ -211,16 +213,17 @@ class Engine(ModelState, WeightEndpoint):
 
     def evaluate(
         self,
-        batches: Iterable[PackedBatch | Iterable[PackedBatch]],
+        batches: PackedBatch | Iterable[PackedBatch | Iterable[PackedBatch]],
         loss_fn: LossFn = token_cross_entropy,
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
         """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned.
 
-        The result is a float, whose `metrics` and `outputs` are what the loss function gave beside, as in a step. The
-        arguments are those of `Engine.train_batch`, with several batches. Ranks of one pipeline give the same ones;
-        data-parallel ranks may have unequal numbers of them, except where they share experts (ep > 1).
+        The result is a float, also under the name `loss`, whose `metrics` and `outputs` are what the loss function gave
+        beside, as in a step. The arguments are those of `Engine.train_batch`, with a batch or several. Ranks of one
+        pipeline give the same ones; data-parallel ranks may have unequal numbers of them, except where they share
+        experts (ep > 1).
 
         Raises: as `Engine.forward`.
         """

@@ -198,6 +198,8 @@ class Pipeline:
     is_watched: bool
     #: the same of any rank, as of the last batch
     is_watched_anywhere: bool
+    #: see `penstock.engine.training.losses.LossMetrics.seen`
+    seen_losses: list[Any]
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
     #: close what others have opened on this pipeline
@@ -226,6 +228,7 @@ class Pipeline:
         self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False
+        self.seen_losses = []
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         self.options, self.pack = settled(self.options, self.device, self.grid)

@@ -12,6 +12,7 @@ from penstock.model.arguments import (
     kept_random_state,
     numbers_asked,
     random_numbers,
+    reduction_of_labels,
     switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
@@ -119,6 +120,7 @@ __all__ = [
     "pack_joint",
     "random_numbers",
     "recomputed",
+    "reduction_of_labels",
     "share_casts",
     "spare_position",
     "switch_linears",

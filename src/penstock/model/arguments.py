@@ -143,6 +143,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 NUMBERS = ("microbatch", "num_microbatches", "step")
@@ -153,15 +154,32 @@ training step, counted from 1; elsewhere that of the last step taken.
 """
 
 
+LABELS = ("labels", "label", "targets", "target")
+"""The names of a loss's second parameter that ask for the labels themselves; any other is given the microbatch."""
+
+
 def numbers_asked(function: Any) -> frozenset[str]:
     """The names of `NUMBERS` that a loss or hook asks for by name, after the output and the microbatch itself."""
     form = function.forward if isinstance(function, nn.Module) else function
     bound = form.keywords if isinstance(form, functools.partial) else ()
-    try:
-        others = list(inspect.signature(form).parameters.values())[2:]
-    except (TypeError, ValueError):  # of some functions in C nothing is known
-        return frozenset()
+    others = _parameters_of(form)[2:]
     return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
+
+
+def reduction_of_labels(function: Any) -> str | None:
+    """The reduction of a loss of (logits, labels), "mean" unless it has a `reduction`; None of any other loss."""
+    parameters = _parameters_of(function.forward if isinstance(function, nn.Module) else function)
+    if len(parameters) < 2 or parameters[1].kind not in _BY_POSITION or parameters[1].name not in LABELS:
+        return None
+    given = next((p.default for p in parameters if p.name == "reduction"), "mean")
+    return getattr(function, "reduction", given) if isinstance(function, nn.Module) else given
+
+
+def _parameters_of(function: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,6 +59,24 @@ class Deadlock(PipelineError):
 
 _LAYER = "in the layer "
 _CHANGED_IN_PLACE = re.compile(r"inplace operation: \[[\w.]+ (\[[\d, ]*\])\].* is at version (\d+)")
+
+
+# How Python, torch and einops say that a tensor has fewer dimensions than a layer takes, or more rows.
+_DIMENSIONS = re.compile(
+    r"values to unpack|imension out of range|tuple index out of range|too many indices|index out of range in self"
+    r"|number of (dimensions|subscripts)|is invalid for input of size|xpected .*\b\d+(-?D\b| dims| channels)|D tensor"
+    r"|must match the (existing )?size"
+)
+
+
+def shape_given(error: Exception, given: Any) -> str:
+    """The shape of what a layer was given, as the end of its error's sentence; "" where that is not the reason."""
+    if not isinstance(given, Tensor) or not _DIMENSIONS.search(words_of(error)):
+        return ""
+    return (
+        f"; it was given {list(given.shape)}, all tokens of a microbatch end to end, and no [B, T]: see "
+        "docs/tutorials/from_a_training_loop.md"
+    )
 
 
 def note_layer(error: BaseException, layer: str) -> None:

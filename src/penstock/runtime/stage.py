@@ -37,7 +37,7 @@ from penstock.model import (
     pack_joint,
     recomputed,
 )
-from penstock.runtime.errors import PipelineError, name_changed, note_layer
+from penstock.runtime.errors import PipelineError, name_changed, note_layer, shape_given
 from penstock.runtime.layer_state import KeptState, Moment
 from penstock.runtime.message import GIVEN, Form, Message, expected_memory, memory_of, not_its_alone, refuses_change
 from penstock.runtime.trace import named_context, profiler_is_active
@@ -151,21 +151,21 @@ class UnitCall:
             elif _ARGUMENTS.search(words_of(error)):
                 given_here = f"the stream and {sorted(given.keys)}"
             else:
-                self._name(error)
+                self._name(error, x)
                 raise
             raise PipelineError(f"{self.name}, given {given_here}: {error}") from error
         except Exception as error:
             # No other variable may hold it: with its traceback it would keep this frame's tensors, and activation
             # checkpointing ends each unit's second run by an exception.
-            self._name(error)
+            self._name(error, x)
             raise
 
-    def _name(self, error: Exception) -> None:
+    def _name(self, error: Exception, x: Any) -> None:
         """Raise the error anew with the layer's name in its message, or where it has more than that, add a note."""
-        place = f"{self.name} ({type(self.module).__name__})"
+        place, shape = f"{self.name} ({type(self.module).__name__})", shape_given(error, x)
         if type(error) in _PLAIN:
-            raise type(error)(f"{place}: {error}") from error
-        note_layer(error, place)
+            raise type(error)(f"{place}: {error}{shape}") from error
+        note_layer(error, place + shape)
 
 
 def _versions(x: Any) -> list[int]:

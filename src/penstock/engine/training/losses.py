@@ -22,19 +22,33 @@ from penstock.engine.build import SECOND_COPY
 from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.microbatches import AgreedSplit
-from penstock.model import AuxLoss, AuxLosses, FutureTokens, Logits, cross_entropy_sum, numbers_asked
+from penstock.model import (
+    AuxLoss,
+    AuxLosses,
+    FutureTokens,
+    Logits,
+    cross_entropy_sum,
+    kept_random_state,
+    numbers_asked,
+    reduction_of_labels,
+)
 from penstock.model.layers.router import Balance
+from penstock.model.linear import dtype_of_sums
 from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
 from penstock.runtime import Feed, Stage
 from penstock.settings import Normalize
-from penstock.settings.declare import NamedValue, type_in_words
+from penstock.settings.declare import NamedValue, type_in_words, words_of
 
 # ---- The default loss function and its weight, and what the loss is divided by
 
 
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
+
+Or one of (logits, labels), if its second parameter is called labels, label, targets or target: it gives the mean over
+tokens with a label, as torch's losses do, or where it has a `reduction` of "sum" their sum. The mean is turned into the
+sum, so that a batch's loss is the mean over its tokens with a label, however it is cut into microbatches.
 
 Beside it, in a pair, it may give anything: of a dict each `Metric` is a number that it reports under that name, and all
 else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.NUMBERS` by name.
@@ -66,6 +80,11 @@ def labelled_rows(function: Function) -> Function:
 def reads_labelled_rows(function: Any) -> bool:
     """True for what `labelled_rows` has marked."""
     return bool(getattr(function, "reads_labelled_rows", False))
+
+
+def reads_labels(loss_fn: Any) -> bool:
+    """True for a loss that reads the labels of tokens as classes."""
+    return reads_labelled_rows(loss_fn) or reduction_of_labels(loss_fn) is not None
 
 
 @labelled_rows
@@ -338,12 +357,42 @@ class Metric:
                 raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
 
 
+_LOOKED_AT = 256
+"""Tokens with a label, and without one, by which a loss of (logits, labels) is seen to be a mean."""
+
+
+def _other_than(reduction: str | None, loss_fn: LossFn, output: Tensor, labels_T: Tensor) -> str:
+    """Say how a loss of (logits, labels) is not what its reduction says; "" where it is.
+
+    It is called for some tokens, for every other one of them, and for the rest, whose sums must agree.
+    """
+    with_label = labels_T != NO_LABEL
+    rows, others = with_label.nonzero().squeeze(1)[:_LOOKED_AT], (~with_label).nonzero().squeeze(1)[:_LOOKED_AT]
+    sums, rounding = list[float](), 0.0
+    try:
+        with torch.no_grad(), kept_random_state(output.device, pythons=True):
+            for part in (torch.cat([rows, others]).sort().values, rows[::2], rows[1::2]):
+                given = loss_fn(output[part], labels_T[part])
+                loss = given[0] if isinstance(given, tuple) else given
+                num = int((labels_T[part] != NO_LABEL).sum()) if reduction == "mean" else 1
+                sums.append(float(loss) * num)
+                rounding = max(rounding, abs(sums[-1]) * torch.finfo(loss.dtype).eps ** 0.5)
+    except Exception as error:
+        return f"cannot be computed of some of them ({type(error).__name__}: {words_of(error)})"
+    whole, *parts = sums
+    if abs(whole - sum(parts)) > rounding:
+        return f"makes {whole:g} of {len(rows)} of them, {parts[0]:g} of every other one, and {parts[1]:g} of the rest"
+    return ""
+
+
 @dataclass(eq=False)
 class LossMetrics:
     """A loss function, and what it gives beside losses in the course of one step or evaluation."""
 
     #: gives a microbatch's loss, or that and anything else
     loss_fn: LossFn
+    #: the last loss of (logits, labels) that was seen to be a mean or sum over tokens with a label, if any
+    seen: list[Any] = field(default_factory=list)
     #: name -> the microbatches' parts, on this rank
     _parts: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
@@ -353,12 +402,17 @@ class LossMetrics:
     def _asked(self) -> frozenset[str]:
         return numbers_asked(self.loss_fn)
 
+    @cached_property
+    def _reduction(self) -> str | None:
+        return reduction_of_labels(self.loss_fn)
+
     def __call__(self, output: Any, microbatch: Any, numbers: Mapping[str, int]) -> Any:
         """The microbatch's loss alone. numbers: its `NUMBERS`.
 
         Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
-        given = self.loss_fn(output, microbatch, **{name: numbers[name] for name in self._asked})
+        loss_fn = partial(self.loss_fn, **{name: numbers[name] for name in self._asked})
+        given = loss_fn(output, microbatch) if self._reduction is None else self._of_labels(loss_fn, output, microbatch)
         loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if isinstance(loss, tuple):
             kinds = ", ".join(type(part).__name__ for part in loss)
@@ -379,6 +433,43 @@ class LossMetrics:
                 raise ValueError(f"loss_fn reported {name!r} as a {parts[0].reduction} and as a {metric.reduction}")
             parts.append(metric)
         return loss
+
+    def _of_labels(self, loss_fn: LossFn, output: Any, microbatch: PackedBatch) -> Any:
+        """The sum of the losses of a microbatch's tokens, by a loss of (logits, labels), and what it gives beside.
+
+        Raises: ValueError where it cannot be known from what it gives.
+        """
+        labels_T, num = microbatch["labels"], num_loss_tokens(microbatch)
+        if not isinstance(output, Tensor) or output.shape[:1] != labels_T.shape:
+            what = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else type_in_words(output)
+            raise ValueError(
+                f"loss_fn takes logits and labels, of which a microbatch has {len(labels_T)}, but the last layer gave "
+                f"{what}; give a function of (output, microbatch)"
+            )
+        if not num:
+            # The mean of nothing is none.
+            return output[:0].sum(dtype=dtype_of_sums(output))
+        labels_T = labels_T.to(output.device)
+        wrong, is_new = "", num > 1 and not output.is_meta and self.loss_fn not in self.seen
+        if is_new:
+            wrong = _other_than(self._reduction, loss_fn, output, labels_T)
+        given = loss_fn(output, labels_T)
+        loss, *beside = given if isinstance(given, tuple) and len(given) == 2 else (given,)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type_in_words(loss)
+            raise ValueError(
+                f"loss_fn(logits, labels) gave {what}; it gives one number, the mean over tokens with a label"
+            )
+        if wrong:
+            raise ValueError(
+                f"loss_fn(logits, labels) is no {self._reduction} over the tokens with a label: it {wrong}, so what it "
+                "means for a batch of several microbatches is not known; give a function of (output, microbatch) that "
+                "gives a sum, and by loss_weight_fn what divides it"
+            )
+        if is_new:
+            self.seen[:] = [self.loss_fn]
+        total = loss.to(dtype_of_sums(loss)) * num if self._reduction == "mean" else loss
+        return (total, *beside) if beside else total
 
     def outputs(self) -> tuple[Any, ...]:
         """All that was given beside losses since the last call, in the order of microbatches; empty for nothing."""
@@ -431,6 +522,11 @@ class EvaluationLoss(float):
     metrics: Mapping[str, float]
     #: what else it gave, as `TrainResult.outputs`, one batch after another
     outputs: Sequence[Any]
+
+    @property
+    def loss(self) -> float:
+        """The number itself, by the name that a step's result has for it."""
+        return float(self)
 
     def __new__(
         cls, loss: float, metrics: Mapping[str, float] | None = None, outputs: Sequence[Any] = ()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, SplitError, agree, count, split
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Limits, numbers_asked
+from penstock.model import Limits, numbers_asked, reduction_of_labels
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import TrainConfig
@@ -117,6 +117,8 @@ def check_callable(name: str, function: Any, arguments: str, optional: bool = Fa
 def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
     check_callable("loss_fn", loss_fn, "output, microbatch")
+    if (reduction := reduction_of_labels(loss_fn)) not in (None, "mean", "sum"):
+        raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
 

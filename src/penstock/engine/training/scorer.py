@@ -25,6 +25,7 @@ from penstock.engine.training.losses import (
     LossWeightFn,
     labelled_rows,
     reads_labelled_rows,
+    reads_labels,
 )
 from penstock.engine.training.microbatches import (
     BatchCall,
@@ -80,26 +81,25 @@ def forward(
 
 def evaluate(
     pipeline: Pipeline,
-    batches: Iterable[PackedBatch | Iterable[PackedBatch]],
+    batches: PackedBatch | Iterable[PackedBatch | Iterable[PackedBatch]],
     loss_fn: LossFn,
     loss_weight_fn: LossWeightFn,
     micro_batches: MicroBatchSpec | None = None,
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
     loss, weight, recovery, layout = 0.0, 0.0, pipeline.recovery, pipeline.layout
-    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn), list[Any]()
-    are_batches = isinstance(batches, Iterable) and not isinstance(batches, PackedBatch | str | bytes | Mapping)
+    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn, pipeline.seen_losses), list[Any]()
+    batches = [batches] if isinstance(batches, PackedBatch) else batches
+    are_batches = isinstance(batches, Iterable) and not isinstance(batches, str | bytes | Mapping)
     pipeline.set_training(False)
 
     def check() -> None:
-        if isinstance(batches, PackedBatch):
-            raise ValueError("batches is one PackedBatch; give a list of them")
         if not are_batches:
-            raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a list of PackedBatch")
+            raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
         check_loss(loss_fn, loss_weight_fn)
 
     labelled = reads_labelled_rows(loss_fn)
-    call = BatchCall("evaluate()", check, labelled, loss_weight_fn)
+    call = BatchCall("evaluate()", check, reads_labels(loss_fn), loss_weight_fn)
     # Anything else is refused on all ranks alike, as if there were no batch.
     remaining = iter(batches if are_batches else ())
     with pipeline.casts.kept():

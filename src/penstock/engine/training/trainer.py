@@ -38,6 +38,7 @@ from penstock.engine.training.losses import (
     look_for_others,
     loss_factor,
     reads_labelled_rows,
+    reads_labels,
     token_cross_entropy,
     watched_buffers,
 )
@@ -285,8 +286,8 @@ class Trainer:
         changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
         asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
         name = f"train_batch(normalize={str(normalize)!r})"
-        call = BatchCall(name, check, reads_labelled_rows(loss_fn), loss_weight_fn, asked)
-        measured = LossMetrics(loss_fn)
+        call = BatchCall(name, check, reads_labels(loss_fn), loss_weight_fn, asked)
+        measured = LossMetrics(loss_fn, pipeline.seen_losses)
         with ExitStack() as after, recovery.joined():
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
             if agreed.refit:
