@@ -291,7 +291,8 @@ def show_command_parser(arguments: Sequence[str] = ()) -> Parser:
     parser = Parser(
         "penstock schedule show",
         "Draw a schedule over time: one row a rank, time to the right.\n"
-        "The times are those of one microbatch through all stages of one rank; by default 1 each, so B takes 2.",
+        "The times are those of one microbatch through all stages of one rank; by default 1 each, so B takes 2.\n"
+        "A schedule that would hang is refused, and drawn up to there, with what each rank waits for.",
         examples=(
             "penstock schedule show 1f1b --ranks 4 --microbatches 8",
             "penstock schedule show afab --backward-weight 0.8 --output afab.svg",
@@ -313,7 +314,18 @@ def show_command(arguments: list[str]) -> int:
     if options.output is not None:
         check_ending(options.output)
         refuse_to_overwrite(options.output, force=options.force)
-    timeline = schedule.simulate(proved(options), costs_of(options))
+    try:
+        program = proved(options)
+    except schedule.ScheduleError as error:
+        if error.hang is not None:
+            _show(options, arguments, schedule.simulate(error.hang, costs_of(options)), str(error))
+        raise
+    _show(options, arguments, schedule.simulate(program, costs_of(options)))
+    return 0
+
+
+def _show(options: argparse.Namespace, arguments: list[str], timeline: schedule.Timeline, fault: str = "") -> None:
+    """Draw a timeline into a file or the terminal, or print it as JSON; that of a hang has the `fault` of its proof."""
     if options.output is not None:
         command = shlex.join(["penstock", "schedule", "show", *arguments])
         write_drawing(options.output, [Layer.simulated(timeline)], command=command)
@@ -322,14 +334,22 @@ def show_command(arguments: list[str]) -> int:
             [{"action": str(event.action), "start": event.start, "end": event.end} for event in of_rank]
             for of_rank in timeline.events
         ]
-        print_json(_summary_of(options, timeline) | {"events": events} | _written(options))
+        found = _summary_of(options, timeline) if timeline.hang is None else _hang_of(options, timeline.hang, fault)
+        print_json(found | {"events": events} | _written(options))
     elif options.output is not None:
         print(f"drew {timeline.title} into {options.output}")
     else:
         from penstock.draw import in_terminal
 
         in_terminal(timeline)
-    return 0
+
+
+def _hang_of(options: argparse.Namespace, hang: schedule.Hang, fault: str) -> dict[str, Any]:
+    waits = [
+        {"rank": rank, "action": str(action), "waits_for": str(transfer), "of_rank": hang.awaited(rank)}
+        for rank, (action, transfer) in hang.waits.items()
+    ]
+    return {**_asked(options), "proved": False, "reason": fault, "waits": waits, "arrows": hang.arrows}
 
 
 def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
@@ -354,18 +374,15 @@ def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
 def verify_command(arguments: list[str]) -> int:
     """Prove a schedule, by its name or from a file, or report its fault."""
     options = verify_command_parser(arguments).parse_args(arguments)
-    from_file = files.is_file(options.name)
     try:
         program = proved(options)
     except schedule.ScheduleError as error:
         if options.json:
-            known = {"file": options.name} if from_file else _names(options)
-            print_json({**known, "proved": False, "reason": str(error)})
+            print_json({**_asked(options), "proved": False, "reason": str(error)})
         raise
     proof = schedule.verify(program)
-    known = {"file": options.name} if from_file else _names(options)
     if options.json:
-        print_json({**known, "proved": True} | asdict(proof))
+        print_json({**_asked(options), "proved": True} | asdict(proof))
     else:
         print(f"{options.name}: proved", *proof.sentences, sep="\n  ")
     return 0
@@ -500,6 +517,11 @@ COMMANDS = {
     "compare": Command("all schedules side by side: bubble, memory, messages", __name__, "compare_command"),
     "export": Command("write a schedule as text or as torch's CSV", __name__, "export"),
 }
+
+
+def _asked(options: argparse.Namespace) -> dict[str, object]:
+    """The file that is proved, or the schedule with its size and options."""
+    return {"file": options.name} if files.is_file(options.name) else _names(options)
 
 
 def _names(options: argparse.Namespace) -> dict[str, object]:

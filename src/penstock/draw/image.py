@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -23,6 +24,7 @@ from penstock.draw.layers import (
     Row,
     boxes_of,
     check_ending,
+    drawn_length,
     kinds_in,
     short_number,
 )
@@ -33,6 +35,7 @@ from penstock.schedule.rehearsal import MemoryKind, Rehearsal
 _WIDTHS_IN = (9.0, 16.0)
 _INCHES_PER_BOX = 0.17
 _MARGIN_LEFT_IN, _MARGIN_RIGHT_IN = 0.75, 1.15
+_BESIDE_HANG_IN, _LINE_IN, _CHARACTERS_PER_IN = 2.7, 0.16, 14.5
 _HEADING_IN, _FOOT_IN, _GAP_IN, _BAND_IN = 0.66, 0.95, 0.18, 0.32
 _ROW_HEIGHT = 0.84
 _BESIDE_HEIGHT = 0.28
@@ -41,6 +44,10 @@ _EM_PER_FIGURE = 0.64
 # Where numbers would be smaller, time is cut into bands, one below the other.
 _READABLE, _MOST_BANDS = 6.5, 4
 GREY = "#5B6470"
+_OF_A_HANG = (
+    "All that can be carried out before the hang; then each rank that waits for ever, with what it waits for.",
+    "An arrow leads from a waiting rank to the one that it waits for.",
+)
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -66,37 +73,42 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
     if not timelines:
         raise ValueError("a picture needs at least one timeline")
     drawn = [boxes_of(timeline) for timeline in timelines]
-    makespan = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
+    makespan = max(map(drawn_length, timelines)) or 1.0
+    hangs = any(timeline.hang for timeline in timelines)
+    margin_right = _BESIDE_HANG_IN if hangs else _MARGIN_RIGHT_IN
     row_in = 0.3 if max(map(len, drawn)) <= 16 else 0.2
     lengths = [box.end - box.start for rows in drawn for row in rows for box in row]
     average = sum(lengths) / len(lengths) if lengths else makespan
     # Enough for the number on an average box, within the limits of a page.
-    wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + _MARGIN_RIGHT_IN
+    wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + margin_right
     width = min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
-    plot_width = width - _MARGIN_LEFT_IN - _MARGIN_RIGHT_IN
+    plot_width = width - _MARGIN_LEFT_IN - margin_right
+    said = [_figures_of(timeline, unit, plot_width + margin_right - 0.2) for timeline in timelines]
+    headings = [_HEADING_IN + _LINE_IN * text.count("\n") for text in said]
     # Bands so that numbers can be read; one if they never could be.
     num_bands = ceil(_READABLE / min(_font_size(rows, 72 * plot_width / makespan) for rows in drawn))
     num_bands = num_bands if num_bands <= _MOST_BANDS else 1
     heights = [row_in * len(rows) for rows in drawn for _ in range(num_bands)]
-    height = (
-        sum(heights) + _HEADING_IN * len(drawn) + _BAND_IN * (num_bands - 1) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
-    )
+    height = sum(heights) + sum(headings) + _BAND_IN * (num_bands - 1) + _GAP_IN * (len(drawn) - 1) + _FOOT_IN
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="white")
         bottom, length = height, makespan / num_bands
-        for timeline, rows in zip(timelines, drawn, strict=True):
+        for timeline, rows, figures, heading in zip(timelines, drawn, said, headings, strict=True):
             for band in range(num_bands):
                 size = plot_width, row_in * len(rows)
-                bottom -= size[1] + (_BAND_IN if band else _HEADING_IN)
+                bottom -= size[1] + (_BAND_IN if band else heading)
                 axes = figure.add_axes((_MARGIN_LEFT_IN / width, bottom / height, plot_width / width, size[1] / height))
                 axes.set_xlim(band * length, (band + 1) * length)
-                _rows(axes, 72 * plot_width / length, rows, timeline.makespan)
+                _rows(axes, 72 * plot_width / length, rows, drawn_length(timeline))
                 if not band:
-                    _heading(axes, size, timeline, unit)
+                    _heading(axes, size, timeline, figures)
+                if timeline.hang is not None and band == num_bands - 1:
+                    _waits(axes, timeline)
                 last = rows is drawn[-1] and band == num_bands - 1
                 _axis(axes, len(rows), unit, shown=num_bands > 1 or last, last=last)
             bottom -= _GAP_IN
-        _legend(figure, [row for rows in drawn for row in rows], _MARGIN_LEFT_IN / width)
+        definitions = _OF_A_HANG if hangs else DEFINITIONS
+        _legend(figure, [row for rows in drawn for row in rows], _MARGIN_LEFT_IN / width, definitions)
         save(figure, path)
 
 
@@ -131,7 +143,32 @@ def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: f
     line = 0.7 if width > 8 else 0.3 if width > 2.5 else 0.0
     for colour, corners in quads.items():
         edge = "white" if line and colour != Kind.IDLE.colour else "none"
-        axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line))
+        look: Any = {"facecolors": colour, "edgecolors": edge, "linewidths": line} | _hatch(colour)
+        axes.add_collection(PolyCollection(corners, **look))
+
+
+def _hatch(colour: str) -> dict[str, Any]:
+    """The hatching of what waits for ever; empty for all other boxes."""
+    if colour != Kind.WAIT.colour:
+        return {}
+    return {"hatch": "////", "edgecolor": "#E5AE93", "linewidth": 0.0}
+
+
+def _waits(axes: Axes, timeline: Timeline) -> None:
+    """Beside each rank of a hang its wait in words, and arrows of the cycle through the open ends of the blocks."""
+    hang = timeline.hang
+    assert hang is not None
+    for rank in range(len(timeline.events)):
+        text, colour = (hang.told(rank), Kind.WAIT.ink) if rank in hang.waits else ("ends", GREY)
+        axes.text(
+            1.01, rank + 0.5, text, transform=axes.get_yaxis_transform(), color=colour, fontsize=8, va="center_baseline"
+        )
+    room = (drawn_length(timeline) - timeline.makespan) / (len(hang.arrows) + 1)
+    for number, (waiting, awaited) in enumerate(hang.arrows, start=1):
+        x, style = timeline.makespan + number * room, {"arrowstyle": "-|>", "color": Kind.WAIT.ink, "linewidth": 1.6}
+        ends = (x, awaited + 0.5), (x, waiting + 0.5)
+        axes.annotate("", *ends, arrowprops=style | {"shrinkA": 0, "shrinkB": 0, "gid": f"arrow-{waiting}-{awaited}"})
+        axes.plot(*ends[1], marker="o", markersize=4, color=Kind.WAIT.ink)
 
 
 def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[float, float]]:
@@ -161,7 +198,7 @@ def _size_in(points: float, text: str) -> float:
 
 def _label(axes: Axes, points_per_time: float, box: Box, part: Part, y: float, size: float) -> None:
     """Write a box's label into as much of the box as the axes show, if it fits."""
-    text = str(part.microbatch) if part.microbatch >= 0 else part.kind.letter
+    text = "" if part.kind is Kind.WAIT else str(part.microbatch) if part.microbatch >= 0 else part.kind.letter
     first, last = axes.get_xlim()
     start, end = max(box.start, first), min(box.end, last)
     if _size_in((end - start) * points_per_time, text) >= size:
@@ -169,13 +206,20 @@ def _label(axes: Axes, points_per_time: float, box: Box, part: Part, y: float, s
         axes.text((start + end) / 2, y, text, color=color, fontsize=size, ha="center", va="center_baseline")
 
 
-def _heading(axes: Axes, size_in: tuple[float, float], timeline: Timeline, unit: str) -> None:
-    """Title and figures above the rows, and each rank's own figures beside its row."""
+def _figures_of(timeline: Timeline, unit: str, width_in: float) -> str:
+    """The figures above the rows; of a hang its sentence, in lines of this width."""
+    if timeline.hang is not None:
+        return fill(timeline.hang.sentence, int(width_in * _CHARACTERS_PER_IN))
     figures = [
         f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
         f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
         f"bubble {timeline.bubble_rate:.2%}",
     ]
+    return "    ".join(figures)
+
+
+def _heading(axes: Axes, size_in: tuple[float, float], timeline: Timeline, figures: str) -> None:
+    """Title and figures above the rows, and each rank's own figures beside its row."""
     width_in, height_in = size_in
     inch = 1 / height_in
     idle_at, live_at = 1 + 0.55 / width_in, 1 + 1.0 / width_in
@@ -183,8 +227,10 @@ def _heading(axes: Axes, size_in: tuple[float, float], timeline: Timeline, unit:
     def write(x: float, y: float, text: str, **style: Any) -> None:
         axes.text(x, 1 + y * inch, text, transform=axes.transAxes, **style)
 
-    write(0, 0.30, timeline.title, fontsize=11, fontweight="bold")
-    write(0, 0.10, "    ".join(figures), color=GREY)
+    write(0, 0.30 + _LINE_IN * figures.count("\n"), timeline.title, fontsize=11, fontweight="bold")
+    write(0, 0.10, figures, color=GREY)
+    if timeline.hang is not None:
+        return
     write(idle_at, 0.06, "idle", color=GREY, ha="right", fontsize=8)
     write(live_at, 0.06, "peak\nlive", color=GREY, ha="right", fontsize=8)
     row = height_in / len(timeline.events)
@@ -222,9 +268,9 @@ def _spines(axes: Axes, *shown: str) -> None:
         spine.set_color("#C5CAD1")
 
 
-def _legend(figure: Figure, rows: Sequence[Row], left: float) -> None:
+def _legend(figure: Figure, rows: Sequence[Row], left: float, definitions: Sequence[str]) -> None:
     """The colours, and below them the figures that are not plain from their names."""
-    handles = [Patch(facecolor=kind.colour, label=kind.word) for kind in kinds_in(rows)]
+    handles = [Patch(facecolor=kind.colour, label=kind.word, **_hatch(kind.colour)) for kind in kinds_in(rows)]
     parts = {part for row in rows for box in row for part in box.parts}
     later = [part for part in parts if part.local_stage > 0]
     if later:
@@ -234,7 +280,7 @@ def _legend(figure: Figure, rows: Sequence[Row], left: float) -> None:
         handles.append(Patch(facecolor=paler.colours[0], label=word))
     height = figure.get_size_inches()[1]
     _foot(figure, handles, left, 0.3 / height)
-    figure.text(left, 0.08 / height, "\n".join(DEFINITIONS), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
+    figure.text(left, 0.08 / height, "\n".join(definitions), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
 
 
 # ---- A rank's memory over a rehearsed step, action by action, and what it is made of, as SVG or PNG

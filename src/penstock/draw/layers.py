@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.io.files import parse_json, read_bytes, whole_file
 from penstock.schedule import Event, Op, Timeline
-from penstock.schedule.actions import parts
+from penstock.schedule.actions import ALL, parts
 from penstock.schedule.recording import Recording, Wait, escaped
 from penstock.schedule.text import parse_step
 
@@ -49,11 +49,28 @@ class Layer:
 
     @classmethod
     def simulated(cls, timeline: Timeline) -> "Layer":
-        return cls("simulated", timeline)
+        return cls("simulated", timeline, waits_for_ever(timeline))
 
     @classmethod
     def measured(cls, recording: Recording) -> "Layer":
         return cls("measured", recording.timeline, recording.waits)
+
+
+def drawn_length(timeline: Timeline) -> float:
+    """The time that a drawing shows: the makespan, and some more where ranks wait for ever."""
+    return timeline.makespan if timeline.hang is None else 1.2 * timeline.makespan or 1.0
+
+
+def waits_for_ever(timeline: Timeline) -> tuple[tuple[Wait, ...], ...]:
+    """Each rank's wait at a hang, from its last action to the end of the drawing."""
+    if timeline.hang is None:
+        return ()
+    waits: list[tuple[Wait, ...]] = [()] * len(timeline.events)
+    for rank in timeline.hang.waits:
+        own = (event for event in timeline.events[rank] if parts(event.action)[0].op is not Op.REDUCE_GRAD)
+        start = max((event.end for event in own), default=0.0)
+        waits[rank] = (Wait(timeline.hang.awaited(rank), start, drawn_length(timeline)),)
+    return tuple(waits)
 
 
 def check_layers(layers: Sequence[Layer]) -> None:
@@ -176,6 +193,7 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W", "weight backward", "#2F9E77", "#FFFFFF"
     REDUCE = "R", "gradient reduction", "#8FD0F0", "#1A1A1A"
     STEP = "S", "optimizer step", "#4A4A4A", "#FFFFFF"
+    WAIT = "/", "waits for ever", "#F7DDD0", "#A33C00"
     IDLE = "·", "idle", "#ECEEF1", "#9AA0A8"
 
     def __init__(self, letter: str, word: str, colour: str, ink: str) -> None:
@@ -231,9 +249,10 @@ Row = tuple[Box, ...]
 
 
 def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
-    """The boxes of each rank, in order of time; actions that took no time have none."""
+    """The boxes of each rank, in order of time; actions that took no time have none, a wait at a hang has one."""
     rows = []
-    for events in timeline.events:
+    waits = waits_for_ever(timeline) or ((),) * len(timeline.events)
+    for events, own in zip(timeline.events, waits, strict=True):
         actions = [parts(event.action) for event in events]
         stages = sorted({action.stage for group in actions for action in group if action.stage >= 0})
         local = {stage: index for index, stage in enumerate(stages)}
@@ -247,6 +266,7 @@ def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
                 for event, group in zip(events, actions, strict=True)
                 if event.end > event.start
             )
+            + tuple(Box(wait.start, wait.end, (Part(Kind.WAIT, 0, ALL),)) for wait in own)
         )
     return tuple(rows)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
+from textwrap import wrap
 
 from rich.console import Console
 from rich.style import Style
@@ -17,6 +18,7 @@ from penstock.draw.layers import (
     Part,
     Row,
     boxes_of,
+    drawn_length,
     idle_spans,
     kinds_in,
     list_by_rank,
@@ -77,7 +79,9 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
     lines = [Text(timeline.title, style="bold")] if timeline.title else []
     cells = [[cell for box in row for cell in _cells(box, canvas)] for row in rows]
     drawn = (
-        [_dense_row(row, timeline.makespan, canvas) for row in rows] if dense else [_row(row, canvas) for row in cells]
+        [_dense_row(row, drawn_length(timeline), canvas) for row in rows]
+        if dense
+        else [_row(row, canvas) for row in cells]
     )
     edges = _edges(cells, canvas, columns)
     pieces = [row.divide([own[rank] for own in edges[1:-1]]) for rank, row in enumerate(drawn)]
@@ -87,7 +91,7 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
             lines.append(Text(lead, style="" if coloured else "none").append_text(row[band]))
         lines.append(Text(" " * margin).append_text(_axis(canvas, columns, min(starts), min(ends))))
     lines.extend(_legend(rows, canvas, dense, width))
-    if not numbered:
+    if not numbered and any(timeline.events):
         lines.append(Text("too long for its numbers here; a drawing in a .html file has them"))
     lines.extend(_figures(timeline, margin, width))
     for line in lines:
@@ -106,7 +110,7 @@ def _numbered(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured:
         return None
     nearly = needed[int(0.9 * (len(needed) - 1))]
     scale = needed[-1] if needed[-1] <= 1.5 * nearly else nearly
-    num_bands = max(1, ceil(timeline.makespan * scale / columns - 1e-9))
+    num_bands = max(1, ceil(drawn_length(timeline) * scale / columns - 1e-9))
     if num_bands * (len(rows) + 1) > _MOST_LINES:
         return None
     return _fit(timeline, rows, columns * num_bands, coloured, least=scale)
@@ -114,7 +118,7 @@ def _numbered(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured:
 
 def _fit(timeline: Timeline, rows: tuple[Row, ...], columns: int, coloured: bool, least: float = 0.0) -> _Canvas:
     """Choose the scale: whole columns for the shortest action if it gets at least one, else the full width."""
-    makespan = timeline.makespan or 1.0
+    makespan = drawn_length(timeline) or 1.0
     scale = columns / makespan
     shortest = min((box.end - box.start for row in rows for box in row if box.end > box.start), default=makespan)
     whole = int(scale * shortest * (1 + 1e-9))
@@ -181,7 +185,8 @@ def _row(cells: Sequence[Cell], canvas: _Canvas) -> Text:
         line.append_text(_idle(start - at, canvas))
         colour, ink = part.colours
         style = Style(color=ink, bgcolor=colour) if canvas.coloured else ""
-        line.append(label.ljust(end - start, " " if canvas.coloured else "─"), style)
+        fill = part.kind.letter if part.kind is Kind.WAIT else " " if canvas.coloured else "─"
+        line.append(label.ljust(end - start, fill), style)
         at = end
     return line.append_text(_idle(canvas.columns - at, canvas))
 
@@ -261,6 +266,12 @@ def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> 
 
 
 def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:
+    if (hang := timeline.hang) is not None:
+        told = [f"rank {rank} ".ljust(margin) + hang.told(rank) for rank in hang.waits]
+        ring = [*(rank for rank, _ in hang.arrows), hang.arrows[-1][1]]
+        words = "the cycle" if len(hang.arrows) > 1 else "what never comes"
+        told.append(f"{words}: {' → '.join(f'rank {rank}' for rank in ring)}")
+        return [Text(line) for own in told for line in wrap(own, width, subsequent_indent=" " * margin)]
     live = list_by_rank(timeline.peak_live_microbatches)
     figures = f"makespan {short_number(timeline.makespan)}   span {short_number(timeline.span_cost)}"
     figures += f"   bubble {timeline.bubble_rate:.2%}"

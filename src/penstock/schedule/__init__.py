@@ -13,6 +13,7 @@ from types import FunctionType as _Function
 from penstock.schedule.actions import (
     Action,
     Direction,
+    Hang,
     Op,
     Pair,
     Placement,
@@ -47,6 +48,7 @@ __all__ = [
     "Direction",
     "Ending",
     "Event",
+    "Hang",
     "Memory",
     "Op",
     "Pair",

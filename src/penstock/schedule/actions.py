@@ -6,7 +6,7 @@ them, one after another. What a stage keeps of a microbatch, from its forward to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
@@ -22,6 +22,13 @@ class ScheduleError(ValueError):
     Traceback (most recent call last):
     penstock.schedule.actions.ScheduleError: rank 0: 0B0 or 0I0 is missing
     """
+
+    #: Where ranks would wait for ever; None for any other fault.
+    hang: Hang | None
+
+    def __init__(self, message: str, hang: Hang | None = None) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class Direction(IntEnum):
@@ -356,3 +363,35 @@ class Program:
     @property
     def placement(self) -> Placement:
         return self.schedule.placement
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The place where a program stands still if every send waits for its receive; `simulate` gives what is before it.
+
+    >>> from penstock.schedule import build, lower, verify
+    >>> program = lower(build("1f1b", ranks=2, microbatches=1))
+    >>> silent = tuple(step for step in program.ranks[1] if str(step) != "1SEND_B0")
+    >>> try:
+    ...     verify(Program(program.schedule, (program.ranks[0], silent)))
+    ... except ScheduleError as error:
+    ...     print(error.hang.sentence)
+    rank 0 at 0B0 waits for ever: rank 1 never starts 1SEND_B0
+    """
+
+    #: What is carried out: each rank's steps before the one in which it waits, or all of them.
+    done: Program
+    #: Waiting rank -> the action in which it waits, and the transfer of another rank that it waits for.
+    waits: Mapping[int, tuple[Action, Action]]
+    #: A waiting rank and the awaited one, each of a cycle; without a cycle, of one wait for what its rank never does.
+    arrows: tuple[tuple[int, int], ...]
+    #: The cycle or the wait in words.
+    sentence: str
+
+    def awaited(self, rank: int) -> int:
+        """The rank that a waiting rank waits for."""
+        return self.done.placement.rank_of(self.waits[rank][1].stage)
+
+    def told(self, rank: int) -> str:
+        """A waiting rank's wait in a few words, such as "0SEND_F1 waits for 1RECV_F1 of rank 1"."""
+        return "{} waits for {} of rank {}".format(*self.waits[rank], self.awaited(rank))

@@ -39,13 +39,11 @@ def read(path: Path | str) -> Plan:
 def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
     """Read the program in a file and prove it; a schedule is lowered first.
 
-    Raises: ScheduleError naming the file, the place in it and the rule that is broken.
+    Raises: ScheduleError naming the file, the place in it and the rule that is broken, with the proof's `hang`.
     """
     path = Path(path)
     text = text_of(path)
     plan = _parse(path, text)
-    if isinstance(plan, Schedule) and (fault := _first_fault(plan, text)) is not None:
-        raise ScheduleError(f"{path}: {fault}")
     try:
         program = plan
         if isinstance(plan, Schedule):
@@ -53,7 +51,8 @@ def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: 
         assert isinstance(program, Program)
         verify(program)
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {_located(str(error), text)}") from None
+        in_a_row = _first_fault(plan, text) if isinstance(plan, Schedule) else None
+        raise ScheduleError(f"{path}: {in_a_row or _located(str(error), text)}", error.hang) from None
     return program
 
 

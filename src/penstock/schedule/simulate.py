@@ -7,11 +7,11 @@ live microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import fsum
 
-from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Program, ScheduleError, Step, parts
+from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, Step, parts
 from penstock.schedule.costs import Costs, Durations, Memory
 from penstock.schedule.rules import Rule, Rules, partner
 
@@ -58,6 +58,10 @@ class Timeline:
     #: The number of stages that a microbatch passes through on a rank.
     stages_per_rank: int = 1
     memory: Memory = Memory()
+    #: True if a tape lasts until its last backward action; otherwise until the end of its F.
+    training: bool = False
+    #: Where the ranks wait for ever, behind these events.
+    hang: Hang | None = None
 
     @classmethod
     def from_events(
@@ -68,12 +72,17 @@ class Timeline:
         compute: float | None = None,
         title: str = "",
         memory: Memory | None = None,
+        training: bool | None = None,
     ) -> Timeline:
         """Make a timeline of events whose times count from a common 0.
 
-        `compute` is the time that a rank would take without waiting; by default that of the busiest rank.
+        `compute` is the time that a rank would take without waiting; by default that of the busiest rank. `training`
+        is found by the backwards unless it is given.
         """
         memory = memory or Memory()
+        if training is None:
+            actions = (action for rank in events for event in rank for action in parts(event.action))
+            training = any(action.op in (Op.B, Op.W) for action in actions)
         makespan = max((event.end for rank in events for event in rank), default=0.0)
         span_cost = max((max(event.end for event in rank) - rank[0].start for rank in events if rank), default=0.0)
         busy = [sum(event.end - event.start for event in rank if _computes(event.action)) for rank in events]
@@ -86,11 +95,12 @@ class Timeline:
             makespan=makespan,
             span_cost=span_cost,
             bubble_rate=(span_cost - compute) / span_cost if span_cost else 0.0,
-            peak_live_microbatches=tuple(_peak_live(rank, memory) / stages_per_rank for rank in events),
+            peak_live_microbatches=tuple(_peak_live(rank, memory, training) / stages_per_rank for rank in events),
             idle=tuple(makespan - own - step for own, step in zip(busy, steps)),
             title=title,
             stages_per_rank=stages_per_rank,
             memory=memory,
+            training=training,
         )
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
@@ -128,7 +138,7 @@ class Timeline:
 
     def _live(self, rank: int, weigh: Callable[[int, int], float]) -> Iterator[tuple[float, int, float]]:
         """Yield each change of a rank's live tapes: time, stage, amount. `weigh` gives the amount of a whole tape."""
-        for time, (stage, microbatch), full, reduced in _changes(self.events[rank]):
+        for time, (stage, microbatch), full, reduced in _changes(self.events[rank], self.training):
             yield time, stage, (full + self.memory.share_of(stage) * reduced) * weigh(stage, microbatch)
 
 
@@ -144,9 +154,8 @@ def _computes(step: Step) -> bool:
     return not isinstance(step, Action) or step.op in COMPUTE
 
 
-def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], int, int]]:
+def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, tuple[int, int], int, int]]:
     """Yield each change of a rank's tapes: time, (stage, microbatch), change in whole tapes, in tapes without I."""
-    training = any(action.op in (Op.B, Op.W) for event in events for action in parts(event.action))
     for event in events:
         actions = parts(event.action)
         for action in actions:
@@ -162,11 +171,11 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[float, tuple[int, int], 
                 yield event.end, tape, 0, -1
 
 
-def _peak_live(events: Sequence[Event], memory: Memory) -> float:
+def _peak_live(events: Sequence[Event], memory: Memory, training: bool) -> float:
     """The peak number of live tapes, given a rank's events in order."""
     full, peak = 0, 0.0
     reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
-    for _, (stage, _), more_full, more_reduced in _changes(events):
+    for _, (stage, _), more_full, more_reduced in _changes(events, training):
         full += more_full
         if more_reduced:
             share = memory.share_of(stage)
@@ -175,11 +184,12 @@ def _peak_live(events: Sequence[Event], memory: Memory) -> float:
     return peak
 
 
-def simulate(program: Program, costs: Costs | None = None) -> Timeline:
+def simulate(program: Program | Hang, costs: Costs | None = None) -> Timeline:
     """Compute the timeline of a verified program whose actions take the given times; `Costs()` by default.
 
     A rank runs its program until it needs a message that has not been sent, and continues once it has. So each action
-    is visited once, however the ranks wait for each other.
+    is visited once, however the ranks wait for each other. Of a program that was refused, its error's `hang` gives the
+    timeline up to there.
 
     >>> from penstock.schedule import build, lower
     >>> timeline = simulate(lower(build("1f1b", ranks=2, microbatches=4)), Costs(transfer=0.5))
@@ -190,6 +200,9 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     that do not fit its stages and microbatches.
     """
     costs = costs or Costs()
+    if isinstance(program, Hang):
+        done = simulate(program.done, costs)
+        return replace(done, title=f"{done.title} up to where it hangs", hang=program)
     schedule = program.schedule
     clocks, _ = _run(program, costs)
     num_ranks, num_microbatches = len(clocks), schedule.num_microbatches
@@ -201,6 +214,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         compute=max(clock.compute for clock in clocks),
         title=f"{schedule.name}, {ranks}, {microbatches}, simulated",
         memory=costs.memory,
+        training=schedule.training,
     )
 
 

@@ -6,7 +6,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 
-from penstock.schedule.actions import RECEIVES, SENDS, Action, Op, Program, ScheduleError, flatten
+from penstock.schedule.actions import RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, flatten, parts
 from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, partner
 
 
@@ -51,16 +51,20 @@ def verify(program: Program) -> Proof:
     Traceback (most recent call last):
     penstock.schedule.actions.ScheduleError: rank 0, action 3: 0B0 waits for 0RECV_B0, which this rank does not have
 
-    Raises: ScheduleError naming rank, action and what it waits for.
+    Raises: ScheduleError naming rank, action and what it waits for. Its `hang` is where ranks would wait for ever,
+        unless an action fails before.
     """
     rules = Rules(program.schedule)
     readings = [_Reading(program, rules, rank) for rank in range(program.placement.num_ranks)]
     faults = [fault for reading in readings if (fault := reading.first_fault()) is not None]
     if not faults:
         faults = _crossed_channels(rules, readings)
-    deadlock = _deadlock(rules, readings)
-    if faults or deadlock:
-        raise ScheduleError("; ".join([*faults[:1], *deadlock]))
+    hang = _hang(rules, readings)
+    if faults or hang is not None:
+        deadlock = [hang.sentence] if hang is not None and len(hang.arrows) > 1 else []
+        done = [] if hang is None else [sum(1 for _ in flatten(steps)) for steps in hang.done.ranks]
+        fails_before = any(one.fails_at is not None and one.fails_at <= own for one, own in zip(readings, done))
+        raise ScheduleError("; ".join([*faults[:1], *deadlock]), None if fails_before else hang)
     return Proof(
         num_actions=sum(reading.num_actions for reading in readings),
         num_messages=sum(len(messages) for reading in readings for messages in reading.sent.values()),
@@ -94,11 +98,14 @@ class _Reading:
     #: The actions so far, and the most tapes live at once.
     num_actions: int
     peak_live: int
+    #: The number of the first action that cannot be carried out, whatever other ranks do.
+    fails_at: int | None
 
     def __init__(self, program: Program, rules: Rules, rank: int) -> None:
         self.program, self.rules, self.rank = program, rules, rank
         self.own = rules.of_rank[rank]
         self.num_actions = self.peak_live = 0
+        self.fails_at = None
         self.given, self.awaited = array("i"), array("i")
         self.sent = defaultdict(lambda: array("i"))
         self.received = defaultdict(lambda: array("i"))
@@ -111,13 +118,16 @@ class _Reading:
             rule, microbatch = own[last.op].get(last.stage), last.microbatch
             if rule is None or microbatch not in rule.microbatches:
                 fault = fault or self._misplaced(last, rule)
+                self._fail(last)
                 continue
             for fact in rule.needs:
                 if not given[fact + microbatch]:
                     fault = fault or self._too_early(last, fact + microbatch)
+                    self._fail(last)
             for fact in rule.gives:
                 if given[fact + microbatch]:
                     fault = fault or self._repeated(last, fact + microbatch)
+                    self._fail(last)
                 given[fact + microbatch] = 1
             if rule.message is not None:
                 self._record(last.op, rule, microbatch)
@@ -128,6 +138,11 @@ class _Reading:
             if rule.closes:
                 live -= 1
         return fault or self._missing(given) or self._misplaced_step(last) or self._too_many_live()
+
+    def _fail(self, action: Action) -> None:
+        """Note that the rank gets no further than this; a reduction or step takes the gradients that there are."""
+        if self.fails_at is None and action.op not in (Op.REDUCE_GRAD, Op.STEP):
+            self.fails_at = self.num_actions
 
     def _record(self, op: Op, rule: Rule, microbatch: int) -> None:
         assert rule.channel is not None and rule.message is not None
@@ -213,21 +228,42 @@ def _crossed_channels(rules: Rules, readings: list[_Reading]) -> list[str]:
     return faults
 
 
-def _deadlock(rules: Rules, readings: list[_Reading]) -> list[str]:
-    """Describe, in one sentence, a ring of ranks each waiting for the next; empty without such a ring."""
-    waits = _run_blocking(rules, readings)
-    givers = {rank: rules.placement.rank_of(rules.fact(awaited).stage) for rank, awaited in waits.items()}
+def _hang(rules: Rules, readings: list[_Reading]) -> Hang | None:
+    """Find where ranks would wait for ever: those of a ring each for the next, or one for what another never does."""
+    awaited = _run_blocking(rules, readings)
+    if not awaited:
+        return None
+    waits = {rank: _waiting(rules, readings[rank], fact) for rank, fact in awaited.items()}
+    givers = {rank: rules.placement.rank_of(transfer.stage) for rank, (_, transfer) in waits.items()}
     # A fact that no action of its rank gives is missing there, not late: that is another fault.
-    late = {rank: givers[rank] for rank, awaited in waits.items() if awaited in readings[givers[rank]].given}
+    late = {rank: givers[rank] for rank, fact in awaited.items() if fact in readings[givers[rank]].given}
+    ring = _ring(late) or [min(waits.keys() - late.keys())]
+    sentences = []
+    for rank in ring:
+        action, transfer = waits[rank]
+        act = "posts" if transfer.op in RECEIVES else "starts"
+        until = f"until rank {givers[rank]} {act}" if rank in late else f"for ever: rank {givers[rank]} never {act}"
+        sentences.append(f"rank {rank} at {action} waits {until} {transfer}")
+    done = [reading.program.ranks[reading.rank] for reading in readings]
+    for rank, (action, _) in waits.items():
+        done[rank] = done[rank][: next(at for at, step in enumerate(done[rank]) if action in parts(step))]
+    return Hang(
+        Program(rules.schedule, tuple(done)),
+        dict(sorted(waits.items())),
+        tuple((rank, givers[rank]) for rank in ring),
+        "deadlock, if sends wait for their receives: " * (len(ring) > 1) + "; ".join(sentences),
+    )
+
+
+def _ring(late: dict[int, int]) -> list[int]:
+    """Find ranks of which each waits for the next, and the last for the first."""
     for rank in late:
         ring: list[int] = []
         while rank in late and rank not in ring:
             ring.append(rank)
             rank = late[rank]
         if rank in ring:
-            ring = ring[ring.index(rank) :]
-            sentences = [_waiting(rules, readings[rank], waits[rank], givers[rank]) for rank in ring]
-            return [f"deadlock, if sends wait for their receives: {'; '.join(sentences)}"]
+            return ring[ring.index(rank) :]
     return []
 
 
@@ -257,13 +293,12 @@ def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
     return {rank: fact for fact, rank in put_aside.items()}
 
 
-def _waiting(rules: Rules, reading: _Reading, awaited: int, giver: int) -> str:
-    """Describe a rank's wait for a fact that the rank `giver` has to give."""
+def _waiting(rules: Rules, reading: _Reading, awaited: int) -> tuple[Action, Action]:
+    """Find a rank's action that waits for a fact, and the other rank's transfer that gives it."""
     (transfer,) = rules.givers(awaited)
     if transfer.op in RECEIVES:
-        return f"rank {reading.rank} at {partner(transfer)} waits until rank {giver} posts {transfer}"
+        return partner(transfer), transfer
     receive = partner(transfer)
     ops = FORWARD.computes if receive.op is FORWARD.receive else BACKWARD.computes
     users = [Action(op, receive.stage, receive.microbatch) for op in ops]
-    user = next(action for action in flatten(reading.program.ranks[reading.rank]) if action in users)
-    return f"rank {reading.rank} at {user} waits until rank {giver} starts {transfer}"
+    return next(action for action in flatten(reading.program.ranks[reading.rank]) if action in users), transfer
