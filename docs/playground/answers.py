@@ -14,10 +14,16 @@ from penstock.schedule import files
 
 
 def answer(question: str) -> str:
-    """Answer a question; both are JSON: the name of a function below and its arguments, its value or its fault."""
+    """Answer a question; both are JSON: the name of a function below and its arguments, its value or its fault.
+
+    What is refused because it hangs has both: its fault, and the timeline up to there.
+    """
     name, given = json.loads(question)
     try:
         return json.dumps({"value": {"builders": builders, "build": build, "look_at": look_at}[name](**given)})
+    except schedule.ScheduleError as error:
+        hang = {} if error.hang is None else {"value": _drawn(error.hang, given["costs"])}
+        return json.dumps({"fault": str(error)} | hang)
     except ValueError as error:
         return json.dumps({"fault": str(error)})
 
@@ -61,19 +67,24 @@ def look_at(text: str, costs: dict[str, str]) -> dict[str, Any]:
     path = Path("schedule.txt" if text.startswith("penstock ") else "schedule.csv")
     path.write_text(text, encoding="utf-8")
     program = files.read_program(path)
+    return _drawn(program, costs) | {"proof": schedule.verify(program).sentences}
+
+
+def _drawn(program: schedule.Program | schedule.Hang, costs: dict[str, str]) -> dict[str, Any]:
+    """The figures and the timeline of a proved program, or of what one carries out before it hangs."""
     timeline = schedule.simulate(program, schedule.Costs(**_numbers(costs)))
     drawing = Path("timeline.html")
     write_drawing(drawing, [Layer.simulated(timeline)])
+    figures = {
+        "bubble": f"{timeline.bubble_rate:.4f}",
+        "makespan": f"{timeline.makespan:.6g}",
+        "span": f"{timeline.span_cost:.6g}",
+        "peak live microbatches": " ".join(f"{live:.4g}" for live in timeline.peak_live_microbatches),
+    }
     return {
-        "proof": schedule.verify(program).sentences,
-        "figures": {
-            "bubble": f"{timeline.bubble_rate:.4f}",
-            "makespan": f"{timeline.makespan:.6g}",
-            "span": f"{timeline.span_cost:.6g}",
-            "peak live microbatches": " ".join(f"{live:.4g}" for live in timeline.peak_live_microbatches),
-        },
+        "figures": figures if timeline.hang is None else {},
         "timeline": drawing.read_text(encoding="utf-8"),
-        "num_ranks": program.placement.num_ranks,
+        "num_ranks": len(timeline.events),
     }
 
 

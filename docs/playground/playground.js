@@ -116,7 +116,7 @@ async function update(link = false) {
 function show({ fault, value }) {
   form.dataset.verdict = fault ? "refused" : "proved";
   $("verdict").textContent = fault ?? `Proved: ${value.proof[0]}`;
-  $("proof").replaceChildren(...(value?.proof.slice(1) ?? []).map(sentence => element("li", sentence)));
+  $("proof").replaceChildren(...(value?.proof?.slice(1) ?? []).map(sentence => element("li", sentence)));
   $("figures").replaceChildren(
     ...Object.entries(value?.figures ?? {}).map(([name, figure]) => {
       const pair = element("div", "");

@@ -15,10 +15,11 @@ from penstock import schedule
 from penstock.draw.layers import KIND_OF, Kind, Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
-from penstock.schedule.actions import parts
+from penstock.schedule.actions import COMPUTE, parts
 from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
 from tests.e2e.chromium import Chromium, find_chromium
+from tests.schedule.hangs import HANGS, carried_out, hang_of, waiting
 
 pytestmark = pytest.mark.subject(
     "src/penstock/draw/**/*", "src/penstock/schedule/**/*.py", "src/penstock/cli/schedule.py"
@@ -496,3 +497,52 @@ def test_bytes_take_the_place_of_microbatches_where_they_are_known(show: Open):
     assert [f"peak {3 * peak} MiB live" in page.text("#labels") for peak in (4, 3, 2, 1)] == [True] * RANKS
     assert "live bytes" in page.text("#legend")
     assert "12 MiB" in page.text("#figures")
+
+
+SPY = """(() => {
+  const arrows = [], words = [], old = paintArrow, pen = CanvasRenderingContext2D.prototype, write = pen.fillText;
+  paintArrow = (_, from, to) => arrows.push([from.x, from.y, to.x, to.y]);
+  pen.fillText = function (text, ...place) { words.push(text); write.call(this, text, ...place); };
+  paintBody();
+  paintArrow = old;
+  pen.fillText = write;
+  const middle = rank => (box => box.y + box.height / 2)(barBox(rows.bars[0], rank, 0));
+  return { arrows, words, middles: layers[0].ranks.map((_, rank) => middle(rank)) };
+})()"""
+
+
+@pytest.mark.shows(192)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_drawn_up_to_there_with_what_waits_and_the_cycle(show: Open, name: str, theme: str):
+    program, arrows = HANGS[name][0](), HANGS[name][1]
+    hang = hang_of(program)
+    assert hang is not None
+    timeline = schedule.simulate(hang)
+    page = show(Layer.simulated(timeline))
+    page.evaluate(f"paintTheme('{theme}')")
+    assert page.text("#hang") == hang.sentence and page.box("#figures")[3] == 0
+    names = "layers[0].ranks.map(({ compute: lane }) => [...lane.kind].map((_, i) => nameOf(lane, i)))"
+    ran = [[step for step in steps if parts(step)[0].op in COMPUTE] for steps in carried_out(program)]
+    assert [[own for own in row if own[-1] not in "RS"] for row in page.evaluate(names)] == [
+        [str(step) for step in steps] for steps in ran
+    ]
+
+    seen = page.evaluate(SPY)
+    rank_at = {round(middle): rank for rank, middle in enumerate(seen["middles"])}
+    assert sorted((rank_at[round(a)], rank_at[round(b)]) for _, a, _, b in seen["arrows"]) == sorted(arrows)
+    assert all(page.evaluate(f"bodyScale().t({x})") > timeline.makespan for x, *_ in seen["arrows"])
+    # In one line or two: what waits, for what and for whom.
+    text = " ".join(seen["words"])
+    stuck = waiting(program)
+    for rank, (action, transfer, peer) in stuck.items():
+        assert f"{action} waits for {transfer} of rank {peer}" in text
+        assert page.text(f"#labels li:nth-child({rank + 1}) .idle") == f"→ rank {peer}"
+    assert text.count(" waits for ") == len(stuck)
+    picture = page.picture()
+    block = {"light": rgb(Kind.WAIT.colour), "dark": rgb("#3A2A22")}[theme]
+    left, right = page.x(timeline.makespan) + 2, page.x(1.2 * timeline.makespan or 1.0) - 2
+    for rank in range(len(program.ranks)):
+        shown = picture[page.y(rank, part=0.1), left:right]
+        assert ((shown == block).all(axis=1).sum() > 0.2 * (right - left)) == (rank in stuck)
+    assert page.complaints() == []

@@ -13,7 +13,9 @@ from docs.playground import answers
 
 from penstock import schedule
 from penstock.cli.main import main
+from penstock.schedule import files
 from tests.e2e.chromium import Chromium, find_chromium, served
+from tests.schedule.hangs import waiting
 
 pytestmark = pytest.mark.subject(
     "src/penstock/draw/**/*",
@@ -208,7 +210,8 @@ def test_mistakes_are_answered_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = json.loads(answers.answer(json.dumps(question)))
-    assert list(found) == ["fault"] and fault in found["fault"] and "\n" not in found["fault"]
+    assert list(found) == ["fault", "value"][: 1 + ("deadlock" in fault)]
+    assert fault in found["fault"] and "\n" not in found["fault"]
 
 
 # ---- under Node
@@ -278,6 +281,7 @@ def test_a_schedule_built_by_fields(page: Playground, name: str, command: Callab
 
 
 @pytest.mark.shows(159)
+@pytest.mark.shows(192)
 @pytest.mark.parametrize(
     ("button", "fault", "place"),
     [
@@ -301,7 +305,20 @@ def test_a_broken_schedule_is_refused_in_the_words_of_the_command(
     path.write_text(text)
     told = command("verify", path.name)
     assert fault in told and told == f"penstock: {page.told('verdict')}\n"
-    assert page.frame is None and page.figures == {} and page.told("proof") == "" == page.told("command")
+    assert page.figures == {} and page.told("proof") == "" == page.told("command")
+    # What can be carried out is drawn, with what waits and for whom, as the command draws it.
+    assert page.frame is not None
+    command("show", path.name, "--output", "page.html")
+    drawn = data_of(page.frame)
+    assert drawn == data_of((tmp_path / "page.html").read_text())
+    program = plan if isinstance(plan := files.read(path), schedule.Program) else schedule.lower(plan)
+    told = {wait["rank"]: (wait["told"].split()[0], wait["awaited"]) for wait in drawn["layers"][0]["hang"]["waits"]}
+    assert told == {rank: (str(action), peer) for rank, (action, _, peer) in waiting(program).items()}
+    inside = "document.getElementById('timeline').contentDocument.getElementById('hang')"
+    assert (
+        page.browser.evaluate(f"{inside}.offsetHeight > 0 && {inside}.textContent")
+        == (drawn["layers"][0]["hang"]["sentence"])
+    )
 
     page.click("#place")
     chosen = "(text => text.value.slice(text.selectionStart, text.selectionEnd))(document.activeElement)"

@@ -22,7 +22,7 @@ def assert_hangs(program: Program) -> None:
     if len(hang.arrows) > 1:
         assert [awaited for _, awaited in hang.arrows] == [rank for rank, _ in (*hang.arrows[1:], hang.arrows[0])]
     else:
-        rank, awaited = hang.arrows[0]
+        rank, awaited = next(iter(hang.arrows))
         steps = program.ranks[awaited]
         assert stuck[rank][1] not in [action for step in steps for action in parts(step)]
     for rank, awaited in hang.arrows:

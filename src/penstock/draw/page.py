@@ -14,18 +14,28 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.draw.layers import DEFINITIONS, KIND_OF, Kind, Layer, bytes_are_known, check_layers, live_over_time
+from penstock.draw.layers import (
+    DEFINITIONS,
+    KIND_OF,
+    Kind,
+    Layer,
+    bytes_are_known,
+    check_layers,
+    drawn_length,
+    live_over_time,
+    waits_for_ever,
+)
 from penstock.io.files import whole_file
-from penstock.schedule import Event, Op, Pair
+from penstock.schedule import Event, Hang, Op, Pair, Timeline
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
 
-_SCRIPTS = ("model.js", "paint.js", "view.js", "tell.js", "page.js")
+_SCRIPTS = ("model.js", "paint.js", "view.js", "hang.js", "tell.js", "page.js")
 _DIGITS = 9  # of the makespan, in a tick
 _PAIRS = {Op.B: "P", Op.I: "Q"}
 
 # Another colour of the same hue where that of the printed pictures is too dark for a dark page.
-_DARK = {Kind.FORWARD: "#5C9CE6", Kind.STEP: "#A3ADB9", Kind.IDLE: "#222933"}
+_DARK = {Kind.FORWARD: "#5C9CE6", Kind.STEP: "#A3ADB9", Kind.IDLE: "#222933", Kind.WAIT: "#3A2A22"}
 
 
 def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", command: str = "") -> None:
@@ -69,22 +79,38 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
 def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
     timeline = layer.timeline
     # A power of ten, so that round times stay round.
-    tick = 10.0 ** (floor(log10(timeline.makespan)) + 1 - _DIGITS) if timeline.makespan > 0 else 1.0
+    length = drawn_length(timeline)
+    tick = 10.0 ** (floor(log10(length)) + 1 - _DIGITS) if length > 0 else 1.0
     waits = layer.waits or ((),) * len(timeline.events)
     return {
         "name": layer.name,
         "title": timeline.title,
         "tick": tick,
-        "makespan": timeline.makespan,
+        "makespan": drawn_length(timeline),
         "span": timeline.span_cost,
         "bubble": timeline.bubble_rate,
         "idle": timeline.idle,
         "peak": timeline.peak_live_microbatches,
         "recorded": bool(layer.waits),
+        "hang": None if timeline.hang is None else _hang(timeline, timeline.hang),
         "ranks": [
             _rank(events, own, tick) | {"live": _live(live_over_time(layer, rank, in_bytes=in_bytes), tick)}
             for rank, (events, own) in enumerate(zip(timeline.events, waits, strict=True))
         ],
+    }
+
+
+def _hang(timeline: Timeline, hang: Hang) -> dict[str, Any]:
+    waits = waits_for_ever(timeline)
+    return {
+        "sentence": hang.sentence,
+        "carriedOut": timeline.makespan,
+        "waits": [
+            {"rank": rank, "awaited": wait.rank, "start": wait.start, "told": hang.told(rank)}
+            for rank in hang.waits
+            for wait in waits[rank]
+        ],
+        "arrows": hang.arrows,
     }
 
 

@@ -95,7 +95,11 @@ function makeLegend() {
   if (most > 1) {
     entries.push(swatch(css(colourOf(kinds[0], 1)), `another shade: the rank's ${most > 2 ? "later stages" : "second stage"}`));
   }
-  if (layers.some(layer => layer.recorded)) {
+  if (layers.some(layer => layer.hang)) {
+    const stripes = `repeating-linear-gradient(135deg, ${css(colours.alarm, 0.6)} 0 1px, transparent 1px 4px)`;
+    entries.push(swatch(`${stripes}, ${css(colours.wait)}`, "waits for ever"));
+  }
+  if (layers.some(layer => layer.recorded && !layer.hang)) {
     const stripes = `repeating-linear-gradient(135deg, ${css(colours.muted, 0.6)} 0 1px, transparent 1px 4px)`;
     entries.push(swatch(`${stripes}, ${css(colours.idle)}`, "waiting for a message"));
   }
@@ -407,12 +411,13 @@ $("unit").textContent = data.unit ? `time, ${data.unit}` : "time";
 if (data.inBytes) $("stripsName").textContent = "Live bytes";
 $("chart").setAttribute(
   "aria-label",
-  `${layers.map(layer => `${layer.title}, makespan ${time4(layer.makespan)}`).join("; ")}; ${numRanks} rank${numRanks === 1 ? "" : "s"}`,
+  `${layers.map(layer => `${layer.title}, ${layer.hang?.sentence ?? `makespan ${time4(layer.makespan)}`}`).join("; ")}; ${numRanks} rank${numRanks === 1 ? "" : "s"}`,
 );
 if (window !== window.top) document.documentElement.dataset.framed = "";
 makeSwitch();
 makeFigures();
 makeRankTables();
+tellHang();
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 prefersDark.addEventListener("change", () => paintTheme(prefersDark.matches ? "dark" : "light"));
 paintTheme(prefersDark.matches ? "dark" : "light");

@@ -22,6 +22,9 @@ function makeColours() {
     kinds: [...LETTERS].map(look),
     idle: look("·"),
     hatch: hatching(own("--muted")),
+    wait: look("/"),
+    alarm: own("--alarm"),
+    waitHatch: hatching(own("--alarm")),
   };
 }
 

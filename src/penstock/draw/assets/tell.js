@@ -58,6 +58,8 @@ function describeIdle({ rank, layer, time: at }) {
     next = before + 1 < lane.n ? before + 1 : -1;
   const end = next >= 0 ? lane.start[next] : layer.makespan;
   if (at < 0 || at > layer.makespan) return null;
+  const forEver = next < 0 && waitOf(layer, rank);
+  if (forEver) return ["waits for ever", [["rank", rank], ["from", time(forEver.start)], ["wait", forEver.told]]];
   const facts = [
     ["rank", layers.length > 1 ? `${rank}, ${layer.name}` : rank],
     ["from", time(start)],

@@ -65,19 +65,23 @@ function labelRows() {
     each = Math.ceil(9 / rows.height); // of so many rows only the first is named
   $("labels").replaceChildren(
     ...layers[0].ranks.map((_, rank) => {
-      const idle = shown.map(layer => share(layer.idle[rank] / (layer.makespan || 1)));
+      const idle = shown.map(layer => {
+        if (!layer.hang) return `${share(layer.idle[rank] / (layer.makespan || 1))} idle`;
+        const wait = waitOf(layer, rank);
+        return wait ? `\u2192 rank ${wait.awaited}` : "ends";
+      });
       const item = element("li", { className: tiny ? "low tiny" : low ? "low" : "" });
       item.style.top = `${rank * rows.height}px`;
       item.style.height = `${Math.min(each, numRanks - rank) * rows.height}px`;
       item.style.visibility = rank % each ? "hidden" : "";
       const name = element("span", { className: "name" }, element("b", {}, `rank ${rank}`));
       if (shown.length === 1 || low)
-        name.append(element("span", { className: "idle" }, `${idle[shown.length - 1]} idle`));
+        name.append(element("span", { className: "idle" }, idle[shown.length - 1]));
       item.append(name);
       for (const [i, layer] of shown.entries()) {
-        if (low) break;
+        if (low || layer.hang) break;
         if (shown.length > 1) {
-          item.append(element("span", { className: "name idle" }, element("span", {}, layer.name), `${idle[i]} idle`));
+          item.append(element("span", { className: "name idle" }, element("span", {}, layer.name), idle[i]));
         }
         const fill = element("i");
         fill.style.width = share(layer.idle[rank] / (layer.makespan || 1));
@@ -145,6 +149,7 @@ function paintBody() {
     pen.fillStyle = css(colours.accent);
     pen.fillRect(Math.round(scale.x(state.until)), 0, 1.5, height);
   }
+  for (const layer of shownLayers()) if (layer.hang) paintHang(pen, layer, scale, top);
   if (state.cursor) paintCursor(pen, scale, top);
   if (state.pointer) paintPointer(pen, height);
 }
