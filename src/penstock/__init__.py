@@ -4,10 +4,14 @@ Nothing heavy is imported here, so that `from penstock import schedule` works wi
 fetched from their rooms when first asked for.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from penstock.data import NO_LABEL, BatchError, Extent, MicroBatchSpec, PackedBatch
     from penstock.engine import (
         CheckpointError,
@@ -124,3 +128,19 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_ROOM_OF])
+
+
+def _tell(kind: type[BaseException], error: BaseException, traceback: "TracebackType | None") -> None:
+    """Print an exception that ends this process: of several ranks one does, without the package's own calls."""
+    try:
+        if "torch" not in sys.modules and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            sys.__excepthook__(kind, error, traceback)
+        else:
+            import_module("penstock.runtime.uncaught").tell(error)
+    except Exception:
+        sys.__excepthook__(kind, error, traceback)
+
+
+# One of the user's own stands; torch's only puts the rank before each line, and comes with the process group.
+if sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__ == "torch.distributed.distributed_c10d":
+    sys.excepthook = _tell

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,9 @@ class Alarm:
 class Recovery:
     """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point."""
 
+    #: those of this process
+    of_process: ClassVar[weakref.WeakSet[Recovery]] = weakref.WeakSet()
+
     #: all ranks of the engine, on host memory; None for one that is alone
     group: InitVar[dist.ProcessGroup | None]
     #: knows what the rank is doing
@@ -191,6 +194,7 @@ class Recovery:
             self._watch.start()
             # At the interpreter's end too: a thread inside the store would then abort the process.
             self._end_watch = weakref.finalize(self, self._watch.end, self._store)
+            self.of_process.add(self)
 
     def covers(self, communicator: Communicator) -> None:
         """Cut and renew this communicator too; all ranks that share it call this in the same order."""
@@ -271,7 +275,12 @@ class Recovery:
 
     # ---- announcing a failure, and hearing of it
 
-    def _announce(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
+        """Let no rank wait for this one, which an error outside of the engine's calls ends."""
+        if not self.lost:
+            answer_of_store(lambda: self._announce(error, left=True) is None, _ANSWER_S)
+
+    def _announce(self, error: BaseException, left: bool = False) -> None:
         """Write the failure for every rank, unless another rank was first."""
         assert self._store is not None
         if self.alarm.failure is not None or self._store.add(f"{self._generation}/claims", 1) > 1:
@@ -283,7 +292,7 @@ class Recovery:
             self.recorder.doing,
             type(error).__name__,
             "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED],
-            left=not isinstance(error, Exception),
+            left=left or not isinstance(error, Exception),
             stepped=self._stepping,
         )
         text = json.dumps(asdict(failure))
