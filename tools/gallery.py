@@ -1,12 +1,13 @@
 """`make gallery`: draws every schedule at equal work, and writes the page that shows them, docs/gallery.md.
 
-The picture of a training step in the README is drawn too, from the step that a run of the demo recorded, and that of
-the planner's page, from a plan.
+The picture of a training step in the README is drawn too, from the step that a run of the demo recorded, that of the
+planner's page, from a plan, and that of an order that hangs.
 """
 
 import contextlib
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from penstock import schedule
@@ -18,6 +19,7 @@ from penstock.schedule.builders import source, trains
 
 ROOT = Path(__file__).parents[1]
 RECORDED, STEP, PLAN = "docs/timeline.json", "docs/timeline.png", "docs/plan.svg"
+HANG = "docs/guides/hang.svg"
 # Of the pictures, whose numbers can be read on a narrow page, and of the table.
 DRAWN = {"ranks": 4, "microbatches": 8}
 COMPARED = {"ranks": 8, "microbatches": 32}
@@ -114,6 +116,19 @@ def draw_step(path: Path) -> None:
     picture(path, [layer.timeline for layer in read_recorded_step(ROOT / RECORDED).layers], unit="ms")
 
 
+def draw_hang(path: Path) -> None:
+    """Draw the order that hangs in the guide: two actions exchanged."""
+    afab, last = schedule.build("afab", **DRAWN), DRAWN["microbatches"]
+    first = list(afab.orders[0])
+    first[last - 1 : last + 1] = first[last], first[last - 1]
+    order = replace(afab, name="exchanged", orders=(tuple(first), *afab.orders[1:]))
+    try:
+        schedule.verify(schedule.lower(order))
+    except schedule.ScheduleError as error:
+        assert error.hang is not None
+        picture(path, [schedule.simulate(error.hang)])
+
+
 def draw_plan(path: Path) -> None:
     """Draw the plan of the planner's page."""
     words = ["--model", "llama3-8b", "--cluster", "h100", "--devices", "16", "--sequences", "64"]
@@ -125,7 +140,8 @@ def main() -> int:
     written = write(ROOT / "docs")
     draw_step(ROOT / STEP)
     draw_plan(ROOT / PLAN)
-    print(f"wrote {len(written)} files below docs/, {STEP} and {PLAN}")
+    draw_hang(ROOT / HANG)
+    print(f"wrote {len(written)} files below docs/, {STEP}, {PLAN} and {HANG}")
     return 0
 
 

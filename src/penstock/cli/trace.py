@@ -94,6 +94,8 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
         "step": recording.step,
         "unit": "ms",
         "makespan": recording.makespan,
+        "bubble_rate": recording.timeline.bubble_rate,
+        "idle_share": recording.timeline.idle_share,
         "simulated_makespan": None if simulated is None else simulated.makespan,
         "ranks": ranks,
         "collectives": [

@@ -26,6 +26,7 @@ from penstock.draw.layers import (
     check_ending,
     drawn_length,
     kinds_in,
+    shares,
     short_number,
 )
 from penstock.io.files import whole_file
@@ -213,7 +214,7 @@ def _figures_of(timeline: Timeline, unit: str, width_in: float) -> str:
     figures = [
         f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
         f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
-        f"bubble {timeline.bubble_rate:.2%}",
+        shares(timeline).replace("   ", "    "),
     ]
     return "    ".join(figures)
 

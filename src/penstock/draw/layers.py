@@ -61,6 +61,12 @@ def drawn_length(timeline: Timeline) -> float:
     return timeline.makespan if timeline.hang is None else 1.2 * timeline.makespan or 1.0
 
 
+def shares(timeline: Timeline) -> str:
+    """The bubble in words, and of a measured step the idle share of all ranks beside it."""
+    idle = f"   idle of all ranks {timeline.idle_share:.2%}" if timeline.measured else ""
+    return f"bubble {timeline.bubble_rate:.2%}{idle}"
+
+
 def waits_for_ever(timeline: Timeline) -> tuple[tuple[Wait, ...], ...]:
     """Each rank's wait at a hang, from its last action to the end of the drawing."""
     if timeline.hang is None:

@@ -90,6 +90,7 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
         "span": timeline.span_cost,
         "bubble": timeline.bubble_rate,
         "idle": timeline.idle,
+        "idleShare": timeline.idle_share,
         "peak": timeline.peak_live_microbatches,
         "recorded": bool(layer.waits),
         "hang": None if timeline.hang is None else _hang(timeline, timeline.hang),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -247,11 +247,12 @@ class Recording:
     @cached_property
     def timeline(self) -> Timeline:
         """Compute, reductions and optimizer steps as a timeline in ms."""
-        return Timeline.from_events(
+        timeline = Timeline.from_events(
             [[Event(s.action, s.start, s.end) for s in rank if parts(s.action)[0].op in _DRAWN] for rank in self.spans],
             stages_per_rank=self.stages_per_rank,
             title=self.title,
         )
+        return replace(timeline, measured=True)
 
     @cached_property
     def waits(self) -> tuple[tuple[Wait, ...], ...]:

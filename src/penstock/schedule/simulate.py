@@ -62,6 +62,8 @@ class Timeline:
     training: bool = False
     #: Where the ranks wait for ever, behind these events.
     hang: Hang | None = None
+    #: True if the times are those of a run.
+    measured: bool = False
 
     @classmethod
     def from_events(
@@ -102,6 +104,12 @@ class Timeline:
             memory=memory,
             training=training,
         )
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time, up to the makespan, in which they compute nothing."""
+        whole = self.makespan * len(self.events)
+        return sum(self.idle) / whole if whole else 0.0
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""

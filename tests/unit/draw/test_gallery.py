@@ -67,3 +67,8 @@ def test_the_readme_shows_the_order_that_the_demo_runs(tmp_path: Path) -> None:
             assert list(map(str, compute)) == list(map(str, order))
     gallery.draw_step(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes() == (DOCS / "timeline.png").read_bytes()
+
+
+def test_the_guides_hang_is_drawn_anew_as_it_is(tmp_path: Path) -> None:
+    gallery.draw_hang(tmp_path / "hang.svg")
+    assert (tmp_path / "hang.svg").read_bytes() == (DOCS / "guides" / "hang.svg").read_bytes()

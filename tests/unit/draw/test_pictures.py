@@ -243,3 +243,17 @@ def test_png_is_written_too_and_other_endings_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="at least one timeline"):
         picture(tmp_path / "a.png", [])
     assert not (tmp_path / "a.jpeg").exists()
+
+
+def test_the_idle_share_of_all_ranks_stands_beside_a_measured_bubble(tmp_path: Path):
+    """One rank computes for nine, then the other for one: no bubble, but half of all time is idle."""
+    events = [[Event(Action(Op.F, 0, 0), 0.0, 9.0)], [Event(Action(Op.F, 1, 0), 9.0, 10.0)]]
+    simulated = Timeline.from_events(events)
+    measured = replace(simulated, measured=True)
+    assert measured.idle_share == sum(measured.idle) / 20 == 0.5
+    for timeline in (simulated, measured):
+        picture(tmp_path / "a.svg", [timeline])
+        texts = [text for text in texts_of(tmp_path / "a.svg") if "bubble 0.00%" in text]
+        lines = [line.plain for line in drawing(timeline) if "bubble 0.00%" in line.plain]
+        assert len(texts) == len(lines) == 1
+        assert [("idle of all ranks 50.00%" in text) for text in (*texts, *lines)] == [timeline.measured] * 2

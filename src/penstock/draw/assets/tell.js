@@ -148,7 +148,7 @@ function makeFigures() {
       [time4(layer.makespan), ...than(layer.makespan, layer !== first && first.makespan)],
       [time4(layer.span)],
       [`${(100 * layer.bubble).toFixed(2)}%`],
-      [time4(idle), element("small", {}, ` ${share(idle / (layer.makespan * numRanks || 1))}`)],
+      [time4(idle), element("small", {}, ` ${share(layer.idleShare)}`)],
       [amount(Math.max(...layer.ranks.map(rank => rank.live.peak)))],
     ]);
   });
