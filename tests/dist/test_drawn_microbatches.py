@@ -153,7 +153,7 @@ def beside_others(rank: int) -> list[Any]:
     engine = Engine.from_layers(layers(), WIDTH, Layout(dp=2), EngineOptions(timeout_s=30.0))
     own = engine.evaluate([iter(known(0)), iter(known(1))][: 2 - rank], micro_batches=SPEC)
     taken = engine.train_batch(iter(known(rank)), micro_batches=SPEC, normalize=DIVISOR)
-    with pytest.raises(PipelineError, match="all ranks are given batches, or all sources: rank 0 has a source of 9"):
+    with pytest.raises(PipelineError, match="or all sources of as many microbatches: rank 0 has a source of 9"):
         engine.train_batch(batch_of(NUM) if rank else iter(known()), micro_batches=SPEC, normalize=DIVISOR)
     engine.close()
     return [float(own), taken.loss, taken.num_tokens]
@@ -226,7 +226,7 @@ def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
         "microbatch 2 of 9: batch: an int; give a PackedBatch",
         "tokens, but micro_batches allows 3",
         "no loss",
-        "9 microbatches were asked for",
+        "all sources of as many microbatches: rank 0 has a source of 9 microbatches; rank 1 has a source of 8",
     ]
     for sentence, *words in zip(sentences, first, second, strict=False):
         assert all(sentence in own for own in words), (sentence, words)

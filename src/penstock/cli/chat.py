@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
+# Tokens of an answer where nothing is said; what was thought before it is among them.
+_USUAL_TOKENS = 1024
 _SAMPLING = options_of(
-    SamplingParams(),
+    SamplingParams(max_new_tokens=_USUAL_TOKENS),
     without=(
         *("logit_bias", "bad_words", "end_tokens", "filter_mask", "num_samples", "min_new_tokens", "begins_with"),
         *("raw_log_probs", "top_log_probs"),
     ),
 )
 _METAVARS = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "P", "stop": "TEXT"}
-# Tokens of an answer where nothing is said; what was thought before it is among them.
-_USUAL_TOKENS = 1024
 _COMMANDS = {
     "/system": "/system TEXT says it ahead of a new conversation, and /system alone nothing",
     "/clear": "/clear begins a new conversation",

@@ -321,7 +321,7 @@ def agree_on_microbatches(
         with pipeline.recorder.collective("agree on the batch"):
             rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
         reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
-        kinds = {r.drawn for r in reports if not r.ended}
+        kinds = _kinds(reports)
         if all(any(r.counts) for r in reports) and len(kinds) <= 1:
             num = agree([r.counts for r in reports], spec)
         _check_alike(pipeline, reports, call.name, error)
@@ -339,7 +339,7 @@ def agree_on_microbatches(
         ended=[dp for dp, r in enumerate(seeing_labels) if r.ended],
         num=0 if view.ended else num or 0,
         microbatches=parts.microbatches,
-        is_drawn=kinds == {True},
+        is_drawn=any(kinds),
         source=iter(batch) if view.drawn and isinstance(batch, Iterable) else None,
         has_source=[r.contents > 0 for r in reports],
         max_tokens=spec.max_tokens,
@@ -437,6 +437,11 @@ def _check_parts(pipeline: Pipeline, batch: Any, parts: Sequence[PackedBatch], r
         pipeline.own_layers.prepare_for(batch, check_labels if reads_labels else None)
 
 
+def _kinds(reports: Sequence[BatchReport]) -> set[int]:
+    """0 for ranks that were given batches; for sources, the number of microbatches that these are asked for."""
+    return {report.drawn and report.wanted for report in reports if not report.ended}
+
+
 def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
     """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
 
@@ -460,9 +465,9 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len(steps := {report.step for report in reports}) > 1:
         raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
-    if len({report.drawn for report in reports if not report.ended}) > 1:
+    if len(_kinds(reports)) > 1:
         views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
-        raise PipelineError(f"all ranks are given batches, or all sources: {views}")
+        raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
     for ranks in pipeline.ranks_by_batch:
         contents = {reports[r].contents for r in ranks} - {0}
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
