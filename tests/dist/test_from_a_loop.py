@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from penstock import Engine, Layout, Metric, MicroBatchSpec, OptimizerConfig, PackedBatch, num_loss_tokens
 from penstock.data import split
-from penstock.model import Sequences
+from penstock.model import Sequences, reduction_of_labels
 from tests.dist.launch import run_ranks
 
 WIDTH, VOCAB, HEADS = 8, 16, 2
@@ -228,6 +228,20 @@ class Pair(nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x), x.sum()
+
+
+@pytest.mark.shows(189)
+def test_a_name_says_what_a_loss_is_given() -> None:
+    """Of the second parameter; and a loss that takes the microbatch for labels is told so."""
+    for name in ("label", "labels", "target", "targets"):
+        assert reduction_of_labels(eval(f"lambda logits, {name}: 0")) == "mean"
+    for loss_fn in (lambda logits, microbatch: 0, lambda labels, output: 0, lambda labels: 0, lambda *labels: 0):
+        assert reduction_of_labels(loss_fn) is None
+    assert reduction_of_labels(torch.compile(nn.CrossEntropyLoss(reduction="sum"), backend="eager")) == "sum"
+    engine = engine_of(1)
+    for loss_fn in (lambda x, y: cross_entropy(x, y), lambda x, y: cross_entropy(x, y.view(-1))):
+        with pytest.raises((TypeError, AttributeError), match=r"PackedBatch.*second parameter 'labels' or 'target'"):
+            engine.train_batch(batch_of(1), loss_fn)
 
 
 class Counted(nn.Module):

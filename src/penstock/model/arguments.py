@@ -160,26 +160,28 @@ LABELS = ("labels", "label", "targets", "target")
 
 def numbers_asked(function: Any) -> frozenset[str]:
     """The names of `NUMBERS` that a loss or hook asks for by name, after the output and the microbatch itself."""
-    form = function.forward if isinstance(function, nn.Module) else function
-    bound = form.keywords if isinstance(form, functools.partial) else ()
-    others = _parameters_of(form)[2:]
+    form, parameters = _form_of(function)
+    bound, others = form.keywords if isinstance(form, functools.partial) else (), parameters[2:]
     return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
 
 
 def reduction_of_labels(function: Any) -> str | None:
     """The reduction of a loss of (logits, labels), "mean" unless it has a `reduction`; None of any other loss."""
-    parameters = _parameters_of(function.forward if isinstance(function, nn.Module) else function)
+    _, parameters = _form_of(function)
     if len(parameters) < 2 or parameters[1].kind not in _BY_POSITION or parameters[1].name not in LABELS:
         return None
     given = next((p.default for p in parameters if p.name == "reduction"), "mean")
     return getattr(function, "reduction", given) if isinstance(function, nn.Module) else given
 
 
-def _parameters_of(function: Any) -> list[inspect.Parameter]:
+def _form_of(function: Any) -> tuple[Any, list[inspect.Parameter]]:
+    """A loss or hook as it is called, without what compiled it, and its parameters in order."""
+    form = getattr(function, "_orig_mod", function)
+    form = form.forward if isinstance(form, nn.Module) else form
     try:
-        return list(inspect.signature(function).parameters.values())
+        return form, list(inspect.signature(form).parameters.values())
     except (TypeError, ValueError):  # of some functions in C nothing is known
-        return []
+        return form, []
 
 
 @dataclass(frozen=True, slots=True)

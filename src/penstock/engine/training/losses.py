@@ -412,7 +412,16 @@ class LossMetrics:
         Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
         loss_fn = partial(self.loss_fn, **{name: numbers[name] for name in self._asked})
-        given = loss_fn(output, microbatch) if self._reduction is None else self._of_labels(loss_fn, output, microbatch)
+        try:
+            call = loss_fn if self._reduction is None else partial(self._of_labels, loss_fn)
+            given = call(output, microbatch)
+        except (TypeError, AttributeError) as error:
+            if self._reduction is None and type(microbatch).__name__ in words_of(error):
+                raise type(error)(
+                    f"{words_of(error)}; loss_fn is given the microbatch, with its labels as microbatch['labels']: "
+                    "call its second parameter 'labels' or 'target', to be given these alone"
+                ) from error
+            raise
         loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         if isinstance(loss, tuple):
             kinds = ", ".join(type(part).__name__ for part in loss)
