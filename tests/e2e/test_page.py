@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import schedule
-from penstock.draw.layers import KIND_OF, Kind, Layer
+from penstock.draw.layers import KIND_OF, Kind, Layer, drawn_length
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import COMPUTE, parts
@@ -541,7 +541,7 @@ def test_a_hang_is_drawn_up_to_there_with_what_waits_and_the_cycle(show: Open, n
     assert text.count(" waits for ") == len(stuck)
     picture = page.picture()
     block = {"light": rgb(Kind.WAIT.colour), "dark": rgb("#3A2A22")}[theme]
-    left, right = page.x(timeline.makespan) + 2, page.x(1.2 * timeline.makespan or 1.0) - 2
+    left, right = page.x(timeline.makespan) + 2, page.x(drawn_length(timeline)) - 2
     for rank in range(len(program.ranks)):
         shown = picture[page.y(rank, part=0.1), left:right]
         assert ((shown == block).all(axis=1).sum() > 0.2 * (right - left)) == (rank in stuck)

@@ -58,7 +58,7 @@ class Layer:
 
 def drawn_length(timeline: Timeline) -> float:
     """The time that a drawing shows: the makespan, and some more where ranks wait for ever."""
-    return timeline.makespan if timeline.hang is None else 1.2 * timeline.makespan or 1.0
+    return timeline.makespan if timeline.hang is None else 1.3 * timeline.makespan or 1.0
 
 
 def shares(timeline: Timeline) -> str:

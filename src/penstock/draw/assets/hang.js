@@ -1,10 +1,11 @@
 // Where ranks wait for ever: their open blocks with what they wait for, and arrows that form the cycle.
 
-const ARROWS = 0.35; // of the time beyond all actions, its last part
-
 // Blocks begin behind a rank's last action and have no end; arrows stand beside their words.
 function paintHang(pen, layer, scale, top) {
-  const { waits, arrows, carriedOut } = layer.hang, bar = rows.bars.find(candidate => candidate.layer === layer);
+  const { waits, arrows, carriedOut } = layer.hang;
+  // Arrows have the last part of the time beyond all actions.
+  const last = Math.min(0.4, 0.08 * (arrows.length + 1)) * (layer.makespan - carriedOut);
+  const bar = rows.bars.find(candidate => candidate.layer === layer);
   for (const wait of waits) {
     const box = barBox(bar, wait.rank, top), left = scale.x(wait.start), right = scale.x(layer.makespan);
     if (right < 0 || left > scale.width) continue;
@@ -21,11 +22,11 @@ function paintHang(pen, layer, scale, top) {
     pen.lineTo(right, box.y + box.height);
     pen.stroke();
     const crossed = arrows.some(ends => Math.min(...ends) <= wait.rank && wait.rank <= Math.max(...ends));
-    const end = right - (crossed ? ARROWS * (right - scale.x(carriedOut)) : 0);
+    const end = crossed ? scale.x(layer.makespan - last) : right;
     paintWait(pen, wait, box, Math.max(0, left), Math.min(scale.width, end));
   }
   arrows.forEach(([rank, awaited], i) => {
-    const x = scale.x(layer.makespan - (layer.makespan - carriedOut) * ARROWS * (1 - (i + 0.5) / arrows.length));
+    const x = scale.x(layer.makespan - last * (1 - (i + 0.5) / arrows.length));
     const middle = place => (box => box.y + box.height / 2)(barBox(bar, place, top));
     paintArrow(pen, { x, y: middle(rank) }, { x, y: middle(awaited) }, colours.alarm);
   });
@@ -41,7 +42,7 @@ function paintWait(pen, wait, box, left, right) {
   const ways = [[[wait.told], 12], [two, 12], [[wait.told], 10], [two, 10]];
   const found = ways.find(([own, height]) => {
     pen.font = `${height}px system-ui, "Liberation Sans", sans-serif`;
-    return widest(own) + 12 <= right - left && own.length * 1.2 * height <= box.height;
+    return widest(own) + 10 <= right - left && own.length * 1.2 * height <= box.height;
   });
   if (!found) return;
   const [fitting, size] = found;
