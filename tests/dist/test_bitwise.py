@@ -33,10 +33,11 @@ RATE, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
 class Case:
     schedule: str
     num_microbatches: int
-    recompute: str
+    recompute: str | tuple[int, ...]
     tied: bool
     cut: tuple[int, ...] | None = None
     placement: tuple[int, ...] | None = None
+    num_kept: int = 0
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -80,7 +81,13 @@ def engine_run(case: Case, pp: int) -> Outcome:
     """Losses, norms, the last step's gradients and the final weights of this rank."""
     optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), CLIP)
     schedule = ScheduleConfig(case.schedule, cut=case.cut, placement=case.placement)
-    options = EngineOptions(schedule, recompute=case.recompute, optimizer=optimizer, timeout_s=30.0)
+    options = EngineOptions(
+        schedule,
+        recompute=case.recompute,
+        num_kept_microbatches=case.num_kept,
+        optimizer=optimizer,
+        timeout_s=30.0,
+    )
     config = case.config()
     engine = Engine(decoder_units(config), config.hidden_size, Layout(pp=pp), options)
     results = [
@@ -246,3 +253,26 @@ MAPS = {
 @pytest.mark.parametrize("pp", MAPS)
 def test_any_map_from_stages_to_ranks_gives_the_bits_of_one_process(pp: int) -> None:
     check(MAPS[pp], pp)
+
+
+KEPT = {
+    2: [
+        Case("1f1b", 5, "full", True, num_kept=1),
+        Case("interleaved", 4, (0, 2), False, num_kept=1),
+        Case("zb-v", 5, "full", False, num_kept=2),
+        Case("combined-1f1b", 5, "full", True, num_kept=1),
+    ],
+    3: [
+        Case("1f1b", 8, "full", False, num_kept=2),
+        Case("interleaved", 6, "full", True, num_kept=1),
+        Case("zb-v", 6, "full", True, num_kept=1),
+        Case("zb-h1", 5, (1,), False, num_kept=1),
+        Case("combined-1f1b", 6, "full", False, num_kept=2),
+    ],
+}
+
+
+@pytest.mark.shows(20, 29, 188)
+@pytest.mark.parametrize("pp", KEPT)
+def test_microbatches_that_keep_all_among_others_that_do_not_give_the_bits_of_one_process(pp: int) -> None:
+    check(KEPT[pp], pp)

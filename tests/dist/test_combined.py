@@ -45,6 +45,7 @@ class Run:
     overlap: bool = True
     early_release: bool = False
     recompute: str = "none"
+    num_kept: int = 0
     stages_per_rank: int | None = None
     split_backward: bool = False
     num_predictions: int = 0
@@ -72,6 +73,7 @@ def engine_of(run: Run, layout: Layout, model: ModelConfig | None = None) -> Eng
             cut=run.cut,
         ),
         recompute=run.recompute,
+        num_kept_microbatches=run.num_kept,
         precision=run.precision,
         optimizer=OptimizerConfig(LearningRate(1e-2)),
         timeout_s=30.0,
@@ -165,7 +167,7 @@ def test_one_rank_combined_equals_plain():
     check(groups, Layout(dp=2, ep=2))
 
 
-@pytest.mark.shows(20, 40, 41, 42, 54)
+@pytest.mark.shows(20, 40, 41, 42, 54, 188)
 def test_a_pipeline_of_pairs_equals_plain_ones_whatever_the_halves_hold():
     """Stages of unequal numbers of layers, so that one half of a pair has none, or several more than the other."""
     uneven = (1, 5, 1, 1)
@@ -173,6 +175,7 @@ def test_a_pipeline_of_pairs_equals_plain_ones_whatever_the_halves_hold():
         [
             Run("1f1b"),
             Run("combined-1f1b", split_backward=True),
+            Run("combined-1f1b", recompute="full", num_kept=1),
             Run("combined-interleaved", stages_per_rank=2, early_release=True, cut=uneven),
             Run("dualpipe-v", cut=uneven),
         ],

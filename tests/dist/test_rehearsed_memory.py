@@ -39,6 +39,7 @@ EXPERTS = ModelConfig(
     experts=ExpertConfig(num_experts=4, num_active=2, intermediate_size=48),
 )
 LENGTHS = [48] * 8
+SPEC = MicroBatchSpec(num=4)
 KINDS = [kind for kind in MemoryKind if kind not in (MemoryKind.OTHER, MemoryKind.TRANSPORT)]
 
 
@@ -146,7 +147,6 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
     Router._best = even_choice  # type: ignore[method-assign]
     meter = Meter()
     batch = PackedBatch.from_documents([torch.arange(length) % 96 for length in LENGTHS])
-    spec = MicroBatchSpec(num=4)
     with meter:
         pipeline = MeteredPipeline(meter, case)
         trainer = Trainer(pipeline)
@@ -160,7 +160,7 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
         trainer.run = watched  # type: ignore[method-assign]
         steps = []
         for _ in range(2):
-            trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, spec)
+            trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, SPEC)
             steps.append(list(meter.timeline))
     pipeline.close()
     pipeline.grid.close()
@@ -183,7 +183,7 @@ def compare(rank: int, cases: Sequence[Case]) -> list[list[tuple[MemoryKind, int
     for case in cases:
         real = measured(rank, case)
         units = lambda groups, case=case: decoder_units(case.model, groups=groups)  # noqa: E731
-        batch = RehearsedBatch(LENGTHS, MicroBatchSpec(num=4))
+        batch = RehearsedBatch(LENGTHS, SPEC)
         ours = rehearse(units, case.model.hidden_size, case.layout, case.engine_options, batch, rank)
         assert [p.action for p in real] == [p.action for p in ours.timeline]
         found.append([(kind, most(real, kind), ours.most(kind)) for kind in KINDS])
@@ -246,3 +246,28 @@ def test_rehearsed_bytes_are_those_of_a_real_run(cases: list[Case]) -> None:
                         f"rank {rank} of {case.layout}, {case.schedule}, {dict(case.options)}: {kind} {real} {ours}"
                     )
     assert not wrong, "\n".join(wrong)
+
+
+KEPT = {"recompute": "full", "num_kept_microbatches": 1}
+PARTLY = [
+    Case(Layout(pp=2), "1f1b", options=KEPT),
+    Case(Layout(pp=2), "interleaved", options=KEPT),
+    Case(Layout(pp=2), "zb-v", options=KEPT),
+    Case(Layout(pp=2), "combined-1f1b", EXPERTS, KEPT),
+]
+
+
+@pytest.mark.shows(188)
+def test_the_first_microbatches_keep_all_and_the_others_recompute_as_rehearsed() -> None:
+    def peak(case: Case, changed: Mapping[str, Any]) -> int:
+        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
+        options = replace(case, options=changed).engine_options
+        found = rehearse(units, case.model.hidden_size, case.layout, options, RehearsedBatch(LENGTHS, SPEC))
+        return found.most(MemoryKind.TAPE)
+
+    for rank, of_rank in enumerate(run_ranks(2, compare, PARTLY, timeout_s=600.0)):
+        for case, kinds in zip(PARTLY, of_rank, strict=True):
+            assert not [(case.schedule, rank, one) for one in kinds if abs(one[2] - one[1]) > 0.03 * one[1]]
+            if rank == 0:
+                kept = next(real for kind, real, _ in kinds if kind is MemoryKind.TAPE)
+                assert 1.1 * peak(case, FULL) < kept < 0.95 * peak(case, {}), case.schedule

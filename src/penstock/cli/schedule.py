@@ -27,6 +27,7 @@ _TIMES = (
     ("forward", 1.0, "F"),
     ("backward_input", 1.0, "I, the part of B that the previous rank waits for"),
     ("backward_weight", 1.0, "W, the other part of B"),
+    ("recompute", 0.0, "the part of I that recomputes activations, which a forward marked to keep them spares"),
     ("pair", None, "a fused pair of F and B (default: as long as both)"),
 )
 _OTHERS = (
@@ -37,9 +38,10 @@ _OTHERS = (
     ("reduce", 0.0, "time of the gradient reduction of a stage"),
     ("step", 0.0, "time of the optimizer step"),
     ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or a number for each stage of the model"),
-    ("weight_memory_share", 1.0, "share of them that is kept from a microbatch's I until its W"),
+    ("kept_bytes", None, "the same of a microbatch whose forward is marked to keep all (default: as many)"),
+    ("weight_memory_share", 1.0, "share of microbatch-bytes that is kept from a microbatch's I until its W"),
 )
-_LISTS = ("transfer", "microbatch_bytes", "weight_memory_share")
+_LISTS = ("transfer", "microbatch_bytes", "kept_bytes", "weight_memory_share")
 COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
 
 
@@ -64,6 +66,8 @@ def add_schedule(parser: Parser, arguments: Sequence[str], *, costs: bool = True
     )
     said = "send each gradient to the previous rank as soon as it is computed, before W, as the engine does"
     parser.add_argument("--early-gradients", action="store_true", help=said)
+    said = "microbatches of a stage that keep all activations at once, the first ones (default 0)"
+    parser.add_argument("--num-kept-microbatches", type=int, default=0, metavar="N", help=said)
     if costs:
         add_costs(parser)
     name = next((word for word in arguments if _is_named(word)), None)
@@ -139,11 +143,12 @@ def of_units(options: argparse.Namespace, placement: schedule.Placement) -> argp
     cut = schedule.balanced_cut(options.units, placement)
     work = [sum(options.units[unit] for unit in units) for units in cut]
     found = argparse.Namespace(**vars(options))
-    for name in ("forward", "backward_input", "backward_weight", "microbatch_bytes"):
+    for name in ("forward", "backward_input", "backward_weight", "recompute", "microbatch_bytes", "kept_bytes"):
         value = getattr(options, name)
         if isinstance(value, tuple):
             raise ValueError(f"{flag(name)} gives each stage its own, and --units cuts stages; give one number")
-        setattr(found, name, tuple(value * placement.num_ranks * own / sum(work) for own in work))
+        if value is not None:
+            setattr(found, name, tuple(value * placement.num_ranks * own / sum(work) for own in work))
     return found
 
 
@@ -186,11 +191,12 @@ def proved(options: argparse.Namespace, name: str | None = None, *, shared_chann
     """
     name = options.name if name is None else name
     assert name is not None
-    early = getattr(options, "early_gradients", False)
+    early, num_kept = getattr(options, "early_gradients", False), getattr(options, "num_kept_microbatches", 0)
     if files.is_file(name):
         if early:
             raise schedule.ScheduleError(f"{name} is taken as it is; --early-gradients goes with a schedule's name")
-        return _proved_file(options, name, shared_channels)
+        program = _proved_file(options, name, shared_channels)
+        return schedule.keep_first(program, num_kept) if num_kept else program
     built = schedule.build(
         name,
         ranks=options.ranks,
@@ -202,7 +208,7 @@ def proved(options: argparse.Namespace, name: str | None = None, *, shared_chann
         built = schedule.early_gradients(built)
     program = schedule.lower(built, shared_channels=shared_channels)
     schedule.verify(program)
-    return program
+    return schedule.keep_first(program, num_kept) if num_kept else program
 
 
 def _proved_file(options: argparse.Namespace, name: str, shared_channels: bool) -> schedule.Program:

@@ -61,6 +61,7 @@ class EngineOptions(Settings):
     seed: int = same_as(TrainConfig, "seed")
     precision: Precision = same_as(TrainConfig, "precision")
     recompute: str | tuple[int, ...] = same_as(TrainConfig, "recompute")
+    num_kept_microbatches: int = same_as(TrainConfig, "num_kept_microbatches")
     compile: bool | CompileMode = same_as(TrainConfig, "compile")
     reproducible: bool = same_as(TrainConfig, "reproducible")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -89,6 +90,11 @@ class EngineOptions(Settings):
                 raise ConfigError(
                     f"{given} packs weights as they are, and {what} needs them itself; leave out one of them"
                 )
+        if self.num_kept_microbatches and self.recompute in ("none", ()):
+            raise ConfigError(
+                f"num_kept_microbatches = {self.num_kept_microbatches} spares microbatches from recomputation, but "
+                'recompute names nothing to recompute; "full" and a list of layers do'
+            )
         # Each of these gives a token other bits in training than in generation.
         changes_bits = {
             f"precision is {self.precision}; possible is fp32": self.precision is not Precision.FP32,
@@ -127,7 +133,7 @@ class EngineOptions(Settings):
     @property
     def choice(self) -> ScheduleChoice:
         """The schedule, whichever way it was given."""
-        return ScheduleChoice.of(self.schedule)
+        return replace(ScheduleChoice.of(self.schedule), num_kept=self.num_kept_microbatches)
 
     @property
     def cut(self) -> tuple[int, ...] | str | None:
@@ -142,7 +148,8 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
-    names = ("seed", "precision", "recompute", "reproducible", "learns", "read_only", "quantize", "label_share")
+    names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
+    names += ("quantize", "label_share")
     rules = {name: getattr(options, name) for name in names}
     rules |= {f"optimizer.{own.name}": getattr(options.optimizer, own.name) for own in fields(options.optimizer)}
     rules["attention"], given = options.attention, options.schedule

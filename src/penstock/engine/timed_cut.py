@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.data import labels_of_share, rows_with_label
-from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype
+from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype, recomputes
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.units import units_alone
 from penstock.model import Sequences, UnitSpec, drain
@@ -37,12 +37,12 @@ def measure_units(
     The first rank measures for all, so that all ranks cut alike and follow one order.
     """
 
-    def measure() -> list[Any]:
+    def measure() -> dict[str, Any]:
         found = times_here(units, hidden_size, lengths, options, grid.device)
-        return [found.forward, found.backward_input, found.backward_weight]
+        return {name: getattr(found, name) for name in ("forward", "backward_input", "backward_weight", "recompute")}
 
-    times = build_on_all_ranks(measure if grid.rank == 0 else list, grid.control)
-    return Costs(*gather_json(times, grid.control)[0])
+    times = build_on_all_ranks(measure if grid.rank == 0 else dict, grid.control)
+    return Costs(**gather_json(times, grid.control)[0])
 
 
 def times_here(
@@ -62,10 +62,11 @@ def times_here(
     sequences = Sequences.from_lengths(lengths, device)
     sequences = sequences.with_read_rows(rows_with_label(labels_of_share(sequences.num_tokens, options.label_share)))
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
-    known: dict[tuple[str, int, float], list[float]] = {}
+    known: dict[tuple[str, int, float, bool], list[float]] = {}
     found = []
     for i, unit in enumerate(units):
-        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token)
+        again = recomputes(unit.name, options)
+        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token, again)
         if kind not in known:
             x = torch.randn(boundary.shape(sequences.num_tokens), device=device, dtype=boundary.dtype)
             if i == 0:
@@ -73,9 +74,10 @@ def times_here(
             stages = build_stages(units, {0: range(i, i + 1)}, boundary, options, device)
             stages[0].set_training(False)
             known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
-        found.append(known[kind])
-    forward, backward_input, backward_weight = zip(*found, strict=True)
-    return Costs(forward, backward_input, backward_weight)
+        forward, backward_input, backward_weight = known[kind]
+        found.append((forward, backward_input, backward_weight, min(forward, backward_input) if again else 0.0))
+    forward, backward_input, backward_weight, recompute = zip(*found, strict=True)
+    return Costs(forward, backward_input, backward_weight, recompute=recompute)
 
 
 def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:

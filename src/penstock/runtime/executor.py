@@ -218,7 +218,7 @@ class Executor:
 
     def _forward(self, action: Action, wire: Wire, x: Parcel | None, pairs: Pairs) -> Lane[None]:
         feed = self._feed(action.microbatch)
-        tape = self._tapes.make(action.stage, action.microbatch) if self.training else None
+        tape = self._tapes.make(action.stage, action.microbatch, action.keeps) if self.training else None
         arrived = feed.tokens if x is None else x
         assert arrived is not None, f"{action} needs the microbatch's tokens"
         finish = feed.finish if wire.target is None else None

@@ -103,25 +103,34 @@ class UnitCall:
             )
         return message
 
-    def __call__(self, x: Any, sequences: Sequences, given: Given) -> Any:
-        """The unit's output for the stream, or the several tensors, that the unit before gave."""
+    def __call__(self, x: Any, sequences: Sequences, given: Given, keeps: bool = False) -> Any:
+        """The unit's output for the stream, or the several tensors, that the unit before gave.
+
+        keeps: True for a microbatch that keeps all activations.
+        """
         if not torch.is_grad_enabled():
             return self.run(x, sequences, given)
         versions = _versions(x)
-        output = self._recomputed(x, sequences, given) if self.recompute else self.run(x, sequences, given)
+        output = self._recomputed(x, sequences, given, keeps) if self.recompute else self.run(x, sequences, given)
         if _versions(x) != versions:
             self.changes_input = True
-            if self.recompute:
+            if self.recompute and not keeps:
                 raise PipelineError(
                     f"{self.name} changes its input in place, so that its activations cannot be computed again from "
                     "it; let it work on a copy, or leave the layer out of recompute"
                 )
         return output
 
-    def _recomputed(self, x: Any, sequences: Sequences, given: Given) -> Any:
-        """The output, whose activations are computed again from the input, and from what the layer keeps now."""
+    def _recomputed(self, x: Any, sequences: Sequences, given: Given, keeps: bool) -> Any:
+        """The output, whose activations are computed again from the input, and from what the layer keeps now.
+
+        keeps: they are kept instead; what the layer changes is still noted, for microbatches that are computed again.
+        """
         state = KeptState.of(self.module, self._moments)
         self._moments = state.moments
+        if keeps:
+            with state.before_forward():
+                return self.run(x, sequences, given)
         is_done = False
 
         def run(x: Any) -> Any:
@@ -233,6 +242,8 @@ class Tape:
 
     segments: list[Entry] = field(default_factory=list)
     weight_gradients: list[PendingGradient] = field(default_factory=list)
+    #: True for all activations, also of units under activation checkpointing
+    keeps: bool = False
 
     def record(self, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor], is_stream: bool = True) -> None:
         """Note the segment that led from `leaves` to `outputs`, of which only the gradient edges are kept.
@@ -253,10 +264,10 @@ class Tapes(dict[tuple[int, int], Tape]):
     #: the largest number of tapes that were live at once
     peak: int = 0
 
-    def make(self, stage: int, microbatch: int) -> Tape:
+    def make(self, stage: int, microbatch: int, keeps: bool = False) -> Tape:
         """Add a new tape."""
         assert (stage, microbatch) not in self, f"stage {stage} already has a tape of microbatch {microbatch}"
-        tape = self[stage, microbatch] = Tape()
+        tape = self[stage, microbatch] = Tape(keeps=keeps)
         self.peak = max(self.peak, len(self))
         return tape
 
@@ -344,8 +355,9 @@ class Stage:
     weight_gradients: WeightGradients | None
     #: makes the context in which forwards run
     autocast: Callable[[], AbstractContextManager[Any]]
-    #: the units as they are called: one with collectives alone, by its name, the others in runs as long as possible
-    _runs: list[tuple[str, LaneUnit] | list[UnitCall]]
+    #: the units as they are called: one with collectives alone, by its name, as it runs where all activations are kept
+    #: and where not, the others in runs as long as possible
+    _runs: list[tuple[str, LaneUnit, LaneUnit] | list[UnitCall]]
 
     def __init__(
         self,
@@ -361,7 +373,7 @@ class Stage:
         self._runs = []
         for name, module in units:
             if isinstance(module, LaneUnit):
-                self._runs.append((name, RecomputedLane(module) if name in recompute else module))
+                self._runs.append((name, module, RecomputedLane(module) if name in recompute else module))
                 continue
             if not self._runs or not isinstance(self._runs[-1], list):
                 self._runs.append([])
@@ -418,7 +430,8 @@ class Stage:
             if isinstance(run, list):
                 x = self._segment(run, x, tape, sequences, finish, given)
                 continue
-            name, unit = run
+            name, whole, lean = run
+            unit = whole if tape is None or tape.keeps else lean
             context = partial(named_context, name, self.autocast)
             x = yield from Driven(unit.forward_lane(tape, x, sequences), context)  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
@@ -448,7 +461,7 @@ class Stage:
         output = entered
         with self.autocast():
             for call in calls:
-                h = call(h, sequences, given)
+                h = call(h, sequences, given, tape is not None and tape.keeps)
                 if kept and any(_versions(value) != versions for value, versions in kept):
                     raise not_its_alone(call.name)
                 leaves_stage = is_last and call is calls[-1]

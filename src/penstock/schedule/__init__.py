@@ -29,7 +29,7 @@ from penstock.schedule.builders import build, default_stages, describe, names, o
 from penstock.schedule.costs import Costs, Memory
 from penstock.schedule.generation.scheduler import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
-from penstock.schedule.lower import early_gradients, lower
+from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition, read_layout
 from penstock.schedule.rules import Channel, Rule, Rules, partner
 from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step, search_cut
@@ -78,6 +78,7 @@ __all__ = [
     "flatten",
     "from_csv",
     "from_text",
+    "keep_first",
     "lower",
     "names",
     "options",

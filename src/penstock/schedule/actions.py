@@ -7,7 +7,7 @@ them, one after another. What a stage keeps of a microbatch, from its forward to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
@@ -89,18 +89,25 @@ class Action:
 
     >>> print(Action(Op.F, stage=2, microbatch=5), Action(Op.REDUCE_GRAD, stage=2), Action(Op.STEP))
     2F5 2REDUCE_GRAD STEP
+
+    `keeps` marks an `F` whose microbatch keeps all activations where the stage would recompute them. It says how the
+    action is done, not which one it is: with and without it, actions are equal.
+
+    >>> print(Action(Op.F, 2, 5, keeps=True))
+    2F5K
     """
 
     op: Op
     stage: int = ALL
     microbatch: int = ALL
+    keeps: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         if self.op is Op.STEP:
             return "STEP"
         if self.op is Op.REDUCE_GRAD:
             return f"{self.stage}REDUCE_GRAD"
-        return f"{self.stage}{self.op.name}{self.microbatch}"
+        return f"{self.stage}{self.op.name}{self.microbatch}{'K' if self.keeps else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,15 @@ def flatten(steps: Iterable[Step]) -> Iterator[Action]:
             yield step.backward
         else:
             yield step
+
+
+def keepers(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
+    """The stage and microbatch of each forward that is marked to keep all activations.
+
+    >>> keepers([Action(Op.F, 0, 0, keeps=True), Action(Op.F, 0, 1)])
+    frozenset({(0, 0)})
+    """
+    return frozenset((action.stage, action.microbatch) for action in flatten(steps) if action.keeps)
 
 
 def uses(steps: Iterable[Step]) -> dict[int, tuple[int, int]]:

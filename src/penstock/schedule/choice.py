@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
-from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError
+from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError, keepers
 from penstock.schedule.builders import Builder
 from penstock.schedule.builders.one_f_one_b import forwards_alone
 from penstock.schedule.costs import Costs
-from penstock.schedule.lower import early_gradients, lower
+from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import check_cut, read_layout
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
@@ -31,12 +31,14 @@ class ScheduleChoice:
     """A schedule's settings, which name a builder or a file (.csv in torch's format, or .txt), and the stages' times.
 
     `costs`: the times that `auto` searches with, one for each stage of the model; None if all are equal. `own`: a
-    user's builder or schedule, which is then taken whatever the name. A schedule's order is taken as it is.
+    user's builder or schedule, which is then taken whatever the name. A schedule's order is taken as it is. `num_kept`:
+    the microbatches of a stage that keep all activations where others recompute them, see `keep_first`.
     """
 
     settings: ScheduleConfig = ScheduleConfig()
     costs: Costs | None = None
     own: Builder | Schedule | None = None
+    num_kept: int = 0
 
     @classmethod
     def of(cls, given: OwnSchedule) -> ScheduleChoice:
@@ -105,9 +107,21 @@ class ScheduleChoice:
         themselves and fill their waits with weight gradients.
 
         Raises:
-            ValueError: an unknown name or option, impossible numbers, or a file that cannot be read or that is for
-                other numbers.
+            ValueError: an unknown name or option, impossible numbers, a file that cannot be read or that is for
+                other numbers, or an order with marks of its own where `num_kept` sets them.
         """
+        program = self._lowered(ranks, microbatches, whole_backwards)
+        if not self.num_kept:
+            return program
+        if any(map(keepers, program.ranks)):
+            raise ConfigError(
+                f"{self.name} marks itself which microbatches keep all activations, and so does "
+                f"train.num_kept_microbatches = {self.num_kept}; leave it out"
+            )
+        return keep_first(program, self.num_kept)
+
+    def _lowered(self, ranks: int, microbatches: int, whole_backwards: bool) -> Program:
+        """The program as its order has it."""
         ahead = self.settings.receives_ahead
         if isinstance(self.own, Schedule):
             _check_numbers(self.name, self.own, ranks, microbatches)

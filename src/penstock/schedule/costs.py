@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step
+from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step, keepers
 from penstock.schedule.rules import partner
 from penstock.settings.declare import checked
 
 PerStage: TypeAlias = float | Sequence[float]
 PerLink: TypeAlias = float | Sequence[float]
 
-_TIMES = ("forward", "backward_input", "backward_weight", "action", "transfer", "reduce", "step", "pair")
+_TIMES = ("forward", "backward_input", "backward_weight", "recompute", "action", "transfer", "reduce", "step", "pair")
 # Sums and products of such numbers stay far from where a float overflows.
 LARGEST_COST = 1e100
-_SIZES = ("message_bytes", "microbatch_bytes", "weight_memory_share")
+_SIZES = ("message_bytes", "microbatch_bytes", "kept_bytes", "weight_memory_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Memory:
     microbatch_bytes: float | tuple[float, ...] = 0.0
     #: Each microbatch's factor on its bytes, if microbatches differ in length.
     lengths: tuple[float, ...] = ()
+    #: In place of `microbatch_bytes`, those of a microbatch that keeps all activations until its I; None if the same.
+    kept_bytes: float | tuple[float, ...] | None = None
 
     @property
     def has_bytes(self) -> bool:
@@ -48,9 +50,12 @@ class Memory:
         shares = self.weight_share
         return shares[stage % len(shares)] if isinstance(shares, tuple) else shares
 
-    def bytes_of(self, stage: int, stages_per_rank: int) -> float:
-        """The bytes of a stage's whole tape, if a microbatch passes through `stages_per_rank` stages of a rank."""
-        sizes = self.microbatch_bytes
+    def bytes_of(self, stage: int, stages_per_rank: int, keeps: bool = False) -> float:
+        """The bytes of a stage's whole tape, if a microbatch passes through `stages_per_rank` stages of a rank.
+
+        keeps: of a forward that is marked to keep all activations.
+        """
+        sizes = self.kept_bytes if keeps and self.kept_bytes is not None else self.microbatch_bytes
         return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
 
 
@@ -100,6 +105,10 @@ class Costs:
     microbatch_bytes: PerStage = 0.0
     #: The share of them that is kept from the microbatch's I until its W; a list gives one for each stage.
     weight_memory_share: PerStage = 1.0
+    #: The part of `backward_input` in which activations are recomputed, and the bytes of a microbatch that keeps them
+    #: all, until its I: where a forward is marked to keep them. None for as many bytes as others.
+    recompute: PerStage = 0.0
+    kept_bytes: PerStage | None = None
 
     def __post_init__(self) -> None:
         for name in (*_TIMES, *_SIZES, "lengths"):
@@ -142,7 +151,8 @@ class Costs:
 
     @property
     def memory(self) -> Memory:
-        return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths))
+        kept = None if self.kept_bytes is None else _plain(self.kept_bytes)
+        return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths), kept)
 
 
 def check_cost(name: str, value: float, kind: str = "a time") -> None:
@@ -171,6 +181,9 @@ class Durations:
     #: `_of_op[op][stage]`, the time of a compute action of length 1, and that of a pair by its forward's stage.
     _of_op: list[list[float]]
     _pair: list[float] | None
+    #: By stage, the part of I in which a microbatch of length 1 is recomputed; and the forwards that spare it.
+    _recompute: list[float]
+    _keepers: frozenset[tuple[int, int]]
     #: The time of the optimizer step, and what each action costs besides.
     _step: float
     _action: float
@@ -182,14 +195,20 @@ class Durations:
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
             raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
-        for name in ("microbatch_bytes", "weight_memory_share"):
-            check_stages(name, getattr(costs, name), self._placement)
+        for name in ("microbatch_bytes", "kept_bytes", "weight_memory_share"):
+            if (size := getattr(costs, name)) is not None:
+                check_stages(name, size, self._placement)
         self._lengths = tuple(costs.lengths)
         forward = self._by_stage("forward", costs.forward)
         inputs = self._by_stage("backward_input", costs.backward_input)
         weights = self._by_stage("backward_weight", costs.backward_weight)
         whole = [one + other for one, other in zip(inputs, weights)]
         self._of_op = [forward, whole, inputs, weights]  # as Op numbers them
+        self._recompute = self._by_stage("recompute", costs.recompute)
+        self._keepers = frozenset[tuple[int, int]]().union(*map(keepers, schedule.orders))
+        for own, again in zip(inputs, self._recompute):
+            if again > own:
+                raise ValueError(f"recompute is a part of backward_input, and {again:g} is more than {own:g}")
         self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
         self._step = costs.step
         self._action = costs.action
@@ -215,10 +234,17 @@ class Durations:
             if self._pair is None:
                 return self.of(step.forward) + self.of(step.backward)
             length = (self._length(step.forward.microbatch) + self._length(step.backward.microbatch)) / 2
-            return self._pair[step.forward.stage] * length + self._action
+            return self._pair[step.forward.stage] * length - self._spared(step.backward) + self._action
         if step.op is Op.STEP:
             return self._step
-        return self._of_op[step.op][step.stage] * self._length(step.microbatch) + self._action
+        whole = self._of_op[step.op][step.stage] * self._length(step.microbatch)
+        return whole - self._spared(step) + self._action if self._keepers else whole + self._action
+
+    def _spared(self, action: Action) -> float:
+        """The time that a backward need not recompute, since its forward kept all."""
+        if action.op not in (Op.B, Op.I) or (action.stage, action.microbatch) not in self._keepers:
+            return 0.0
+        return self._recompute[action.stage] * self._length(action.microbatch)
 
     def transfer(self, send: Action) -> float:
         """The time that the message of a send is in flight on a free channel.

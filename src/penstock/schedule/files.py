@@ -20,7 +20,7 @@ ENDINGS = (".csv", ".txt")
 _HEAD = "penstock "
 # The rank and the action that a message names.
 _RANK = re.compile(r"\brank (\d+)")
-_ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+\b|\b\d+REDUCE_GRAD\b|\bSTEP\b")
+_ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+K?\b|\b\d+REDUCE_GRAD\b|\bSTEP\b")
 
 
 def is_file(name: str) -> bool:

@@ -4,8 +4,9 @@
     add_transfers     schedule -> steps      add the sends, and receives posted ahead of need
     add_reductions    steps -> steps         add each stage's gradient reduction
     add_step          steps -> steps         add the optimizer step
+    keep_first        program -> program     mark the forwards whose activations are kept, not recomputed
 
-`lower` runs the last three; the first is the caller's choice.
+`lower` runs those from `add_transfers` to `add_step`; the others are the caller's choice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.schedule.actions import (
     Action,
     Direction,
     Op,
+    Pair,
     Program,
     Schedule,
     ScheduleError,
@@ -320,3 +322,37 @@ def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
 def add_step(steps: Sequence[Step]) -> list[Step]:
     """Add the optimizer step at the end."""
     return [*steps, Action(Op.STEP)]
+
+
+def keep_first(program: Program, num_kept: int) -> Program:
+    """Mark each forward of a stage at which fewer than `num_kept` of its microbatches keep all their activations.
+
+    A microbatch keeps them from its `F` until its `B` or `I`. So at most `num_kept` of a stage do so at once, the first
+    ones of those under way; where other microbatches are recomputed, this bounds what the marks add to the memory. The
+    order does not change.
+
+    >>> from penstock.schedule import build
+    >>> print(*keep_first(lower(build("1f1b", ranks=2, microbatches=4)), 1).schedule.orders[0])
+    0F0K 0F1 0B0 0F2K 0B1 0F3 0B2 0B3
+
+    Source: num_microbatches_with_partial_activation_checkpoints of Megatron-Core, which in 1F1B marks the same ones.
+    """
+    check_count("num_kept", num_kept, least=0)
+
+    def marked(steps: Sequence[Step]) -> Iterator[Step]:
+        full: dict[int, set[int]] = defaultdict(set)  # stage -> its microbatches that keep all activations now
+        for step in steps:
+            own = parts(step)
+            forward = own[0] if own[0].op is Op.F else None
+            if forward is not None and len(full[forward.stage]) < num_kept:
+                full[forward.stage].add(forward.microbatch)
+                keeping = replace(forward, keeps=True)
+                yield replace(step, forward=keeping) if isinstance(step, Pair) else keeping
+            else:
+                yield step
+            for action in own:
+                if action.op in BACKWARD.computes:
+                    full[action.stage].discard(action.microbatch)
+
+    orders, ranks = (tuple(tuple(marked(steps)) for steps in rows) for rows in (program.schedule.orders, program.ranks))
+    return replace(program, schedule=replace(program.schedule, orders=orders), ranks=ranks)

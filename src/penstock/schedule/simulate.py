@@ -113,13 +113,14 @@ class Timeline:
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""
-        return _over_time(self._live(rank, lambda stage, microbatch: 1), 1 / self.stages_per_rank)
+        found = self._live(rank, lambda tape: (1, self.memory.share_of(tape.stage)))
+        return _over_time(found, 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
         # Shares of a rank's bytes may not add up exactly, so the unit is multiplied last.
         whole = self.memory.bytes_of(0, self.stages_per_rank) or 1
-        return _over_time(self._live(rank, lambda *tape: self._tape_bytes(*tape) / whole), whole)
+        return _over_time(self._live(rank, lambda tape: self._tape_bytes(tape, whole)), whole)
 
     @property
     def peak_live_bytes(self) -> tuple[float, ...]:
@@ -140,14 +141,26 @@ class Timeline:
                 most, found = total, dict(live)
         return found
 
-    def _tape_bytes(self, stage: int, microbatch: int) -> float:
-        lengths = self.memory.lengths
-        return self.memory.bytes_of(stage, self.stages_per_rank) * (lengths[microbatch] if lengths else 1)
+    def _tape_bytes(self, forward: Action, unit: float = 1.0) -> tuple[float, float]:
+        """The bytes of a forward's tape until its I and from then on, in multiples of a unit."""
+        memory, stage = self.memory, forward.stage
+        length = memory.lengths[forward.microbatch] if memory.lengths else 1
+        rest = memory.bytes_of(stage, self.stages_per_rank) / unit * length
+        whole = memory.bytes_of(stage, self.stages_per_rank, keeps=True) / unit * length if forward.keeps else rest
+        return whole, memory.share_of(stage) * rest
 
-    def _live(self, rank: int, weigh: Callable[[int, int], float]) -> Iterator[tuple[float, int, float]]:
-        """Yield each change of a rank's live tapes: time, stage, amount. `weigh` gives the amount of a whole tape."""
-        for time, (stage, microbatch), full, reduced in _changes(self.events[rank], self.training):
-            yield time, stage, (full + self.memory.share_of(stage) * reduced) * weigh(stage, microbatch)
+    def _live(self, rank: int, weigh: Callable[[Action], tuple[float, float]]) -> Iterator[tuple[float, int, float]]:
+        """Yield each change of a rank's live tapes: time, stage, amount.
+
+        `weigh` gives the amounts of the tape of a forward, whole and without I.
+        """
+        forwards: dict[tuple[int, int], tuple[float, float]] = {}
+        for time, action, full, reduced in _changes(self.events[rank], self.training):
+            tape = action.stage, action.microbatch
+            if tape not in forwards:
+                forwards[tape] = weigh(action)
+            whole, rest = forwards[tape]
+            yield time, action.stage, full * whole + reduced * rest
 
 
 def _over_time(found: Iterator[tuple[float, int, float]], unit: float) -> tuple[tuple[float, float], ...]:
@@ -162,31 +175,30 @@ def _computes(step: Step) -> bool:
     return not isinstance(step, Action) or step.op in COMPUTE
 
 
-def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, tuple[int, int], int, int]]:
-    """Yield each change of a rank's tapes: time, (stage, microbatch), change in whole tapes, in tapes without I."""
+def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, Action, int, int]]:
+    """Yield each change of a rank's tapes: time, its action, change in whole tapes, in tapes without I."""
     for event in events:
         actions = parts(event.action)
         for action in actions:
             if action.op is Op.F:
-                yield event.start, (action.stage, action.microbatch), 1, 0
+                yield event.start, action, 1, 0
         for action in actions:
-            tape = (action.stage, action.microbatch)
             if action.op is Op.B or (action.op is Op.F and not training):
-                yield event.end, tape, -1, 0
+                yield event.end, action, -1, 0
             elif action.op is Op.I:
-                yield event.end, tape, -1, 1
+                yield event.end, action, -1, 1
             elif action.op is Op.W:
-                yield event.end, tape, 0, -1
+                yield event.end, action, 0, -1
 
 
 def _peak_live(events: Sequence[Event], memory: Memory, training: bool) -> float:
     """The peak number of live tapes, given a rank's events in order."""
     full, peak = 0, 0.0
     reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
-    for _, (stage, _), more_full, more_reduced in _changes(events, training):
+    for _, action, more_full, more_reduced in _changes(events, training):
         full += more_full
         if more_reduced:
-            share = memory.share_of(stage)
+            share = memory.share_of(action.stage)
             reduced[share] = reduced.get(share, 0) + more_reduced
         peak = max(peak, full + sum(share * number for share, number in reduced.items()))
     return peak

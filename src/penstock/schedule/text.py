@@ -23,6 +23,7 @@ from penstock.schedule.actions import (
     ScheduleError,
     Step,
     flatten,
+    keepers,
     parts,
 )
 from penstock.schedule.lower import add_reductions, add_step
@@ -31,11 +32,14 @@ Plan: TypeAlias = Schedule | Program
 
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
-_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})")
+_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})(K?)")
 # A compute action of a CSV, alone or in a pair, by today's letters or those of torch before 2.6.
 _LETTERS = re.compile(r"(?<![0-9A-Z_])([0-9]{1,9})(BW|B|I|W)([0-9]{1,9})(?![0-9])")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-_RULE = "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, or a pair as (0F7;7B3)OVERLAP_F_B"
+_RULE = (
+    "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, with a K behind an F that keeps all activations, or "
+    "a pair as (0F7;7B3)OVERLAP_F_B"
+)
 
 
 def to_text(plan: Plan) -> str:
@@ -123,11 +127,13 @@ def to_csv(plan: Plan) -> str:
     0F0,0B0
     1F0,1B0
 
-    Raises: ValueError for two copies of the model, which torch's format does not have.
+    Raises: ValueError for two copies of the model, or marks of forwards that keep, which torch's format does not have.
     """
     placement = plan.placement
     if placement.num_routes > 1:
         raise ValueError(f"torch's CSV has one copy of the model, a {placement.kind.value} placement has two")
+    if any(keepers(row) for row in _rows(plan)):
+        raise ValueError("torch's CSV has no mark for a forward that keeps all activations; a .txt file has")
     rows = ([str(step) for step in row if not (isinstance(step, Action) and step.op is Op.STEP)] for row in _rows(plan))
     return "".join(",".join(row) + "\n" for row in rows)
 
@@ -280,10 +286,12 @@ def parse_step(word: str) -> Step | None:
     match = _ACTION.fullmatch(word)
     if match is None:
         raise ScheduleError(f"{word!r} is no action: {_RULE}")
-    stage, op, microbatch = match.groups()
+    stage, op, microbatch, keeps = match.groups()
+    if keeps and op != "F":
+        raise ScheduleError(f"{word!r} marks no F: a K stands behind a forward that keeps all activations")
     whole_stage = op in ("REDUCE_GRAD", "UNSHARD", "RESHARD")
     if whole_stage == bool(microbatch):
         raise ScheduleError(f"{word!r} must {'not name' if microbatch else 'name'} a microbatch")
     if op in ("UNSHARD", "RESHARD"):
         return None
-    return Action(Op[op], int(stage), int(microbatch) if microbatch else ALL)
+    return Action(Op[op], int(stage), int(microbatch) if microbatch else ALL, keeps=bool(keeps))

@@ -226,6 +226,7 @@ _ELSEWHERE = {
     "per_device_train_batch_size": "num_sequences",
     "gradient_accumulation_steps": "num_microbatches",
     "gradient_checkpointing": "recompute",
+    "num_microbatches_with_partial_activation_checkpoints": "num_kept_microbatches",
     "num_train_epochs": "epochs",
     "max_steps": "steps",
     "max_seq_length": "sequence_length",

@@ -178,6 +178,13 @@ class TrainConfig(Settings, section="train"):
     recompute: Recompute = setting(
         "none", 'Activation checkpointing: layers recomputed in backward: "none", "full", or their numbers.', AT_LEAST_0
     )
+    num_kept_microbatches: int = setting(
+        0,
+        "Of the microbatches that a stage has under way, so many keep all activations, the first ones, and are not "
+        "recomputed, as in Megatron: memory for them at once is enough, and each step recomputes less.",
+        AT_LEAST_0,
+        is_newer=True,
+    )
     compile: bool | CompileMode = setting(
         False,
         "Compile each kind of layer with torch.compile: true, or a mode. Layers with collectives stay as they are.",
@@ -459,6 +466,11 @@ _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
         "parallel.tp = {parallel.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
         "MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {found[0]}, such as the "
         "layout {found[1]} for {parallel.world_size} processes",
+    ),
+    (
+        lambda run: run.train.num_kept_microbatches and run.train.recompute in ("none", ()),
+        "train.num_kept_microbatches = {train.num_kept_microbatches} spares microbatches from recomputation, but "
+        'train.recompute names nothing to recompute; "full" and a list of layers do',
     ),
     (
         _layers_beyond,

@@ -126,7 +126,8 @@ def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
         assert isinstance(values, Sequence)
         return tuple(sum(values[i] for i in members) for members in cut)
 
-    names = (*_TIMES, "microbatch_bytes") if isinstance(units.microbatch_bytes, Sequence) else _TIMES
+    sizes = (name for name in ("recompute", "microbatch_bytes") if isinstance(getattr(units, name), Sequence))
+    names = (*_TIMES, *sizes)
     return replace(units, **{name: of_stages(getattr(units, name)) for name in names})  # type: ignore[arg-type]
 
 
