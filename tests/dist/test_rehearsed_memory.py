@@ -271,3 +271,4 @@ def test_the_first_microbatches_keep_all_and_the_others_recompute_as_rehearsed()
             if rank == 0:
                 kept = next(real for kind, real, _ in kinds if kind is MemoryKind.TAPE)
                 assert 1.1 * peak(case, FULL) < kept < 0.95 * peak(case, {}), case.schedule
+                assert peak(case, KEPT | {"num_kept_microbatches": 8}) == peak(case, {}), case.schedule

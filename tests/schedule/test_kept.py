@@ -16,6 +16,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.actions import flatten
 from penstock.schedule.choice import ScheduleChoice
+from penstock.schedule.recording import Record, Recording
 from penstock.settings import ConfigError
 from tests.schedule.families import NAMES, lowered, stages_of
 
@@ -127,3 +128,17 @@ def test_marks_that_mean_nothing_are_refused(tmp_path):
         simulate(program, Costs(recompute=2.0))
     with pytest.raises(ValueError, match="num_kept must be a whole number of at least 0"):
         keep_first(program, -1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_the_mean_times_of_a_measured_step_know_what_was_not_recomputed(name: str):
+    for num_kept in (0, 1):
+        program = keep_first(lowered(name, 2, 8), num_kept)
+        timeline = simulate(program, AGAIN)
+        spans = [
+            tuple(Record(e.action, 0, round(1e6 * e.start), round(1e6 * e.end)) for e in rank)
+            for rank in timeline.events
+        ]
+        costs = Recording("mine", 1, program.placement.stages_per_microbatch, tuple(spans)).costs(8)
+        assert simulate(program, costs).makespan == pytest.approx(timeline.makespan)
+        assert costs.recompute == (pytest.approx(AGAIN.recompute) if num_kept else 0.0)

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Op, Step, parts
+from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Step, keepers, parts
+from penstock.schedule.costs import Costs
 from penstock.schedule.simulate import Event, Timeline
 from penstock.schedule.text import parse_step
 
@@ -253,6 +255,31 @@ class Recording:
             title=self.title,
         )
         return replace(timeline, measured=True)
+
+    def costs(self, num_microbatches: int) -> Costs:
+        """The mean times of this many microbatches, as if all stages were equal, to simulate the step with."""
+        spent, each = dict.fromkeys(Op, 0.0), num_microbatches * len(self.spans)
+        # By stage, the backwards of microbatches that were recomputed, and of those that kept all activations.
+        backwards: dict[int, tuple[list[float], list[float]]] = {}
+        for events in self.timeline.events:
+            kept = keepers(event.action for event in events)
+            for event in events:
+                if isinstance(own := event.action, Action):
+                    spent[own.op] += event.end - event.start
+                    if own.op in (Op.B, Op.I):
+                        of_stage = backwards.setdefault(own.stage, ([], []))
+                        of_stage[(own.stage, own.microbatch) in kept].append(event.end - event.start)
+        longer = [fmean(again) - fmean(not_again) for again, not_again in backwards.values() if again and not_again]
+        recompute = max(0.0, fmean(longer)) if longer else 0.0
+        spared = recompute * sum(len(not_again) for _, not_again in backwards.values())
+        inputs = (spent[Op.B] + spent[Op.I] + spared) / each
+        return Costs(
+            forward=spent[Op.F] / each,
+            backward_input=inputs,
+            backward_weight=spent[Op.W] / each,
+            step=spent[Op.STEP] / len(self.spans),
+            recompute=min(recompute * self.stages_per_rank, inputs),
+        )
 
     @cached_property
     def waits(self) -> tuple[tuple[Wait, ...], ...]:

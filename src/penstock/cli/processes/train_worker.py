@@ -28,7 +28,6 @@ from penstock.engine.training.losses import LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
-from penstock.schedule import Costs, Op
 from penstock.settings import ConfigError, RunConfig
 
 TIMELINE_FILE = "timeline.png"
@@ -286,19 +285,7 @@ class TrainLoop:
         measured = self.engine.pipeline.recording()
         if measured is None:
             return None
-        spent = dict.fromkeys(Op, 0.0)
-        for event in (event for of_rank in measured.timeline.events for event in of_rank):
-            if (op := getattr(event.action, "op", None)) is not None:
-                spent[op] += event.end - event.start
-        num_ranks = len(measured.timeline.events)
-        each = num_microbatches * num_ranks
-        costs = Costs(
-            forward=spent[Op.F] / each,
-            backward_input=(spent[Op.B] + spent[Op.I]) / each,
-            backward_weight=spent[Op.W] / each,
-            step=spent[Op.STEP] / num_ranks,
-        )
-        return RecordedStep(measured, self.engine.simulated(num_microbatches, costs))
+        return RecordedStep(measured, self.engine.simulated(num_microbatches, measured.costs(num_microbatches)))
 
 
 def _is_due(step: int, every: int) -> bool:
