@@ -112,7 +112,7 @@ def stepped(rank: int) -> list[tuple[float, float]]:
     for options in ({"num_kept_microbatches": 1, "recompute": (1, 2, 3)}, {"recompute": (1, 2, 3)}, {}):
         engine = engine_of(3, ScheduleConfig("1f1b", cut=(2, 1, 2)), 3, FORWARD_S, **options)
         spec, seconds = MicroBatchSpec(num=6), []
-        for _ in range(3):
+        for _ in range(5):
             engine.train_batch(batch(6), micro_batches=spec)
             timeline = engine.timeline()
             seconds.append(0.0 if timeline is None else timeline.makespan / 1e3)
