@@ -18,7 +18,7 @@ from penstock.schedule.actions import parts
 from penstock.schedule.builders import source, trains
 
 ROOT = Path(__file__).parents[1]
-RECORDED, STEP, PLAN = "docs/timeline.json", "docs/timeline.png", "docs/plan.svg"
+RECORDED, STEP, PLAN = "docs/timeline.json", "docs/timeline.svg", "docs/plan.svg"
 HANG = "docs/guides/hang.svg"
 # Of the pictures, whose numbers can be read on a narrow page, and of the table.
 DRAWN = {"ranks": 4, "microbatches": 8}

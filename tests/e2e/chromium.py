@@ -60,6 +60,15 @@ def served(folder: Path) -> Iterator[str]:
         thread.join()
 
 
+def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """The ratio by which WCAG 2 measures whether text can be read."""
+    lights = []
+    for colour in (one, other):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in colour)]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
 class Chromium:
     """One browser with one page; everything the page complains of is kept in `complaints`.
 

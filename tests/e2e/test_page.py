@@ -18,7 +18,7 @@ from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.actions import COMPUTE, parts
 from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
-from tests.e2e.chromium import Chromium, find_chromium
+from tests.e2e.chromium import Chromium, contrast, find_chromium
 from tests.schedule.hangs import HANGS, carried_out, hang_of, waiting
 
 pytestmark = pytest.mark.subject(
@@ -364,15 +364,6 @@ def test_both_colour_schemes_can_be_read(show: Open, browser: Chromium, scheme: 
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
     browser.settle()
     assert page.picture()[2, 2].mean() > 200
-
-
-def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """The ratio by which WCAG 2 measures whether text can be read."""
-    lights = []
-    for colour in (one, other):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in colour)]
-        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
 def test_every_control_has_a_name(show: Open):

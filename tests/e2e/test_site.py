@@ -15,7 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from penstock.settings import SETTINGS
-from tests.e2e.chromium import Chromium, find_chromium, served
+from tests.e2e.chromium import Chromium, contrast, find_chromium, served
 
 pytestmark = pytest.mark.subject("docs/**/*", "mkdocs.yml", "README.md", "tools/*.py", "src/penstock/**/*.py")
 
@@ -211,6 +211,63 @@ def test_the_home_pages_step_follows_the_scheme_and_stands_still_where_motion_is
     browser.evaluate("document.querySelector('[title=Dark]').click()")
     wait(browser, THEME, "dark")
     browser.evaluate("document.querySelector('[title=Light]').click()")
+    browser.prefer()
+
+
+# Each text of a drawing with its colour, and that of what lies right under it.
+INKS = """[...document.querySelectorAll('text')].map(text => {
+    const box = text.getBoundingClientRect(), at = [box.left + box.width / 2, box.top + box.height / 2];
+    const filled = one => one.getAttribute && !one.closest('text') && one.closest('g, path, rect, use') === one
+        && one.tagName !== 'g' && getComputedStyle(one).fill.startsWith('rgb');
+    const under = document.elementsFromPoint(...at).find(filled);
+    return [text.textContent, getComputedStyle(text).fill, under ? getComputedStyle(under).fill : 'none'];
+})"""
+DRAWINGS = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.svg"))
+
+
+@pytest.mark.shows(191)
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_every_text_of_a_drawing_can_be_read_on_light_and_dark(browser: Chromium, drawing: str) -> None:
+    browser.resize(1400, 1600)
+    for scheme in ("light", "dark"):
+        browser.prefer(color_scheme=scheme)
+        browser.open(DOCS / drawing)
+        inks = browser.evaluate(INKS)
+        assert len(inks) > 10 and "none" not in [ground for _, _, ground in inks]
+        grounds = [rgb_of(ground) for _, _, ground in inks]
+        for (text, ink, _), ground in zip(inks, grounds, strict=True):
+            # Numbers on the saturated boxes of a rank's actions need no more than large text.
+            least = 3.0 if max(ground) - min(ground) > 60 else 4.5
+            assert contrast(rgb_of(ink), ground) >= least, (scheme, text, ink, ground)
+        corner = rgb_of(browser.evaluate("getComputedStyle(document.elementsFromPoint(9, 9)[0]).fill"))
+        assert max(corner) < 60 if scheme == "dark" else min(corner) > 200, (scheme, corner)
+    browser.prefer()
+
+
+def rgb_of(colour: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+@pytest.mark.shows(191)
+@pytest.mark.parametrize("page", ["gallery", "how/lanes", "planner"])
+def test_pictures_follow_the_scheme_of_their_page_whatever_the_system_prefers(
+    address: str, browser: Chromium, tmp_path: Path, page: str
+) -> None:
+    browser.resize(1280, 900)
+    for preferred, chosen in (("light", "Dark"), ("dark", "Light")):
+        browser.prefer(color_scheme=preferred)
+        browser.open(f"{address}/{page}.html")
+        for scheme in (preferred, chosen.lower()):
+            wait(browser, "document.body.dataset.mdColorScheme", {"light": "default", "dark": "slate"}[scheme])
+            picture = "document.querySelector('p > a > img')"
+            browser.evaluate(f"{picture}.scrollIntoView({{block: 'start'}}), scrollBy(0, -100), {picture}.decode()")
+            browser.settle()
+            browser.screenshot(tmp_path / "page.png")
+            left, top = browser.evaluate(f"(box => [box.left, box.top])({picture}.getBoundingClientRect())")
+            corner = imread(tmp_path / "page.png")[int(top) + 12, int(left) + 12, :3]
+            assert (corner.mean() < 0.3) == (scheme == "dark"), (preferred, scheme, corner)
+            browser.evaluate(f"document.querySelector('[title={chosen}]').click()")
+        browser.evaluate("localStorage.clear()")
     browser.prefer()
 
 

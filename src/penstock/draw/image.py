@@ -49,6 +49,23 @@ _OF_A_HANG = (
     "All that can be carried out before the hang; then each rank that waits for ever, with what it waits for.",
     "An arrow leads from a waiting rank to the one that it waits for.",
 )
+# What an SVG has in another colour for those who prefer dark pages; all else ignores these rules. Ink on the ground is
+# grey or black, that on boxes is not: it stays, as they do.
+_DARK = {
+    "#ffffff": "#151a20",
+    "#000000": "#e8ebef",
+    "#5b6470": "#9ca7b4",
+    "#c5cad1": "#3a434e",
+    "#eceef1": "#242c36",
+    "#4a4a4a": "#6b7682",
+    "#34506b": "#3f6488",
+    "#c9ced4": "#4a525c",
+    "#d9d9d9": "#4a525c",
+    "#c9d6e2": "#8fa3b5",
+    "#f7ddd0": "#3d2519",
+    "#e5ae93": "#6e4632",
+    "#a33c00": "#ffb38f",
+}
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -121,6 +138,19 @@ def save(figure: Figure, path: Path) -> None:
         # The same picture is the same bytes.
         dates: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         figure.savefig(new, dpi=160, metadata=dates.get(path.suffix.lower()))
+        if path.suffix.lower() == ".svg":
+            svg = new.read_text(encoding="utf-8")
+            new.write_text(svg.replace("</style>", f"{_dark_rules()}</style>", 1), encoding="utf-8")
+
+
+def _dark_rules() -> str:
+    # Black text names no colour, and white text lies on boxes alone.
+    rules = [f"text:not([style*='fill:']) {{fill: {_DARK['#000000']}}}"]
+    for light, dark in _DARK.items():
+        inked = ":not(text)" if light == "#ffffff" else ""
+        rules.append(f"{inked}[style*='fill: {light}'], [fill='{light}'] {{fill: {dark} !important}}")
+        rules.append(f"[style*='stroke: {light}'] {{stroke: {dark} !important}}")
+    return "\n".join(["\n@media (prefers-color-scheme: dark) {", *rules, "}\n"])
 
 
 def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: float) -> None:
@@ -371,7 +401,7 @@ _PARTS = {
     "dp": ("#B0703C", "waits for dp"),
     "gradients and optimizer": ("#2E8B57", "gradients and optimizer"),
 }
-_FITS, _TOO_BIG, _FRONTIER = "#5F86A8", "#C9CED4", "#1A1A1A"
+_FITS, _TOO_BIG, _FRONTIER = "#5F86A8", "#C9CED4", "#000000"
 _GIB = 2.0**30
 _SIZE_IN = (12.5, 5.6)
 
@@ -459,7 +489,7 @@ def _bars(axes: Axes, best: Sequence[PlannedLayout]) -> None:
     axes.set_xlabel("seconds of a step, on its busiest rank", color=GREY)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.55, -0.13), ncols=7, frameon=False, fontsize=8, handlelength=1.1)
     _quiet(axes)
-    axes.tick_params(axis="y", length=0, labelcolor="#1A1A1A")
+    axes.tick_params(axis="y", length=0, labelcolor="#000000")
 
 
 def _quiet(axes: Axes) -> None:

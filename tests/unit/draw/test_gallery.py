@@ -65,8 +65,8 @@ def test_the_readme_shows_the_order_that_the_demo_runs(tmp_path: Path) -> None:
         for events, order in zip(layer.timeline.events, orders, strict=True):
             compute = [event.action for event in events if parts(event.action)[0].microbatch >= 0]
             assert list(map(str, compute)) == list(map(str, order))
-    gallery.draw_step(tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes() == (DOCS / "timeline.png").read_bytes()
+    gallery.draw_step(tmp_path / "timeline.svg")
+    assert (tmp_path / "timeline.svg").read_bytes() == (DOCS / "timeline.svg").read_bytes()
 
 
 def test_the_guides_hang_is_drawn_anew_as_it_is(tmp_path: Path) -> None:
