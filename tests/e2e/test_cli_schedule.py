@@ -10,6 +10,7 @@ import pytest
 
 from penstock import schedule
 from penstock.cli.main import main
+from tests.schedule.hangs import LOOKS_FINE
 
 PUBLISHED = ["--forward", "29.718", "--backward-input", "29.444", "--backward-weight", "19.927", "--transfer", "0.527"]
 
@@ -168,11 +169,33 @@ def test_verify_says_why_a_function_s_order_cannot_run(run, tmp_path: Path):
 
 def test_verify_finds_the_deadlock_that_buffered_sends_would_hide(run, tmp_path: Path):
     path = tmp_path / "hidden.csv"
-    path.write_text(
-        "0F0,0SEND_F0,0F1,0SEND_F1,2RECV_F0,2F0,2SEND_F0,2RECV_F1,2F1,2SEND_F1\n"
-        "1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1,3RECV_F0,3F0,3RECV_F1,3F1\n"
-    )
+    path.write_text(LOOKS_FINE)
     assert_refused(run("verify", path), "rank 0 at 0SEND_F1", "1RECV_F1", "rank 1 at 1SEND_F0", "2RECV_F0")
+
+
+@pytest.mark.shows(192)
+def test_show_draws_what_hangs_and_is_refused_all_the_same(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("order.csv").write_text(LOOKS_FINE)
+    Path("own.py").write_text(
+        "from penstock.schedule import Program, build, from_csv\n"
+        "def order(ranks, microbatches):\n"
+        "    return from_csv('0F0,0B0,0F1,0B1\\n1F1,1F0,1B0,1B1\\n')\n"
+    )
+    for name, word in (("order.csv", "0SEND_F1 waits for 1RECV_F1"), ("own.py:order", "0B0 waits for 1SEND_B0")):
+        sizes = () if name == "order.csv" else ("--ranks", 2, "--microbatches", 2)
+        code, out, err = run("show", name, *sizes)
+        assert code == 2 and f"{word} of rank 1" in out and "up to where it hangs" in out
+        assert err.count("\n") == 1 and "deadlock, if sends wait for their receives: rank" in err
+        for ending in ("svg", "png", "html", "json"):
+            code, out, again = run("show", name, *sizes, "--output", f"hang.{ending}", "--force")
+            assert (code, again) == (2, err) and out.endswith(f"into hang.{ending}\n")
+        told = json.loads(run("show", name, *sizes, "--json")[1])
+        assert told["proved"] is False and told["reason"] in err and sorted(told["arrows"]) == [[0, 1], [1, 0]]
+        assert [wait["of_rank"] for wait in told["waits"]] == [1, 0] and len(told["events"]) == 2
+    # Another file is not overwritten.
+    code, out, err = run("show", "order.csv", "--output", "hang.svg")
+    assert code == 2 and out == "" and "deadlock" not in err
 
 
 @pytest.mark.parametrize("text", ["", "0F0,0Q1\n", "hello\n", "\x00\x01"])

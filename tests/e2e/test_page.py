@@ -529,6 +529,8 @@ def test_a_hang_is_drawn_up_to_there_with_what_waits_and_the_cycle(show: Open, n
     for rank, (action, transfer, peer) in stuck.items():
         assert f"{action} waits for {transfer} of rank {peer}" in text
         assert page.text(f"#labels li:nth-child({rank + 1}) .idle") == f"→ rank {peer}"
+        said = page.evaluate(f"describeIdle({{ rank: {rank}, layer: layers[0], time: layers[0].makespan }})")
+        assert said[0] == "waits for ever" and ["wait", f"{action} waits for {transfer} of rank {peer}"] in said[1]
     assert text.count(" waits for ") == len(stuck)
     picture = page.picture()
     block = {"light": rgb(Kind.WAIT.colour), "dark": rgb("#3A2A22")}[theme]

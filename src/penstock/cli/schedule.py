@@ -340,7 +340,14 @@ def _show(options: argparse.Namespace, arguments: list[str], timeline: schedule.
             [{"action": str(event.action), "start": event.start, "end": event.end} for event in of_rank]
             for of_rank in timeline.events
         ]
-        found = _summary_of(options, timeline) if timeline.hang is None else _hang_of(options, timeline.hang, fault)
+        if (hang := timeline.hang) is None:
+            found = _summary_of(options, timeline)
+        else:
+            waits = [
+                {"rank": rank, "action": str(action), "waits_for": str(transfer), "of_rank": hang.awaited(rank)}
+                for rank, (action, transfer) in hang.waits.items()
+            ]
+            found = {**_asked(options), "proved": False, "reason": fault, "waits": waits, "arrows": hang.arrows}
         print_json(found | {"events": events} | _written(options))
     elif options.output is not None:
         print(f"drew {timeline.title} into {options.output}")
@@ -348,14 +355,6 @@ def _show(options: argparse.Namespace, arguments: list[str], timeline: schedule.
         from penstock.draw import in_terminal
 
         in_terminal(timeline)
-
-
-def _hang_of(options: argparse.Namespace, hang: schedule.Hang, fault: str) -> dict[str, Any]:
-    waits = [
-        {"rank": rank, "action": str(action), "waits_for": str(transfer), "of_rank": hang.awaited(rank)}
-        for rank, (action, transfer) in hang.waits.items()
-    ]
-    return {**_asked(options), "proved": False, "reason": fault, "waits": waits, "arrows": hang.arrows}
 
 
 def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:

@@ -25,8 +25,8 @@ from penstock.draw.layers import (
     boxes_of,
     check_ending,
     drawn_length,
+    figures_of,
     kinds_in,
-    shares,
     short_number,
 )
 from penstock.io.files import whole_file
@@ -101,7 +101,8 @@ def picture(path: str | Path, timelines: Sequence[Timeline], *, unit: str = "") 
     wanted = _INCHES_PER_BOX * makespan / average + _MARGIN_LEFT_IN + margin_right
     width = min(max(wanted, _WIDTHS_IN[0]), _WIDTHS_IN[1])
     plot_width = width - _MARGIN_LEFT_IN - margin_right
-    said = [_figures_of(timeline, unit, plot_width + margin_right - 0.2) for timeline in timelines]
+    line = int(_CHARACTERS_PER_IN * (plot_width + margin_right - 0.2))
+    said = [fill(t.hang.sentence, line) if t.hang else "    ".join(figures_of(t, unit)) for t in timelines]
     headings = [_HEADING_IN + _LINE_IN * text.count("\n") for text in said]
     # Bands so that numbers can be read; one if they never could be.
     num_bands = ceil(_READABLE / min(_font_size(rows, 72 * plot_width / makespan) for rows in drawn))
@@ -235,18 +236,6 @@ def _label(axes: Axes, points_per_time: float, box: Box, part: Part, y: float, s
     if _size_in((end - start) * points_per_time, text) >= size:
         color = part.colours[1]
         axes.text((start + end) / 2, y, text, color=color, fontsize=size, ha="center", va="center_baseline")
-
-
-def _figures_of(timeline: Timeline, unit: str, width_in: float) -> str:
-    """The figures above the rows; of a hang its sentence, in lines of this width."""
-    if timeline.hang is not None:
-        return fill(timeline.hang.sentence, int(width_in * _CHARACTERS_PER_IN))
-    figures = [
-        f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
-        f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
-        shares(timeline).replace("   ", "    "),
-    ]
-    return "    ".join(figures)
 
 
 def _heading(axes: Axes, size_in: tuple[float, float], timeline: Timeline, figures: str) -> None:

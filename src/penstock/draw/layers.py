@@ -61,10 +61,14 @@ def drawn_length(timeline: Timeline) -> float:
     return timeline.makespan if timeline.hang is None else 1.3 * timeline.makespan or 1.0
 
 
-def shares(timeline: Timeline) -> str:
-    """The bubble in words, and of a measured step the idle share of all ranks beside it."""
-    idle = f"   idle of all ranks {timeline.idle_share:.2%}" if timeline.measured else ""
-    return f"bubble {timeline.bubble_rate:.2%}{idle}"
+def figures_of(timeline: Timeline, unit: str = "") -> list[str]:
+    """The figures of a whole step in words; beside a measured bubble stands the idle share of all ranks."""
+    return [
+        f"makespan {short_number(timeline.makespan)} {unit}".rstrip(),
+        f"span {short_number(timeline.span_cost)} {unit}".rstrip(),
+        f"bubble {timeline.bubble_rate:.2%}",
+        *([f"idle of all ranks {timeline.idle_share:.2%}"] if timeline.measured else []),
+    ]
 
 
 def waits_for_ever(timeline: Timeline) -> tuple[tuple[Wait, ...], ...]:

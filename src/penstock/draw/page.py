@@ -26,7 +26,7 @@ from penstock.draw.layers import (
     waits_for_ever,
 )
 from penstock.io.files import whole_file
-from penstock.schedule import Event, Hang, Op, Pair, Timeline
+from penstock.schedule import Event, Op, Pair
 from penstock.schedule.actions import parts
 from penstock.schedule.recording import Wait
 
@@ -77,7 +77,7 @@ def write_page(path: str | Path, layers: Sequence[Layer], *, unit: str = "", com
 
 
 def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
-    timeline = layer.timeline
+    timeline, hang = layer.timeline, layer.timeline.hang
     # A power of ten, so that round times stay round.
     length = drawn_length(timeline)
     tick = 10.0 ** (floor(log10(length)) + 1 - _DIGITS) if length > 0 else 1.0
@@ -93,25 +93,21 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
         "idleShare": timeline.idle_share,
         "peak": timeline.peak_live_microbatches,
         "recorded": bool(layer.waits),
-        "hang": None if timeline.hang is None else _hang(timeline, timeline.hang),
+        "hang": hang
+        and {
+            "sentence": hang.sentence,
+            "carriedOut": timeline.makespan,
+            "waits": [
+                {"rank": rank, "awaited": wait.rank, "start": wait.start, "told": hang.told(rank)}
+                for rank, own in enumerate(waits_for_ever(timeline))
+                for wait in own
+            ],
+            "arrows": hang.arrows,
+        },
         "ranks": [
             _rank(events, own, tick) | {"live": _live(live_over_time(layer, rank, in_bytes=in_bytes), tick)}
             for rank, (events, own) in enumerate(zip(timeline.events, waits, strict=True))
         ],
-    }
-
-
-def _hang(timeline: Timeline, hang: Hang) -> dict[str, Any]:
-    waits = waits_for_ever(timeline)
-    return {
-        "sentence": hang.sentence,
-        "carriedOut": timeline.makespan,
-        "waits": [
-            {"rank": rank, "awaited": wait.rank, "start": wait.start, "told": hang.told(rank)}
-            for rank in hang.waits
-            for wait in waits[rank]
-        ],
-        "arrows": hang.arrows,
     }
 
 

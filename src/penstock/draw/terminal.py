@@ -19,11 +19,11 @@ from penstock.draw.layers import (
     Row,
     boxes_of,
     drawn_length,
+    figures_of,
     idle_spans,
     kinds_in,
     list_by_rank,
     one_at_a_time,
-    shares,
     short_number,
 )
 from penstock.schedule import Timeline
@@ -274,8 +274,7 @@ def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:
         told.append(f"{words}: {' → '.join(f'rank {rank}' for rank in ring)}")
         return [Text(line) for own in told for line in wrap(own, width, subsequent_indent=" " * margin)]
     live = list_by_rank(timeline.peak_live_microbatches)
-    figures = f"makespan {short_number(timeline.makespan)}   span {short_number(timeline.span_cost)}"
-    figures += f"   {shares(timeline)}"
+    figures = "   ".join(figures_of(timeline))
     peaks = f"peak live microbatches by rank: {live}"
     if len(figures) + 3 + len(peaks) <= width:
         return [Text(f"{figures}   {peaks}")]

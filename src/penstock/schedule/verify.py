@@ -237,7 +237,16 @@ def _hang(rules: Rules, readings: list[_Reading]) -> Hang | None:
     givers = {rank: rules.placement.rank_of(transfer.stage) for rank, (_, transfer) in waits.items()}
     # A fact that no action of its rank gives is missing there, not late: that is another fault.
     late = {rank: givers[rank] for rank, fact in awaited.items() if fact in readings[givers[rank]].given}
-    ring = _ring(late) or [min(waits.keys() - late.keys())]
+    ring = [min(waits, key=lambda rank: (rank in late, rank))]
+    for start in late:
+        path: list[int] = []
+        rank = start
+        while rank in late and rank not in path:
+            path.append(rank)
+            rank = late[rank]
+        if rank in path:
+            ring = path[path.index(rank) :]
+            break
     sentences = []
     for rank in ring:
         action, transfer = waits[rank]
@@ -253,18 +262,6 @@ def _hang(rules: Rules, readings: list[_Reading]) -> Hang | None:
         tuple((rank, givers[rank]) for rank in ring),
         "deadlock, if sends wait for their receives: " * (len(ring) > 1) + "; ".join(sentences),
     )
-
-
-def _ring(late: dict[int, int]) -> list[int]:
-    """Find ranks of which each waits for the next, and the last for the first."""
-    for rank in late:
-        ring: list[int] = []
-        while rank in late and rank not in ring:
-            ring.append(rank)
-            rank = late[rank]
-        if rank in ring:
-            return ring[ring.index(rank) :]
-    return []
 
 
 def _run_blocking(rules: Rules, readings: list[_Reading]) -> dict[int, int]:
