@@ -327,34 +327,33 @@ def _attention_at_once(
     CPU reads keys and values once, with nothing written between. What is summed is found once for all layers.
     """
     num_rows, (_, num_groups, num_blocks, width, _), num_tokens = len(items), like.keys.shape, like.values_RGLK.shape[2]
+    dtype = torch.int32 if like.keys.numel() < 2**31 else torch.int64
     seen = [(_first_seen(item, window), item.end) for item in items]
     numbers = [(item.row, first // BLOCK_TOKENS, first, end) for item, (first, end) in zip(items, seen, strict=True)]
     # At least a block: fewer numbers than a vector has would be added up in another order.
     longest = max(BLOCK_TOKENS, *(end - begin * BLOCK_TOKENS for _, begin, _, end in numbers))
-    row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers)[..., None].unbind(1)
-    group_RG1 = (row_R1 * num_groups + torch.arange(num_groups))[..., None]
-    block_RM = begin_R1 + torch.arange(-(-longest // BLOCK_TOKENS))
-    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest)
-    sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
+    row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers, dtype=dtype)[..., None].unbind(1)
+    group_RG1 = (row_R1 * num_groups + torch.arange(num_groups, dtype=dtype))[..., None]
+    block_RM = begin_R1 + torch.arange(-(-longest // BLOCK_TOKENS), dtype=dtype)
+    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest, dtype=dtype)
 
     def of_heads(x_RGX: Tensor, some: Tensor | None = None) -> Tensor:
         found = x_RGX[:, :, None].expand(-1, num_groups, num_heads // num_groups, -1).flatten()
         return found if some is None else found[some]
 
-    def seen_places(is_seen_RX: Tensor) -> Tensor | None:
-        return None if bool(is_seen_RX.all()) else of_heads(is_seen_RX[:, None]).nonzero()[:, 0]
-
-    read, weighed = seen_places(block_RM * BLOCK_TOKENS < end_R1), seen_places(sees_RW)
-    own = torch.arange(num_rows * num_heads).view(num_rows, num_groups, -1, 1)
-    queries = own.expand(-1, -1, -1, block_RM.shape[1]).flatten()
+    read = weighed = hidden_R1W = None
+    if any(first % BLOCK_TOKENS or end - begin * BLOCK_TOKENS < longest for _, begin, first, end in numbers):
+        sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
+        hidden_R1W, weighed = ~sees_RW[:, None], of_heads(sees_RW[:, None]).nonzero()[:, 0]
+        read = of_heads((block_RM * BLOCK_TOKENS < end_R1)[:, None]).nonzero()[:, 0]
+    queries = torch.arange(num_rows * num_heads, dtype=dtype).repeat_interleave(block_RM.shape[1])
     queries = queries if read is None else queries[read]
     blocks = of_heads(group_RG1 * num_blocks + block_RM[:, None], read)
-    dtype = torch.int32 if like.keys.numel() < 2**31 else torch.int64
-    keys = (blocks[:, None] * width + torch.arange(width)).flatten().to(dtype)
+    keys = torch.add(torch.arange(width, dtype=dtype), blocks[:, None], alpha=width).flatten()
     key_starts = torch.arange(0, len(keys), width, dtype=dtype)
-    values = of_heads(group_RG1 * num_tokens + token_RW[:, None], weighed).to(dtype)
+    values = of_heads(group_RG1 * num_tokens + token_RW[:, None], weighed)
     lengths = (end_R1 - first_R1).expand(-1, num_heads).flatten()
-    value_starts = (lengths.cumsum(0) - lengths).to(dtype)
+    value_starts = lengths.cumsum(0, dtype=dtype) - lengths
 
     def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
         weights = (q_RHK.to(cache.keys.dtype) * width**-0.5).flatten(0, 1).index_select(0, queries)
@@ -363,10 +362,10 @@ def _attention_at_once(
             every = scores.new_zeros(block_RM.numel() * num_heads, BLOCK_TOKENS)
             scores = every.index_copy_(0, read, scores)
         scores_RHW = scores.view(num_rows, num_heads, -1)[..., :longest]
-        if weighed is None:
+        if hidden_R1W is None or weighed is None:
             weights = scores_RHW.softmax(-1)
         else:
-            weights = scores_RHW.masked_fill_(~sees_RW[:, None], -torch.inf).softmax(-1).take(weighed)
+            weights = scores_RHW.masked_fill_(hidden_R1W, -torch.inf).softmax(-1).take(weighed)
         return _weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape).to(q_RHK.dtype)
 
     return attend

@@ -165,11 +165,12 @@ def int8_weights(weight_OI: Tensor, bias_O: Tensor | None, kernel: Int8Kernel) -
     """
     rounded_OI, scales_O = rounded(weight_OI)
     product, bias_O = kernel(rounded_OI, scales_O), None if bias_O is None else bias_O.detach().float()
+    # A row of zeros needs a scale too; beside any other this is nothing.
+    least = torch.tensor(torch.finfo(torch.float32).tiny)
 
     def output(x: Tensor) -> Tensor:
         wide = x.float()
-        # A row of zeros needs a scale too.
-        scales_T1 = wide.abs().amax(-1, keepdim=True).mul_(1 / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        scales_T1 = torch.add(least, wide.abs().amax(-1, keepdim=True), alpha=1 / _LARGEST)
         y = product(wide / scales_T1).mul_(scales_T1)
         return (y if bias_O is None else y.add_(bias_O)).to(x.dtype)
 

@@ -51,10 +51,12 @@ class RMSNorm(nn.Module):
 
     def normalised(self, x: Tensor, weight_D: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """y = x r weight, r = 1 / sqrt(mean(x^2) + eps), and what its gradients need."""
-        x_ND = x.reshape(-1, x.shape[-1]).to(dtype_of_sums(x))
-        mean_square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        r_N1 = mean_square_N1.add_(self.eps).rsqrt_()
-        return (x_ND * r_N1).mul_(weight_D).to(x.dtype).view(x.shape), (x, weight_D, r_N1)
+        x_ND = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if x.dtype is not torch.float32:
+            x_ND = x_ND.to(dtype_of_sums(x))
+        r_N1 = torch.linalg.vector_norm(x_ND, 2, -1, True).square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        y_ND = (x_ND * r_N1).mul_(weight_D)
+        return y_ND if y_ND.dtype is x.dtype and x.dim() == 2 else y_ND.to(x.dtype).view(x.shape), (x, weight_D, r_N1)
 
     @staticmethod
     def pull_back(grad: Tensor, x: Tensor, weight_D: Tensor, r_N1: Tensor) -> tuple[Tensor, Tensor]:
