@@ -160,6 +160,7 @@ def test_a_rank_that_exits_keeps_its_code_and_the_others_tell_once_whom_they_mis
     err, codes = run("exit", tmp_path, 3, patience_s=2.0)
     assert codes == [1, 7, 1]
     check_told_once(err, "exit", "TransportError: ")
+    assert "ranks that have ended, or closed this engine: 1\n" in err
 
 
 @pytest.mark.shows(190)

@@ -34,7 +34,7 @@ from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
 from penstock.runtime.layer_state import KeptState
-from penstock.runtime.liveness import Processes, answer, listen
+from penstock.runtime.liveness import Processes, answer, listen, numbers
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import default_store, unique_number
@@ -243,6 +243,7 @@ class Recovery:
             self.recorder.give_up()
             failure = self._failure_behind(error)
             if failure is None:
+                self._note_absent(error)
                 self.state.restore()
                 if self._store is None:
                     self._call(self._undo)
@@ -321,6 +322,16 @@ class Recovery:
             self._is_cut.wait(_CUT_S)
         return self.alarm.failure
 
+    def _note_absent(self, error: BaseException) -> None:
+        """Note on the error of a link that is gone which ranks have gone without an error, as by `sys.exit`."""
+        gone: list[int] = []
+        if (store := self._store) is not None and isinstance(error, Exception) and is_of_link(error):
+            answer_of_store(
+                lambda: store.check([_LEFT]) and gone.extend(map(int, store.get(_LEFT).split())) is None, _ANSWER_S
+            )
+        if gone:
+            error.add_note(f"ranks that have ended, or closed this engine: {numbers(gone)}")
+
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
         self._call(self._undo)
@@ -356,6 +367,10 @@ class Recovery:
     def _call(actions: list[Callable[[], None]]) -> None:
         for action in actions:
             action()
+
+
+# The key of the ranks that have closed the engine, or ended.
+_LEFT = "left"
 
 
 def _key(generation: int, rank: int) -> str:
@@ -404,6 +419,7 @@ class _Watch(threading.Thread):
         """
 
         def wake() -> bool:
+            store.append(_LEFT, f"{self._rank} ")  # pyright: ignore[reportAttributeAccessIssue]  # torch leaves it out
             for generation in (self.generation, self.generation + 1):
                 store.set(_key(generation, self._rank), "")
             return True

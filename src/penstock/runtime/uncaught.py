@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
@@ -68,7 +68,9 @@ def tell(error: BaseException) -> None:
     text = tell_together(store, rank, num_ranks, error)
     sys.stderr.write(text)
     sys.stderr.flush()
-    _end_in_order(rank, bool(text))
+    # The rank that has told ends first, for torchrun's report begins with it; or else the store's own rank ends last.
+    if not text if os.environ.get(_AGENTS_STORE) == str(True) else rank == 0:
+        time.sleep(_LINGER_S)
 
 
 # ---- one exception, in the caller's lines
@@ -162,19 +164,18 @@ def _own_store() -> tuple[Store, int, int] | None:
 
     A connection of its own: torch's serves one call at a time, and some thread may wait in it.
     """
-    environ = os.environ
+    environ, store = os.environ, None
+    rank, num_ranks = int(environ.get("RANK", "-1")), int(environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         rank, num_ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         store = store.clone() if num_ranks > 1 else None  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        rank, num_ranks, store = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1)), None
-        if num_ranks > 1 and environ.get(_AGENTS_STORE) == str(True):
-            host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-            # torch itself would print a page for each attempt.
-            socket.create_connection((host, port), PATIENCE_S).close()
-            store = TCPStore(host, port, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
+    elif rank >= 0 and num_ranks > 1 and environ.get(_AGENTS_STORE) == str(True):
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        # torch itself would print a page for each attempt.
+        socket.create_connection((host, port), PATIENCE_S).close()
+        store = TCPStore(host, port, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
     if store is None or hasattr(sys, "ps1"):
         return None
     return PrefixStore(f"penstock/uncaught/{environ.get(_RESTARTS, '0')}", store), rank, num_ranks
@@ -182,7 +183,7 @@ def _own_store() -> tuple[Store, int, int] | None:
 
 def tell_together(store: Store, rank: int, num_ranks: int, error: BaseException) -> str:
     """The text that this rank is to print, which for all but one rank is empty or a line."""
-    own = "" if _follows(error, rank) else _in_a_line(error)
+    own = _own_words(error, rank)
     if not own:
         _wait_for(store, "claimed", PATIENCE_S)
     claims: list[int] = []
@@ -193,13 +194,16 @@ def tell_together(store: Store, rank: int, num_ranks: int, error: BaseException)
         answer_of_store(lambda: store.set("claimed", own) is None, PATIENCE_S)
         for recovery in list(Recovery.of_process) if own else ():
             recovery.leave(error)
-        others = _gathered(store, rank, num_ranks)
-        answer_of_store(lambda: store.set("told", json.dumps(sorted(others))) is None, PATIENCE_S)
-        return "".join([*shortened(error), *_of_others(own, others)])
+        return "".join([*shortened(error), *_of_others(store, rank, num_ranks, own)])
     answer_of_store(lambda: store.set(f"of {rank}", own) is None and store.add("heard", 1) > 0, PATIENCE_S)
     _wait_for(store, "told", 2 * PATIENCE_S)
-    is_named = answer_of_store(lambda: rank in json.loads(store.get("told")), PATIENCE_S)
-    return "" if is_named or not own else f"penstock: rank {rank} failed too: {own}\n"
+
+    def is_told() -> bool:
+        told = rank in json.loads(store.get("told")) or store.get("claimed").decode() == own
+        return told or store.add("late", 1) > _MOST_OTHERS
+
+    is_known = not own or answer_of_store(is_told, PATIENCE_S)
+    return "" if is_known else f"penstock: rank {rank} failed too: {own}\n"
 
 
 def _wait_for(store: Store, key: str, limit_s: float) -> None:
@@ -210,32 +214,26 @@ def _wait_for(store: Store, key: str, limit_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _gathered(store: Store, rank: int, num_ranks: int) -> dict[int, str]:
-    """The words of the other ranks that end in time: none where they end because of another."""
+def _of_others(store: Store, rank: int, num_ranks: int, own: str) -> Iterator[str]:
+    """A line for the ranks that end because of this one, one for those that fail alike, and one for each other one.
+
+    Those count that end in time, and they are told of it.
+    """
     deadline = time.monotonic() + PATIENCE_S
-    heard: list[int] = []
-    while time.monotonic() < deadline:
-        answer_of_store(lambda: heard.append(store.add("heard", 0)) is None, PATIENCE_S)
-        if heard and heard[-1] == num_ranks - 1:
-            break
+    heard: list[int] = [0]
+    while heard[-1] < num_ranks - 1 and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    found: dict[int, str] = {}
+        answer_of_store(lambda: heard.append(store.add("heard", 0)) is None, PATIENCE_S)
+    by_text: dict[str, list[int]] = {}
 
     def read() -> bool:
         for other in range(num_ranks):
             if other != rank and store.check([f"of {other}"]):
-                found[other] = store.get(f"of {other}").decode()
+                by_text.setdefault(store.get(f"of {other}").decode(), []).append(other)
+        store.set("told", json.dumps([other for ranks in by_text.values() for other in ranks]))
         return True
 
     answer_of_store(read, PATIENCE_S)
-    return dict(found)
-
-
-def _of_others(own: str, others: Mapping[int, str]) -> Iterator[str]:
-    """A line for the ranks that have ended because of this one, for those that failed alike, and for each other one."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in others.items():
-        by_text.setdefault(text, []).append(rank)
     for text, verb in (("", "ended because of it"), (own, "failed in the same way")):
         if ranks := by_text.pop(text, []):
             yield f"penstock: {_ranks(ranks)} {verb}\n"
@@ -249,24 +247,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
 
 
-def _in_a_line(error: BaseException) -> str:
-    """Type, message and place of an error, in one line."""
-    errors = [found for found in (error, _inner_cause(error)) if found is not None]
+def _own_words(error: BaseException, rank: int) -> str:
+    """Type, message and place of an error in one line; nothing for one that tells of another rank or a lost link."""
+    inner = _inner_cause(error)
+    if isinstance(error, Exception) and inner is None:
+        named = re.search(r"\brank (\d+)\b", words_of(error)) if _is_deliberate(error) else None
+        if is_of_link(error) or (named is not None and int(named[1]) != rank):
+            return ""
+    errors = (error,) if inner is None else (error, inner)
     calls = [call for found in errors for call in extract_tb(found.__traceback__) if _is_of_user(call)]
     place = f" ({Path(calls[-1].filename).name}, line {calls[-1].lineno})" if calls else ""
     return f"{type(error).__name__}: {first_line(error)[:_MOST_QUOTED]}{place}"
-
-
-def _follows(error: BaseException, rank: int) -> bool:
-    """True for an error that merely tells of another rank's, or of a link that is gone."""
-    if not isinstance(error, Exception) or _inner_cause(error) is not None:
-        return False
-    named = re.search(r"\brank (\d+)\b", words_of(error)) if _is_deliberate(error) else None
-    return is_of_link(error) or (named is not None and int(named[1]) != rank)
-
-
-def _end_in_order(rank: int, has_told: bool) -> None:
-    """Let the rank that has told end first, with which torchrun's report begins; or else the store's own rank last."""
-    is_last = not has_told if os.environ.get(_AGENTS_STORE) == str(True) else rank == 0
-    if is_last:
-        time.sleep(_LINGER_S)

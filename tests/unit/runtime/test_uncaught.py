@@ -29,6 +29,9 @@ def own(rank: int) -> None:
     raise KeyError(f"number {rank}")
 
 
+OWN = own.__code__.co_firstlineno + 1
+
+
 def alike(rank: int) -> None:
     torch.matmul(torch.zeros(2), torch.zeros(3))
 
@@ -70,6 +73,23 @@ def test_sixty_four_ranks_tell_a_mistake_on_one_screen(
     else:
         assert last.endswith(" failed too, each in another way")
         assert "KeyError" in told.splitlines()[-2]
+
+
+@pytest.mark.shows(190)
+@pytest.mark.parametrize(("mistake", "num_late"), [(own, 4), (alike, 0)])
+def test_mistakes_that_come_too_late_to_be_told_by_another_fit_there_too(
+    mistake: Callable[[int], object], num_late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncaught, "PATIENCE_S", 1.0)
+    store = HashStore()
+    errors = [raised_by(lambda rank=rank: mistake(rank)) for rank in range(NUM_RANKS)]
+    told = [uncaught.tell_together(store, rank, NUM_RANKS, error) for rank, error in enumerate(errors)]
+    assert told[0].startswith("Traceback ")
+    assert told[1 : 1 + num_late] == [
+        f"penstock: rank {rank} failed too: KeyError: 'number {rank}' (test_uncaught.py, line {OWN})\n"
+        for rank in range(1, 1 + num_late)
+    ]
+    assert not any(told[1 + num_late :])
 
 
 def shown(error: BaseException) -> str:
