@@ -251,6 +251,7 @@ class Counted(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         self.num_calls += 1
+        self.draws.append(float(torch.rand(())))
         return cross_entropy(logits, target)
 
 
@@ -261,6 +262,13 @@ def test_a_loss_is_looked_at_in_its_first_microbatch_alone() -> None:
         call(batch_of(1), loss_fn, micro_batches=SPEC)
         numbers.append(loss_fn.num_calls)
     assert numbers == [9, 15, 21]
+    # Looking takes none of its random numbers.
+    draws = []
+    for other in (loss_fn, Counted()):
+        torch.manual_seed(0)
+        engine.evaluate(batch_of(1), other, micro_batches=SPEC)
+        draws.append(other.draws[-6:])
+    assert draws[0] == draws[1]
 
 
 class Padded(nn.Module):

@@ -89,6 +89,11 @@ def test_layers_without_a_fault_pass() -> None:
     assert run(layers_with(torch.tanh)).peak_bytes > 0
 
 
+def test_a_loss_of_labels_is_rehearsed_without_values() -> None:
+    batch = replace(BATCH, loss_fn=nn.CrossEntropyLoss())
+    assert run(layers_with(torch.tanh), batch).peak_bytes >= run(layers_with(torch.tanh)).peak_bytes > 0
+
+
 def test_a_value_read_by_a_loss_is_found() -> None:
     def loss_fn(output: Tensor, microbatch: PackedBatch) -> Tensor:
         loss = token_cross_entropy(output, microbatch)

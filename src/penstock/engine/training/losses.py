@@ -448,7 +448,10 @@ class LossMetrics:
 
         Raises: ValueError where it cannot be known from what it gives.
         """
-        labels_T, num = microbatch["labels"], num_loss_tokens(microbatch)
+        labels_T = microbatch["labels"]
+        # The batch has values where a rehearsal's tensors have none.
+        with _disable_current_modes():
+            num = num_loss_tokens(microbatch)
         if not isinstance(output, Tensor) or output.shape[:1] != labels_T.shape:
             what = f"a tensor of {list(output.shape)}" if isinstance(output, Tensor) else type_in_words(output)
             raise ValueError(
@@ -459,7 +462,7 @@ class LossMetrics:
             # The mean of nothing is none.
             return output[:0].sum(dtype=dtype_of_sums(output))
         labels_T = labels_T.to(output.device)
-        wrong, is_new = "", num > 1 and not output.is_meta and self.loss_fn not in self.seen
+        wrong, is_new = "", num > 1 and output.device.type != "meta" and self.loss_fn not in self.seen
         if is_new:
             wrong = _other_than(self._reduction, loss_fn, output, labels_T)
         given = loss_fn(output, labels_T)
