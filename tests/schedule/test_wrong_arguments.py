@@ -32,7 +32,7 @@ ALONE = Placement("loop", 1)
         (lambda: schedule.lower(ORDER, receives_ahead="2"), "receives_ahead = '2': expected int, got str"),
         (lambda: schedule.lower(ORDER, receives=2), "lower has no 'receives'; the nearest one is 'receives_ahead'"),
         (lambda: schedule.verify(ORDER), "program: expected Program, got Schedule"),
-        (lambda: schedule.simulate("1f1b"), "program = '1f1b': expected Program, got str"),
+        (lambda: schedule.simulate("1f1b"), "program = '1f1b': expected Program or Hang, got str"),
         (
             lambda: schedule.simulate(PROGRAM, {"forward": 1}),
             "costs = {'forward': 1}: expected Costs or None, got dict",
