@@ -539,3 +539,15 @@ def test_a_hang_is_drawn_up_to_there_with_what_waits_and_the_cycle(show: Open, n
         shown = picture[page.y(rank, part=0.1), left:right]
         assert ((shown == block).all(axis=1).sum() > 0.2 * (right - left)) == (rank in stuck)
     assert page.complaints() == []
+
+
+@pytest.mark.shows(188)
+def test_a_forward_that_keeps_all_activations_bears_its_mark_and_the_key_says_so(show: Open):
+    program = schedule.keep_first(schedule.lower(schedule.build("combined-1f1b", ranks=3, microbatches=6)), 1)
+    timeline = schedule.simulate(program, Costs(1.0, 2.0, 1.0, recompute=1.0))
+    page = show(Layer.simulated(timeline))
+    names = page.evaluate("layers[0].ranks.map(({ compute }) => [...compute.kind].map((_, i) => nameOf(compute, i)))")
+    for order, found in zip(program.schedule.orders, names, strict=True):
+        assert [str(step).removesuffix("OVERLAP_F_B") for step in order] == found[: len(order)]
+    assert "K keeps all activations, recomputes none" in " ".join(page.text("#legend").split())
+    assert "keeps all" not in show().text("#legend")

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from penstock.draw.layers import (
     DEFINITIONS,
     PICTURES,
+    WHAT_KEEPS,
     Box,
     Kind,
     Part,
@@ -214,7 +215,7 @@ def _quad(start: float, end: float, upper: float, lower: float) -> list[tuple[fl
 def _font_size(rows: tuple[Row, ...], points_per_time: float) -> float:
     """The largest size at which nine of ten numbers fit, so that one picture has one size."""
     sizes = sorted(
-        _size_in((box.end - box.start) * points_per_time, str(part.microbatch))
+        _size_in((box.end - box.start) * points_per_time, part.number)
         for row in rows
         for box in row
         for part in box.parts
@@ -230,7 +231,7 @@ def _size_in(points: float, text: str) -> float:
 
 def _label(axes: Axes, points_per_time: float, box: Box, part: Part, y: float, size: float) -> None:
     """Write a box's label into as much of the box as the axes show, if it fits."""
-    text = "" if part.kind is Kind.WAIT else str(part.microbatch) if part.microbatch >= 0 else part.kind.letter
+    text = "" if part.kind is Kind.WAIT else part.number or part.kind.letter
     first, last = axes.get_xlim()
     start, end = max(box.start, first), min(box.end, last)
     if _size_in((end - start) * points_per_time, text) >= size:
@@ -298,6 +299,8 @@ def _legend(figure: Figure, rows: Sequence[Row], left: float, definitions: Seque
         several = max(part.local_stage for part in later) > 1
         word = "paler: the rank's later stages" if several else "paler: the rank's second stage"
         handles.append(Patch(facecolor=paler.colours[0], label=word))
+    if any(part.keeps for part in parts):
+        handles.append(Patch(facecolor="none", label=WHAT_KEEPS))
     height = figure.get_size_inches()[1]
     _foot(figure, handles, left, 0.3 / height)
     figure.text(left, 0.08 / height, "\n".join(definitions), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)

@@ -220,16 +220,27 @@ KIND_OF = {
 }
 
 
+#: the mark behind the number of a forward, which it has in text too
+WHAT_KEEPS = "K: keeps all activations, recomputes none"
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One action of a box; a fused pair is a box of two parts, which share its time.
 
-    `local_stage` counts the stages of one rank from 0; `microbatch` is -1 if the action has none.
+    `local_stage` counts the stages of one rank from 0; `microbatch` is -1 if the action has none. `keeps`: a forward
+    that is marked to keep all activations.
     """
 
     kind: Kind
     local_stage: int
     microbatch: int
+    keeps: bool = False
+
+    @property
+    def number(self) -> str:
+        """The microbatch as a label has it, with the mark of one that keeps; empty if the action has none."""
+        return f"{self.microbatch}{'K' * self.keeps}" if self.microbatch >= 0 else ""
 
     @property
     def colours(self) -> tuple[str, str]:
@@ -271,7 +282,7 @@ def boxes_of(timeline: Timeline) -> tuple[Row, ...]:
                 Box(
                     event.start,
                     event.end,
-                    tuple(Part(KIND_OF[own.op], local.get(own.stage, 0), own.microbatch) for own in group),
+                    tuple(Part(KIND_OF[own.op], local.get(own.stage, 0), own.microbatch, own.keeps) for own in group),
                 )
                 for event, group in zip(events, actions, strict=True)
                 if event.end > event.start

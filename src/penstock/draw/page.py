@@ -126,7 +126,8 @@ def _rank(events: Sequence[Event], waits: Sequence[Wait], tick: float) -> dict[s
 def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
     """Events as columns: a letter each (a fused pair of F with B is P, with I is Q), stage, microbatch and times.
 
-    `pairs` has stage and microbatch of the backwards in fused pairs, one after the other.
+    `pairs` has stage and microbatch of the backwards in fused pairs, one after the other, `kept` the places of forwards
+    that keep all activations.
     """
     first = [parts(event.action)[0] for event in events]
     backwards = [event.action.backward for event in events if isinstance(event.action, Pair)]
@@ -138,6 +139,7 @@ def _lane(events: Sequence[Event], tick: float) -> dict[str, Any]:
         "kinds": "".join(letters),
         "stage": [action.stage for action in first],
         "microbatch": [action.microbatch for action in first],
+        "kept": [place for place, action in enumerate(first) if action.keeps],
         "pairs": list(chain.from_iterable((action.stage, action.microbatch) for action in backwards)),
         **_times(((event.start, event.end) for event in events), tick),
     }

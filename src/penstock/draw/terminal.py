@@ -13,6 +13,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.draw.layers import (
+    WHAT_KEEPS,
     Box,
     Kind,
     Part,
@@ -156,7 +157,7 @@ def _name(part: Part) -> str:
     """A part's letter, small but for the rank's first stage and numbered from its third, and its microbatch."""
     letter = part.kind.letter if part.local_stage == 0 else part.kind.letter.lower()
     stage = str(part.local_stage + 1).translate(_SUPERSCRIPTS) if part.local_stage > 1 else ""
-    return letter + stage + (str(part.microbatch) if part.microbatch >= 0 else "")
+    return letter + stage + part.number
 
 
 def _label(box: Box) -> str:
@@ -257,6 +258,8 @@ def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> 
             entries.append(Text("small letter: the rank's second stage" + " (f³: its third)" * (last > 1)))
         if any(len(box.parts) > 1 for row in rows for box in row):
             entries.append(Text("F+B a fused pair"))
+        if any(part.keeps for row in rows for box in row for part in box.parts):
+            entries.append(Text(WHAT_KEEPS))
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:

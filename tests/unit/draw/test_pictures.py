@@ -14,7 +14,7 @@ from penstock.draw import in_terminal, picture
 from penstock.draw.layers import boxes_of, idle_spans, one_at_a_time
 from penstock.draw.terminal import drawing
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
-from penstock.schedule.actions import flatten
+from penstock.schedule.actions import flatten, keepers
 
 
 @cache
@@ -257,3 +257,23 @@ def test_the_idle_share_of_all_ranks_stands_beside_a_measured_bubble(tmp_path: P
         lines = [line.plain for line in drawing(timeline) if "bubble 0.00%" in line.plain]
         assert len(texts) == len(lines) == 1
         assert [("idle of all ranks 50.00%" in text) for text in (*texts, *lines)] == [timeline.measured] * 2
+
+
+@pytest.mark.shows(188)
+def test_a_forward_that_keeps_all_activations_bears_its_mark_and_the_key_says_so(tmp_path: Path):
+    for name in ("1f1b", "combined-1f1b"):
+        plain = schedule.lower(schedule.build(name, ranks=2, microbatches=4))
+        program = schedule.keep_first(plain, 1)
+        svg, lines = tmp_path / "mine.svg", [line.plain for line in drawing(schedule.simulate(program), width=200)]
+        picture(svg, [schedule.simulate(program)])
+        for rank, order in enumerate(program.schedule.orders):
+            row = next(line for line in lines if line.startswith(f"rank {rank}"))
+            for action in flatten(order):
+                assert (f"F{action.microbatch}K" in row) >= action.keeps
+            assert row.count("K") == len(keepers(order)) > 0
+        drawn = svg.read_text()
+        assert drawn.count("K</text>") == sum(len(keepers(order)) for order in program.schedule.orders)
+        for shown in ("\n".join(lines), drawn):
+            assert "K: keeps all activations, recomputes none" in shown
+        picture(svg, [schedule.simulate(plain)])
+        assert "keeps all" not in svg.read_text()

@@ -13,6 +13,7 @@ const layers = data.layers.map(decodeLayer);
 const numRanks = layers[0].ranks.length;
 const makespan = Math.max(...layers.map(layer => layer.makespan)) || 1;
 const numMicrobatches = 1 + layers.reduce((most, layer) => Math.max(most, layer.lastMicrobatch), -1);
+const anyKept = layers.some(layer => layer.ranks.some(rank => rank.compute.kept.size));
 const peakLive = Math.max(...layers.flatMap(layer => layer.ranks.map(rank => rank.live.peak))) || 1;
 
 function decodeLayer(packed) {
@@ -47,6 +48,7 @@ function decodeLane(packed, tick) {
     kind: new Uint8Array(n),
     stage: Int32Array.from(packed.stage),
     microbatch: Int32Array.from(packed.microbatch),
+    kept: new Set(packed.kept),
     backKind: new Int8Array(n).fill(-1),
     backStage: new Int32Array(n).fill(-1),
     backMicrobatch: new Int32Array(n).fill(-1),
@@ -171,7 +173,7 @@ function wayOf(layer, microbatch) {
 function nameOf(lane, i) {
   const one = (kind, stage, microbatch) =>
     (stage >= 0 ? stage : "") + LETTERS[kind] + (microbatch >= 0 ? microbatch : "");
-  const first = one(lane.kind[i], lane.stage[i], lane.microbatch[i]);
+  const first = one(lane.kind[i], lane.stage[i], lane.microbatch[i]) + (lane.kept.has(i) ? "K" : "");
   if (lane.backKind[i] < 0) return first;
   return `(${first};${one(lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i])})`;
 }

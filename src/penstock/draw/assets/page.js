@@ -95,6 +95,7 @@ function makeLegend() {
   if (most > 1) {
     entries.push(swatch(css(colourOf(kinds[0], 1)), `another shade: the rank's ${most > 2 ? "later stages" : "second stage"}`));
   }
+  if (anyKept) entries.push(element("li", {}, "K  keeps all activations, recomputes none"));
   if (layers.some(layer => layer.hang)) {
     const stripes = `repeating-linear-gradient(135deg, ${css(colours.alarm, 0.6)} 0 1px, transparent 1px 4px)`;
     entries.push(swatch(`${stripes}, ${css(colours.wait)}`, "waits for ever"));

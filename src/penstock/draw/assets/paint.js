@@ -131,6 +131,7 @@ function paintAction(pen, rank, i, box, scale, way, atLeast) {
   const parts = [[lane.kind[i], lane.stage[i], lane.microbatch[i], box.y]];
   if (lane.backKind[i] >= 0) parts.push([lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], box.y + half]);
   for (const [kind, stage, microbatch, y] of parts) {
+    const sign = kind === F && lane.kept.has(i) ? "K" : "";
     const colour = colourOf(kind, rank.local.get(stage) || 0),
       dimmed = way && (way.microbatch !== microbatch || lane.start[i] > way.until);
     pen.fillStyle = css(dimmed ? mix(colours.idle, colour, DIMMED) : colour);
@@ -141,15 +142,15 @@ function paintAction(pen, rank, i, box, scale, way, atLeast) {
     } else {
       pen.fillRect(x, y, width - gap, half);
     }
-    if (!dimmed && half >= 9) paintLabel(pen, [kind, microbatch, colour], x, y + half / 2, width - gap, half, room);
+    if (!dimmed && half >= 9) paintLabel(pen, [kind, microbatch, sign, colour], x, y + half / 2, width - gap, half, room);
   }
 }
 
 // The microbatch, with its letter where there is room; `room` is the box's width before it was fitted to pixels, so
 // that boxes of one duration have labels of one kind and size, whatever their numbers.
-function paintLabel(pen, [kind, microbatch, colour], x, y, width, height, room) {
-  const digits = microbatch >= 0 ? String(microbatch) : "",
-    most = String(numMicrobatches - 1).length;
+function paintLabel(pen, [kind, microbatch, sign, colour], x, y, width, height, room) {
+  const digits = microbatch >= 0 ? String(microbatch) + sign : "",
+    most = String(numMicrobatches - 1).length + (anyKept ? 1 : 0);
   const withLetter = room >= (most + 1) * 7.5 + 4;
   const besides = Math.min(12, height - 1, Math.floor((2 * (room - 3)) / (0.62 * most)) / 2);
   // In a narrow box figures stand one over the other.
