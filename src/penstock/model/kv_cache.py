@@ -63,21 +63,18 @@ class KVCache:
     keys: Tensor
     #: by row, group of heads, token and width of a head
     values_RGLK: Tensor
+    #: true if keys are kept in blocks
+    by_blocks: bool
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int, by_blocks: bool = False) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
         num_blocks = -(-size.num_tokens // BLOCK_TOKENS)
         keys = (*shape[:2], num_blocks, head_dim, BLOCK_TOKENS) if by_blocks else shape
-        self.keys, self.values_RGLK = _zeros(keys, size), _zeros(shape, size)
+        self.keys, self.values_RGLK, self.by_blocks = _zeros(keys, size), _zeros(shape, size), by_blocks
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values_RGLK.nbytes
-
-    @property
-    def by_blocks(self) -> bool:
-        """True if keys are kept in blocks."""
-        return self.keys.dim() > self.values_RGLK.dim()
 
     def keys_of(self, rows: int | slice, tokens: slice) -> Tensor:
         """The keys [..., G, L, K] of these tokens of a row or of rows: a view, or of blocks a copy."""
@@ -88,10 +85,13 @@ class KVCache:
         """Views of the same keys as [..., G, K, L of the part], block by block."""
         if not self.by_blocks:
             return [self.keys[rows][..., tokens, :].transpose(-1, -2)]
-        starts = range(tokens.start // BLOCK_TOKENS * BLOCK_TOKENS, tokens.stop, BLOCK_TOKENS)
-        within = [slice(max(tokens.start - at, 0), min(tokens.stop - at, BLOCK_TOKENS)) for at in starts]
-        own = self.keys[rows]
-        return [own[..., at // BLOCK_TOKENS, :, part] for at, part in zip(starts, within, strict=True)]
+        parts, own, begin = [], self.keys[rows], tokens.start
+        while begin < tokens.stop:
+            block, first = divmod(begin, BLOCK_TOKENS)
+            length = min(BLOCK_TOKENS - first, tokens.stop - begin)
+            parts.append(own[..., block, :, first : first + length])
+            begin += length
+        return parts
 
     def put(self, rows: int | slice, tokens: slice, k_LGK: Tensor, v_LGK: Tensor) -> None:
         """Write consecutive tokens of one row, or the same token of neighbouring rows (L = R)."""
@@ -160,12 +160,15 @@ class CachedRows(SharedByLayers):
     sampled_S: Tensor
     #: true if any row copies the beginning of its prompt from another one, or is cleaned
     has_copies: bool
+    #: the items of one token
+    num_single: int
 
     @classmethod
     def of(cls, items: Sequence[BatchItem], device: torch.device | str = "cpu") -> "CachedRows":
         """The rows that these items read."""
-        positions, rows, sampled, has_copies = [], [], [], False
+        positions, rows, sampled, has_copies, num_single = [], [], [], False, 0
         for item in items:
+            num_single += item.length == 1
             has_copies = has_copies or item.source != NO_ROW or item.cleaned > 0
             positions += range(item.start, item.start + item.length)
             rows += [item.row] * item.length
@@ -174,7 +177,7 @@ class CachedRows(SharedByLayers):
         # One tensor, because each copy to a device takes its time.
         numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device)
         positions_T, rows_T, sampled_S = numbers.split((len(positions), len(rows), len(sampled)))
-        return cls(tuple(items), positions_T, rows_T, sampled_S, has_copies)
+        return cls(tuple(items), positions_T, rows_T, sampled_S, has_copies, num_single)
 
     @property
     def num_tokens(self) -> int:
@@ -219,24 +222,19 @@ class CachedRows(SharedByLayers):
         The tokens' own keys and values must already be in the cache.
         """
         parts, begin = [], 0
-        for run in self.shared("runs at once", self._runs_at_once) if cache.by_blocks else self.runs:
+        if cache.by_blocks and self.num_single:
+            single, num_heads = self.items[: self.num_single], q_THK.shape[1]
+            key = ("attention at once", window, cache.keys.shape, num_heads)
+            at_once = self.shared(key, partial(_attention_at_once, single, window, cache, num_heads))
+            parts.append(at_once(q_THK[: self.num_single], cache))
+        for run in self.runs:
             end = begin + run[0].length * len(run)
-            q = q_THK[begin:end]
             if run[0].length > 1:
-                parts.append(_attention_of_item(q, cache, run[0], self, window))
-            elif cache.by_blocks:
-                key = ("attention at once", window, cache.keys.shape, q.shape[1])
-                at_once = self.shared(key, partial(_attention_at_once, run, window, cache, q.shape[1]))
-                parts.append(at_once(q, cache))
-            else:
-                parts.append(_attention_of_rows(q, cache, run, window))
+                parts.append(_attention_of_item(q_THK[begin:end], cache, run[0], self, window))
+            elif not cache.by_blocks:
+                parts.append(_attention_of_rows(q_THK[begin:end], cache, run, window))
             begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _runs_at_once(self) -> list[list[BatchItem]]:
-        """The items in order: all of one token together, each other one alone."""
-        single = [item for item in self.items if item.length == 1]
-        return [*([single] if single else []), *([item] for item in self.items if item.length > 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,10 +326,14 @@ def _attention_at_once(
     """
     num_rows, (_, num_groups, num_blocks, width, _), num_tokens = len(items), like.keys.shape, like.values_RGLK.shape[2]
     dtype = torch.int32 if like.keys.numel() < 2**31 else torch.int64
-    seen = [(_first_seen(item, window), item.end) for item in items]
-    numbers = [(item.row, first // BLOCK_TOKENS, first, end) for item, (first, end) in zip(items, seen, strict=True)]
     # At least a block: fewer numbers than a vector has would be added up in another order.
-    longest = max(BLOCK_TOKENS, *(end - begin * BLOCK_TOKENS for _, begin, _, end in numbers))
+    numbers, longest, is_whole = [], BLOCK_TOKENS, True
+    for item in items:
+        first = _first_seen(item, window)
+        length = item.end - first // BLOCK_TOKENS * BLOCK_TOKENS
+        is_whole &= first % BLOCK_TOKENS == 0 and length >= longest and (not numbers or length == longest)
+        longest = max(longest, length)
+        numbers.append((item.row, first // BLOCK_TOKENS, first, item.end))
     row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers, dtype=dtype)[..., None].unbind(1)
     group_RG1 = (row_R1 * num_groups + torch.arange(num_groups, dtype=dtype))[..., None]
     block_RM = begin_R1 + torch.arange(-(-longest // BLOCK_TOKENS), dtype=dtype)
@@ -342,7 +344,7 @@ def _attention_at_once(
         return found if some is None else found[some]
 
     read = weighed = hidden_R1W = None
-    if any(first % BLOCK_TOKENS or end - begin * BLOCK_TOKENS < longest for _, begin, first, end in numbers):
+    if not is_whole:
         sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
         hidden_R1W, weighed = ~sees_RW[:, None], of_heads(sees_RW[:, None]).nonzero()[:, 0]
         read = of_heads((block_RM * BLOCK_TOKENS < end_R1)[:, None]).nonzero()[:, 0]

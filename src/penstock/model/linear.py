@@ -181,11 +181,12 @@ class WeightCasts:
         """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
         if not self._packs:
             return None
+        weights: tuple[Tensor, ...] = ()
         for layer in layers:
             # A layer with an adapter is no longer a linear one.
             if not isinstance(layer, Linear) or layer.fixed is not None or layer.weight.dtype != dtype:
                 return None
-        weights = tuple([layer.weight for layer in layers])
+            weights += (layer.weight,)
         if weights not in self._packed:
             if not all(_stays(weight) for weight in weights):
                 return None

@@ -10,6 +10,7 @@ vocabulary, U this rank's part of it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +131,7 @@ class Rotary:
 
     def tables(self, sequences: Sequences | Rows) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, 1, K] in fp32 of the positions, computed once for all layers."""
-        return sequences.shared(self, lambda: self._tables(sequences.positions))
+        return sequences.shared(self, partial(self._tables, sequences.positions))
 
     def _tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         # In Hugging Face's order of operations: far into a text the last bit of a frequency changes the angle visibly,
