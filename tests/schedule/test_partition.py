@@ -150,7 +150,8 @@ LAYOUTS = {
 @pytest.mark.shows(185)
 @pytest.mark.parametrize(("text", "num_units"), LAYOUTS)
 def test_a_layout_in_letters_is_the_cut_that_it_spells(text: str, num_units: int) -> None:
-    assert read_layout(text, num_units) == tuple(LAYOUTS[text, num_units])
+    per_layer = 2 if (text, num_units) == ("E|(t|)*2,,tL", 8) else 1
+    assert read_layout(text, num_units, per_layer) == tuple(LAYOUTS[text, num_units])
 
 
 @pytest.mark.shows(185)
@@ -163,13 +164,18 @@ def test_a_layout_in_letters_is_the_cut_that_it_spells(text: str, num_units: int
         ("*3t", r"'\*' at character 1"),
         ("Et*|L", r"'\*' at character 3"),
         ("t*999999(t*9999)*9999", r"'\*9999' at character 17 makes more letters"),
-        ("tE|L", "the order is E, then every t"),
-        ("EL|t", "the order is E, then every t"),
-        ("E|L", "with at least one t"),
-        ("", "with at least one t"),
-        ("Ettt|L", r"it has 3 layers, but the model's 8 units besides E and L"),
+        ("tE|L", "'E' at character 2 comes after 't'; the order is E, then every t"),
+        ("EL|t", "'t' at character 4 comes after 'L'; the order is E, then every t"),
+        ("E(tm|)*2L", "'t' at character 3 comes after 'm'"),
+        ("Ett|ttLL", "'L' at character 8 comes after 'L'"),
+        ("E|L", "it has 0 t, each a layer of 2 of the model's units, of which there are 8 besides E and L"),
+        ("", "it has 0 t, each a layer of 2 of the model's units, of which there are 10$"),
+        ("Ettt|L", "it has 3 t, each a layer of 2 of the model's units, of which there are 8 besides E and L"),
+        ("Et|tL", "it has 2 t"),
+        ("Et*4|t*4L", "it has 8 t"),
+        ("Ett|tt", "of which there are 9 besides E$"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_with_its_place(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        read_layout(text, 10)
+        read_layout(text, 10, 2)

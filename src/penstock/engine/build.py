@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -468,7 +469,9 @@ def cut_units(
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
-    by_hand = options.choice.cut(len(units), placement.stages_per_route)
+    # Units of one layer are named after it, such as layers.3.attention.
+    of_layers = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
+    by_hand = options.choice.cut(len(units), placement.stages_per_route, max(of_layers.values()))
     if by_hand is not None:
         return by_hand
     return schedule.balanced_cut(times or [unit.work(options.label_share) for unit in units], placement)

@@ -142,6 +142,8 @@ def candidate_of(config: RunConfig) -> Candidate:
             "not give microbatches of equally many whole sequences"
         )
     cut = config.schedule.cut
+    if isinstance(cut, str):
+        cut = schedule.read_layout(cut, config.model.num_units, config.model.units_per_layer)
     return Candidate(
         layout,
         config.schedule.name,
@@ -150,7 +152,7 @@ def candidate_of(config: RunConfig) -> Candidate:
         num,
         int(config.optimizer.zero),
         RecomputedPart.FULL if config.train.recompute == "full" else RecomputedPart.NONE,
-        cut=schedule.read_layout(cut, config.model.num_units) if isinstance(cut, str) else cut,
+        cut=cut,
     )
 
 

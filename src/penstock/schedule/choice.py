@@ -165,7 +165,7 @@ class ScheduleChoice:
         placement = quick.build(few, microbatches=1 if self.is_searched else 4 * few).placement
         return replace(placement, num_ranks=ranks)
 
-    def cut(self, num_units: int, num_stages: int) -> tuple[range, ...] | None:
+    def cut(self, num_units: int, num_stages: int, units_per_layer: int) -> tuple[range, ...] | None:
         """The units of each stage where the settings give them by hand; else None.
 
         Raises:
@@ -176,7 +176,7 @@ class ScheduleChoice:
             return None
         if isinstance(sizes, str):
             try:
-                sizes = read_layout(sizes, num_units)
+                sizes = read_layout(sizes, num_units, units_per_layer)
             except ValueError as error:
                 raise ConfigError(f"schedule.cut = {sizes!r}: {error}") from None
         if len(sizes) != num_stages or sum(sizes) != num_units or not (sizes[0] and sizes[-1]):

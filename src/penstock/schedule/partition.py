@@ -69,53 +69,70 @@ _TIMES = re.compile(r"\*(\d{1,6})")
 _MOST_LETTERS = 1 << 20
 
 
-def read_layout(text: str, num_units: int) -> tuple[int, ...]:
+def read_layout(text: str, num_units: int, units_per_layer: int) -> tuple[int, ...]:
     """The number of units of each stage, from a layout in the language of Megatron-Core's pipeline layouts.
 
     `|` ends a stage. `E` is the embedding, `t` a layer, `L` the head with the loss. `m` is a further predicted token:
-    the head computes it, wherever it stands. `x*3` and `(tt|)*3` repeat; commas and spaces mean nothing. Layers have
-    equally many of the units that are left.
+    the head computes it, wherever it stands. `x*3` and `(tt|)*3` repeat; commas and spaces mean nothing.
 
-    >>> read_layout("Et*3|(tt|)*2|L", num_units=16)
+    >>> read_layout("Et*3|(tt|)*2|L", num_units=16, units_per_layer=2)
     (7, 4, 4, 0, 1)
 
     Raises: ValueError naming the place of what cannot be read, or what the model has instead.
     """
-    groups, begins, i = [""], [0], 0
+    # Letters with their places, of what each open parenthesis holds so far.
+    groups: list[list[tuple[str, int]]] = [[]]
+    begins, i = [0], 0
     while i < len(text):
-        piece, place = text[i], i
+        letter, place = text[i], i
+        piece = [(letter, place)]
         i += 1
-        if piece in ", \n":
+        if letter in ", \n":
             continue
-        if piece == "(":
-            groups.append("")
+        if letter == "(":
+            groups.append([])
             begins.append(place)
             continue
-        if piece == ")" and len(groups) > 1:
+        if letter == ")" and len(groups) > 1:
             piece = groups.pop()
             begins.pop()
-        elif piece not in "EtmL|":
-            raise ValueError(f"{piece!r} at character {place + 1} is none of E, t, m, L, |, (, ) and *")
+        elif letter not in "EtmL|":
+            raise ValueError(f"{letter!r} at character {place + 1} is none of E, t, m, L, |, (, ) and *")
         if found := _TIMES.match(text, i):
             i = found.end()
             if len(piece) * int(found[1]) > _MOST_LETTERS:
                 raise ValueError(
                     f"{found[0]!r} at character {found.start() + 1} makes more letters than {_MOST_LETTERS}"
                 )
-            piece *= int(found[1])
+            piece = piece * int(found[1])
         groups[-1] += piece
     if len(groups) > 1:
         raise ValueError(f"the parenthesis at character {begins[-1] + 1} has no end")
-    stages = groups[0].split("|")
-    if not re.fullmatch("E?t+m*L?", letters := "".join(stages)):
-        raise ValueError("the order is E, then every t, then every m, then L, with at least one t")
+    return _sizes_of(groups[0], num_units, units_per_layer)
+
+
+def _sizes_of(layout: Sequence[tuple[str, int]], num_units: int, units_per_layer: int) -> tuple[int, ...]:
+    """The units of each stage of a layout, whose letters have their places."""
+    order, last = "EtmL", ""
+    for letter, place in layout:
+        if letter != "|":
+            if last and (order.index(letter) < order.index(last) or (letter == last and letter in "EL")):
+                raise ValueError(
+                    f"{letter!r} at character {place + 1} comes after {last!r}; the order is E, then every t, then "
+                    "every m, then L"
+                )
+            last = letter
+    letters = "".join(letter for letter, _ in layout)
     num_layers, rest = letters.count("t"), num_units - letters.count("E") - letters.count("L")
-    if rest < num_layers or rest % num_layers:
+    if num_layers * units_per_layer != rest:
+        ends = [own for own in "EL" if own in letters]
+        besides = f" besides {' and '.join(ends)}" if ends else ""
         raise ValueError(
-            f"it has {num_layers} layers, but the model's {rest} units besides E and L are no multiple of them"
+            f"it has {num_layers} t, each a layer of {units_per_layer} of the model's units, of which there are {rest}"
+            f"{besides}"
         )
-    each = {"E": 1, "t": rest // num_layers, "m": 0, "L": 1}
-    return tuple(sum(each[letter] for letter in stage) for stage in stages)
+    each = {"E": 1, "t": units_per_layer, "m": 0, "L": 1}
+    return tuple(sum(each[letter] for letter in stage) for stage in letters.split("|"))
 
 
 def ranges(borders: Sequence[int]) -> tuple[range, ...]:

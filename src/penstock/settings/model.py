@@ -307,7 +307,12 @@ class ModelConfig(Settings, section="model"):
     @property
     def num_units(self) -> int:
         """The number of units that stages are cut from: embedding, two a layer (one of transformers'), head."""
-        return (1 if self.native is False else 2) * self.num_layers + 2
+        return self.units_per_layer * self.num_layers + 2
+
+    @property
+    def units_per_layer(self) -> int:
+        """Attention and MLP of Penstock's own layers are two; one of transformers' is whole."""
+        return 1 if self.native is False else 2
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether the layer of that number has experts instead of one MLP."""

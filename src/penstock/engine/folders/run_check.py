@@ -36,7 +36,7 @@ def check_run(
             f"{stages} stages, but a model of {config.model.num_layers} layers has {units} units to cut from "
             f"(embedding, 2 a layer, head), so at most {units} are possible"
         )
-    choice.cut(units, stages)
+    choice.cut(units, stages, config.model.units_per_layer)
     if proves:
         refuse_sizes(config)
         shares = config.parallel.shares_layers
