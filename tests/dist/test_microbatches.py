@@ -205,6 +205,7 @@ def telling_loss(output: Tensor, batch: PackedBatch, microbatch: int) -> Any:
     loss, beside = token_cross_entropy(output, batch), {"logits": output, "sequences": list(batch.sequence_lengths())}
     # torch conjugates it by a mark.
     beside["turned"] = torch.complex(output, output).conj()
+    beside["place"] = (microbatch, [(), {"odd": (microbatch % 2,)}])
     if microbatch == 2:
         return loss, {"tokens": Metric(batch.num_tokens)}
     return (loss, output) if microbatch == 1 else (loss, {**beside, "tokens": Metric(batch.num_tokens)})
@@ -230,6 +231,8 @@ def told(rank: int, pp: int, schedules: Sequence[str]) -> list[list[Any]]:
         objects = engine.train_batch(batch_of(NUM), object_loss, micro_batches=SPEC).outputs
         with pytest.raises(TypeError, match="a MicroBatchSpec cannot go to other ranks"):
             engine.share_outputs(objects)
+        with pytest.raises(TypeError, match="a tensor of layout torch.sparse_coo cannot go to other ranks"):
+            engine.share_outputs([torch.eye(2).to_sparse()])
         found.append([list(step.outputs), list(evaluated.outputs), *shared, step.loss, list(objects)])
         engine.close()
     return found
@@ -256,6 +259,7 @@ def expected(seed: int) -> list[Any]:
         logits = logits.detach()
         whole = {"logits": logits, "sequences": list(own.sequence_lengths())}
         whole["turned"] = torch.complex(logits, -logits)
+        whole["place"] = (number, [(), {"odd": (number % 2,)}])
         found.append([whole, logits, None][number if number in (1, 2) else 0])
     return found
 
@@ -265,6 +269,7 @@ def same(one: Any, other: Any) -> bool:
         len(one) == len(other)
         and all(map(torch.equal, tensors_of(one), tensors_of(other)))
         and [type(own) for own in one] == [type(own) for own in other]
+        and [type(own) is dict and own["place"] for own in one] == [type(own) is dict and own["place"] for own in other]
     )
 
 

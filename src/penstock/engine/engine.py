@@ -272,7 +272,8 @@ class Engine(ModelState, WeightEndpoint):
     def share_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """The `outputs` of a step or an evaluation, on every rank of the pipeline; every rank calls it with its own.
 
-        They are numbers, strings, tensors (which arrive in host memory), None, and lists and mappings of them.
+        They are numbers, strings, dense tensors (which arrive in host memory), None, and tuples, lists and mappings of
+        them, which arrive as plain ones.
 
         Raises: TypeError on all ranks if one has anything else.
         """

@@ -26,7 +26,7 @@ T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
 """Gives every rank the list of all ranks' JSON values, in rank order: `gather_json` over some group."""
 
-_TENSOR = "\0tensor"
+_TENSOR, _TUPLE = "\0tensor", "\0tuple"
 _LENGTH = struct.Struct("<q")
 _KIND_BYTES, _ROW_BYTES = 8, 128
 
@@ -173,7 +173,8 @@ def check_portable(value: Any) -> None:
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     """Give every rank of the group the value of rank `source`: numbers, text, tensors, lists and mappings of them.
 
-    On other ranks `value` is ignored. Tensors travel through host memory and arrive there; tuples arrive as lists.
+    On other ranks `value` is ignored. Tensors travel through host memory and arrive there. The source gets what all
+    others do: subclasses of tuples, lists and mappings arrive as plain ones.
 
     Raises: `TypeError` on the source, before anything is sent, for a value that cannot be: call `check_portable` first.
     """
@@ -196,20 +197,23 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
     for tensor in tensors:
         if tensor.numel():
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
-    return value if is_source else _unpacked(structure, iter(tensors))
+    return _unpacked(structure, iter(tensors))
 
 
 def _packed(value: Any, tensors: list[Tensor]) -> Any:
     """The value as JSON; each tensor is appended to `tensors` and replaced by its description."""
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise TypeError(f"a tensor of layout {value.layout} cannot go to other ranks; possible are dense ones")
         tensors.append(laid_out(value.detach().cpu()))
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, Mapping):
-        if not all(isinstance(name, str) and name != _TENSOR for name in value):
+        if not all(isinstance(name, str) and name not in (_TENSOR, _TUPLE) for name in value):
             raise TypeError(f"the names of a mapping that goes to other ranks must be strings, not {list(value)}")
         return {name: _packed(inner, tensors) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_packed(inner, tensors) for inner in value]
+        several = [_packed(inner, tensors) for inner in value]
+        return {_TUPLE: several} if isinstance(value, tuple) else several
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
@@ -230,5 +234,7 @@ def _unpacked(structure: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(structure, dict):
         if _TENSOR in structure:
             return next(tensors)
+        if _TUPLE in structure:
+            return tuple([_unpacked(inner, tensors) for inner in structure[_TUPLE]])
         return {name: _unpacked(inner, tensors) for name, inner in structure.items()}
     return [_unpacked(inner, tensors) for inner in structure] if isinstance(structure, list) else structure
