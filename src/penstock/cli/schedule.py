@@ -4,7 +4,7 @@ import argparse
 import shlex
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from penstock.cli.output import print_json, print_table, refuse_to_overwrite, wr
 from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
-from penstock.settings import SETTINGS
-from penstock.settings.declare import parts_of
+from penstock.settings import SETTINGS, ConfigError
+from penstock.settings.declare import from_words
 from penstock.settings.objects import is_reference
 
 # ---- The arguments that the schedule commands share: which schedule, of what size, at what costs
@@ -101,12 +101,20 @@ def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[s
             own.add_argument(flag(option), type=kind, default=default, help=said)
 
 
-def _kind_of(option: str) -> type:
-    """The type of an option without a default: that of the setting of this name, or a number."""
+def _kind_of(option: str) -> Callable[[str], Any]:
+    """The reader of an option without a default: as a value of the setting of this name, or of a number."""
     own = SETTINGS.get(f"schedule.{option}")
-    kind = float if own is None else parts_of(own.type)[0]
-    # The setting itself refuses an unknown name.
-    return str if issubclass(kind, str) else kind
+    if own is None:
+        return float
+
+    def read(text: str) -> Any:
+        try:
+            return from_words(own, [text])
+        except ConfigError:
+            # The setting itself says what is possible.
+            return text
+
+    return read
 
 
 def add_costs(parser: Parser) -> None:

@@ -241,7 +241,9 @@ class Placement:
             object.__setattr__(self, "kind", PlacementKind(self.kind))
         check_count("ranks", self.num_ranks)
         if (self.kind is PlacementKind.MAP) != bool(self.homes):
-            raise ValueError("homes are the rank of each stage of a map, and of nothing else")
+            if self.homes:
+                raise ValueError("homes are the rank of each stage of a map, and of nothing else")
+            raise ValueError("a map from stages to ranks has no stage; give the rank of each stage, as in [0, 1, 1, 0]")
         if self.homes:
             if len(self.homes) < self.num_ranks or set(self.homes) != set(range(self.num_ranks)):
                 raise ValueError(

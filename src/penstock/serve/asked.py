@@ -146,6 +146,14 @@ def _temperature(value: float, model: ServedModel) -> float:
     return value
 
 
+def _token_ids(value: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
+    for token in value:
+        if not 0 <= token < model.limits.vocab_size:
+            message = f"stop_token_ids holds {token}; ids from 0 to {model.limits.vocab_size - 1} are possible"
+            raise invalid("stop_token_ids", message)
+    return value
+
+
 def _stops(value: Any, model: ServedModel) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
@@ -184,7 +192,7 @@ _OF_BOTH = {
     "frequency_penalty": Field(float, -2, 2, "frequency_penalty"),
     "logit_bias": Field(dict, sets="logit_bias", read=_biases),
     "stop": Field(sets="stop", read=_stops),
-    "stop_token_ids": Field(tuple[int, ...]),
+    "stop_token_ids": Field(tuple[int, ...], read=_token_ids),
     "seed": Field(int, -(1 << 63), (1 << 64) - 1, "seed", lambda value, model: value % (1 << 64)),
     # Beyond OpenAI's interface, under the names that other servers have for them.
     # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
@@ -273,7 +281,10 @@ def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
         if given.get(name):
             raise invalid(name, f"{name} is not possible with echo; leave one of them out")
     least = {**given, "max_tokens": max(1, given["max_tokens"])}
-    plain = replace(_request(least, COMPLETION, prompts, given.get("logprobs"), model), echoed=tuple(prompts))
+    firsts = [prompt[:1] for prompt in prompts]
+    # Where no token is new, the prompts may be as long as the model takes.
+    read = prompts if given["max_tokens"] else firsts
+    plain = replace(_request(least, COMPLETION, read, given.get("logprobs"), model), echoed=tuple(prompts))
     if plain.num_log_probs is None and given["max_tokens"]:
         return plain
     found = []
@@ -284,9 +295,8 @@ def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
         known = {**given, "begins_with": prompt[1:], "stop": (), "seed": plain.params.seed}
         known["max_tokens"] = len(prompt) - 1 + given["max_tokens"]
         known |= {"min_tokens": len(prompt) - 1 + given["min_tokens"]} if "min_tokens" in given else {}
-        found.append(_request(known, COMPLETION, [prompt[:1]], given.get("logprobs"), model))
+        found.append(_request(known, COMPLETION, [firsts[number]], given.get("logprobs"), model))
     each = tuple(own.params for own in found)
-    firsts = [own.prompts[0] for own in found]
     return replace(plain, prompts=firsts, params_of_each=each)
 
 

@@ -241,7 +241,7 @@ _ELSEWHERE = {
 
 
 def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
-    """The known name that is meant by a word of other programs, or else the one most similar to `name`.
+    """The known name that is meant by a word of other programs or by its beginning, or the one most similar to `name`.
 
     Capitals do not count. The first one on a tie, none if all are below `least`.
     """
@@ -251,7 +251,9 @@ def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
     known = list(known)
     last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     ours = (own for own in known if own.lstrip("-").rpartition(".")[2] == _ELSEWHERE.get(last))
-    if found := next(ours, None):
+    # What was cut short means the shortest name that goes on from it.
+    longer = [own for own in known if len(last) > 2 and own.lstrip("-").rpartition(".")[2].startswith(last)]
+    if found := next(ours, None) or min(longer, key=len, default=None):
         return found
     matcher = difflib.SequenceMatcher(None, "", name.lower())
 
@@ -608,7 +610,10 @@ def from_words(own: Setting, words: Sequence[str]) -> Any:
             except ValueError:
                 continue
         else:
-            read = [_read_word(items[0] if items else kind, word) for word in words]
+            # Lists of numbers may also be written as in files.
+            is_numbers = items and items[0] in (int, float)
+            each = " ".join(words).strip("[] ").replace(",", " ").split() if is_numbers else words
+            read = [_read_word(items[0] if items else kind, word) for word in each]
             if not all(found for found, _ in read) or not (items or len(words) == 1):
                 continue
             value = tuple(value for _, value in read) if items else read[0][1]

@@ -103,6 +103,7 @@ def test_each_part_of_a_streamed_reply_says_where_its_tokens_begin() -> None:
 @pytest.mark.shows(182)
 def test_an_unknown_field_is_answered_with_fields_that_work_the_nearest_first() -> None:
     assert refusal(read, stop_tokens=[1]) == "there is no field 'stop_tokens'; did you mean 'stop_token_ids'?"
+    assert refusal(read, temp=1) == "there is no field 'temp'; did you mean 'temperature'?"
     said = refusal(chat, guided_json={}).partition("there are ")[2].split(", ")
     works = [name for name, field in CHAT.items() if field.harmless is None]
     assert sorted(said) == sorted(works) and "tools" in CHAT and "tools" not in said
@@ -115,7 +116,9 @@ def test_end_tokens_of_a_request_stand_beside_the_models_own() -> None:
     served = model(end_tokens=(5,))
     assert read(served=served, stop_token_ids=[7, 8]).params.end_tokens == (5, 7, 8)
     assert read(served=served, stop_token_ids=[7], ignore_eos=True).params.end_tokens == (7,)
-    assert "256" in refusal(read, served=served, stop_token_ids=[256])
+    for token in (-1, 256):
+        said = refusal(read, served=served, stop_token_ids=[7, token])
+        assert said == f"stop_token_ids holds {token}; ids from 0 to 255 are possible"
 
 
 @pytest.mark.shows(182)
@@ -126,6 +129,9 @@ def test_a_repeated_prompt_is_an_answer_that_is_known() -> None:
     assert [own.max_new_tokens for own in asked.params_of_each] == [4, 2]
     assert read(prompt=[1, 2], echo=True).params_of_each == ()
     assert read(prompt=[1, 2], echo=True, max_tokens=0).params_of_each[0].max_new_tokens == 1
+    longest = model().limits.max_length
+    assert read(prompt=[1] * longest, echo=True, max_tokens=0).num_prompt_tokens == longest
+    assert "it would pass" in refusal(read, prompt=[1] * longest, echo=True, max_tokens=1)
     assert "one token, and max_tokens is 0" in refusal(read, prompt=[1], echo=True, max_tokens=0)
     assert "0 with echo" in refusal(read, max_tokens=0)
     assert "stop is not possible with echo" in refusal(read, echo=True, stop="a")

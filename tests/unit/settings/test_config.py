@@ -194,7 +194,7 @@ IMPOSSIBLE = {
     ),
     "a layout of other layers": (
         {"parallel": {"pp": 2}, "schedule": {"cut": "Ett|tL"}},
-        "it has 3 layers.* the model's 8 units besides E and L",
+        "it has 3 t, .* there are 8 besides E and L",
     ),
     "a layout of other stages": (
         {"parallel": {"pp": 2}, "schedule": {"cut": "E|tt|ttL"}},

@@ -113,6 +113,12 @@ def test_a_name_is_spelt_alike_in_file_and_command_line(name: str, value: str) -
                 read(spelling)
 
 
+@pytest.mark.parametrize("words", [["2", "0", "3"], ["2,0,3"], ["[2, 0, 3]"], ["2 0 3"], ["2,", "0,", "3"]])
+def test_a_list_of_numbers_may_be_written_as_in_files(words: list[str]) -> None:
+    assert from_words(SETTINGS["schedule.cut"], words) == from_words(SETTINGS["schedule.placement"], words) == (2, 0, 3)
+    assert from_words(SETTINGS["schedule.cut"], ["E|t,t|L"]) == "E|t,t|L"
+
+
 TAKEN = [
     own.name
     for own in SETTINGS.values()
