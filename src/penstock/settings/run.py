@@ -180,8 +180,9 @@ class TrainConfig(Settings, section="train"):
     )
     num_kept_microbatches: int = setting(
         0,
-        "Of the microbatches that a stage has under way, so many keep all activations, the first ones, and are not "
-        "recomputed, as in Megatron: memory for them at once is enough, and each step recomputes less.",
+        "Where layers are recomputed: of the microbatches that a stage has under way, so many keep all activations, "
+        "the first ones, and the others alone are recomputed. No stage keeps more at once; in 1F1B it is Megatron's "
+        "num_microbatches_with_partial_activation_checkpoints.",
         AT_LEAST_0,
         is_newer=True,
     )
