@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,21 @@ def known(seed: int = 0, num: int = NUM) -> list[PackedBatch]:
 
 
 def watched(source: Iterator[PackedBatch], most: list[int]) -> Iterator[PackedBatch]:
-    """The same, with a note of how many of those before are alive when the next is drawn."""
+    """The same in memory that is filled again, with a note of how many copies are alive when the next is drawn."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    for microbatch in source:
-        alive.add(microbatch["tokens"])
-        yield microbatch
-        del microbatch
-        most.append(len(alive))
+    copied, buffers = PackedBatch.with_data, {key: torch.empty(64, dtype=torch.int64) for key in ("tokens", "labels")}
+
+    def watched_copy(own: PackedBatch, data: Mapping[str, Tensor]) -> PackedBatch:
+        alive.add(data["tokens"])
+        return copied(own, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedBatch, "with_data", watched_copy)
+        for microbatch in source:
+            length = microbatch.num_tokens
+            yield copied(microbatch, {key: own[:length].copy_(microbatch[key]) for key, own in buffers.items()})
+            del microbatch
+            most.append(len(alive))
 
 
 def has_source(engine: Engine) -> bool:
@@ -191,6 +199,11 @@ def failing(rank: int) -> list[str]:
         yield from known()[:number]
         raise OSError("the disk is gone")
 
+    def calling(call: Callable[[], object]) -> Iterator[PackedBatch]:
+        yield from known()[:3]
+        call()
+        yield from known()[3:]
+
     changed = known()
     if rank:
         changed[4] = known(3)[0]
@@ -209,6 +222,8 @@ def failing(rank: int) -> list[str]:
     attempt(iter(known()), MicroBatchSpec(num=NUM, max_tokens=3))
     attempt(stream, loss_fn=fails_once)
     attempt(iter(known()), MicroBatchSpec(num=NUM - rank))
+    attempt(calling(lambda: engine.evaluate([known()])))
+    attempt(calling(lambda: engine.forward(known())) if rank else iter(known()))
     # All ranks' sources stand at one place, though not all had drawn as many.
     taken = engine.train_batch(stream, micro_batches=SPEC, normalize=DIVISOR)
     engine.close()
@@ -227,6 +242,8 @@ def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
         "tokens, but micro_batches allows 3",
         "no loss",
         "all sources of as many microbatches: rank 0 has a source of 9 microbatches; rank 1 has a source of 8",
+        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or a source",
+        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or a source",
     ]
     for sentence, *words in zip(sentences, first, second, strict=False):
         assert all(sentence in own for own in words), (sentence, words)

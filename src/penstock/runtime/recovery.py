@@ -170,6 +170,8 @@ class Recovery:
     _announces: bool = field(default=False, init=False)
     #: True while weights are stepped
     _stepping: bool = field(default=False, init=False)
+    #: what a user's own code is asked for between actions, in a few words; empty where it is not
+    _asked: str = field(default="", init=False)
     #: the longest that ranks wait for each other
     _limit: timedelta = field(default=_FOREVER, init=False)
     #: this rank and all others, by number
@@ -210,10 +212,20 @@ class Recovery:
         """Raises: PipelineError if no call is possible: after the end, or within another call of this rank."""
         if self.lost:
             raise PipelineError(self.lost)
-        if self._announces and self.recorder.doing != "between actions":
+        if self._asked or (self._announces and self.recorder.doing != "between actions"):
             raise PipelineError(
-                f"the engine was called while it is {self.recorder.doing}; a loss, a hook or a listener cannot call it"
+                f"the engine was called while it is {self._asked or self.recorder.doing}; a loss, a hook, a listener "
+                "or a source of microbatches cannot call it"
             )
+
+    @contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Within this context, between actions, a user's own code is asked for `what`: no call is possible."""
+        self._asked = what
+        try:
+            yield
+        finally:
+            self._asked = ""
 
     def close(self) -> None:
         """Stop the thread; no step can be taken any more."""

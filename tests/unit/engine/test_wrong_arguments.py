@@ -171,7 +171,7 @@ def test_a_closed_engine_and_one_within_a_call_say_so(tmp_path: Path) -> None:
     def loss(output: Any, microbatch: PackedBatch) -> Any:
         engine.train_batch(BATCH)
 
-    inside = "the engine was called while it is in 0F0; a loss, a hook or a listener cannot call it"
+    inside = "the engine was called while it is in 0F0; a loss, a hook, a listener or a source of microbatches cannot"
     for call in (
         lambda: engine.train_batch(BATCH, loss),
         lambda: engine.forward(BATCH, lambda logits, microbatch: engine.forward(BATCH)),

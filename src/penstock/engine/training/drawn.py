@@ -72,7 +72,7 @@ class DrawnMicrobatches:
 
     def skip(self) -> None:
         """Draw what is left of a call that failed: so the sources of all ranks stand at one place."""
-        with suppress(Exception):
+        with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
             for _ in range(len(self.microbatches), self.agreed.num if self.agreed.source else 0):
                 next(self.agreed.source)  # pyright: ignore[reportArgumentType]
 
@@ -111,7 +111,8 @@ class DrawnMicrobatches:
             to_layers_numbers = random_numbers(self.pipeline.device)
             self._to_own_numbers()
         try:
-            own = next(self.agreed.source, _END)
+            with self.pipeline.recovery.asking(f"drawing {where}"):
+                own = next(self.agreed.source, _END)
         except Exception as error:
             words = f"{type(error).__name__}: {words_of(error)}"
             raise PipelineError(f"the source of microbatches failed at {where}: {words}") from error
@@ -124,7 +125,8 @@ class DrawnMicrobatches:
                 f"the source of microbatches ended before {where}; let it give as many, or micro_batches ask for fewer"
             )
         check_given(self.pipeline, own, where, self.agreed.max_tokens, self.call.reads_labels)
-        return own
+        # A source may fill the same memory again before this one is computed.
+        return own if own.data is None else own.with_data({key: values.clone() for key, values in own.data.items()})
 
     def _compared(self, own: PackedBatch | None, number: int) -> PackedBatch:
         """This rank's own, or of the first rank's what all may know. Raises: PipelineError where the two differ."""
