@@ -235,8 +235,17 @@ _ELSEWHERE = {
     "warmup_steps": "num_warmup_steps",
     "warmup_ratio": "num_warmup_steps",
     "host": "address",
+    "hostname": "host",
     "gpu": "cuda",
+    "dtype": "precision",
+    "pipeline_parallel_size": "pp",
+    "pipeline_model_parallel_size": "pp",
+    "tensor_parallel_size": "tp",
+    "tensor_model_parallel_size": "tp",
+    "data_parallel_size": "dp",
+    "context_parallel_size": "cp",
     "zbv": "zb-v",
+    "gpipe": "afab",
 }
 
 

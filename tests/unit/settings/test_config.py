@@ -326,6 +326,8 @@ def test_words_of_other_programs_are_answered_with_ours():
         "train.batch_size": "data.num_sequences",
         "train.max_steps": "train.steps",
         "train.num_train_epochs": "train.epochs",
+        "train.dtype": "train.precision",
+        "parallel.pipeline_parallel_size": "parallel.pp",
         "lr": "optimizer.learning_rate",
         "optimizer.warmup-ratio": "optimizer.num_warmup_steps",
     }
