@@ -185,7 +185,16 @@ def of_all(logits: Tensor, labels: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "a sum": (lambda logits, labels: cross_entropy(logits, labels, reduction="sum"), "is no mean over the tokens"),
-    "weights of classes": (nn.CrossEntropyLoss(torch.linspace(1, 3, VOCAB)), "is no mean over the tokens with a label"),
+    "weights of classes": (nn.CrossEntropyLoss(torch.linspace(1, 3, VOCAB)), "loss_fn has a weight for each class"),
+    "a little weight of one class": (
+        lambda logits, labels: cross_entropy(logits, labels, 1 + 0.01 * (torch.arange(VOCAB) == VOCAB - 1).to(logits)),
+        "is no mean over the tokens with a label",
+    ),
+    "a little of all tokens": (
+        lambda logits, labels: cross_entropy(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean(),
+        "is no mean over the tokens with a label",
+    ),
+    "another padding": (nn.CrossEntropyLoss(ignore_index=0), "loss_fn has ignore_index=0; tokens without a label have"),
     "a shift": (shifts, "is no mean over the tokens with a label"),
     "a mean over tokens without a label": (of_all, "is no mean over the tokens with a label"),
     "half of it": (partial(lambda logits, target, reduction: cross_entropy(logits, target), reduction="sum"), "no sum"),

@@ -13,6 +13,7 @@ from penstock.model.arguments import (
     numbers_asked,
     random_numbers,
     reduction_of_labels,
+    setting_of,
     switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
@@ -121,6 +122,7 @@ __all__ = [
     "random_numbers",
     "recomputed",
     "reduction_of_labels",
+    "setting_of",
     "share_casts",
     "spare_position",
     "switch_linears",

@@ -170,8 +170,13 @@ def reduction_of_labels(function: Any) -> str | None:
     _, parameters = _form_of(function)
     if len(parameters) < 2 or parameters[1].kind not in _BY_POSITION or parameters[1].name not in LABELS:
         return None
-    given = next((p.default for p in parameters if p.name == "reduction"), "mean")
-    return getattr(function, "reduction", given) if isinstance(function, nn.Module) else given
+    return setting_of(function, "reduction", "mean")
+
+
+def setting_of(function: Any, name: str, otherwise: Any) -> Any:
+    """What a loss has for an argument such as `reduction`: as a module's attribute, or as a parameter's default."""
+    given = next((p.default for p in _form_of(function)[1] if p.name == name), otherwise)
+    return getattr(function, name, given) if isinstance(function, nn.Module) else given
 
 
 def _form_of(function: Any) -> tuple[Any, list[inspect.Parameter]]:

@@ -360,29 +360,44 @@ class Metric:
 _LOOKED_AT = 256
 """Tokens with a label, and without one, by which a loss of (logits, labels) is seen to be a mean."""
 
+_ROUNDING = 1e-6
+"""The part of a sum by which others may differ, were it computed in fp32 and given in fp64."""
+
 
 def _other_than(reduction: str | None, loss_fn: LossFn, output: Tensor, labels_T: Tensor) -> str:
     """Say how a loss of (logits, labels) is not what its reduction says; "" where it is.
 
-    It is called for some tokens, for every other one of them, and for the rest, whose sums must agree.
+    It is called for some tokens, for those of them with the lower labels, and for the rest, whose sums must agree: in
+    fp64, if it takes such logits, so that what it adds in little counts too.
     """
     with_label = labels_T != NO_LABEL
     rows, others = with_label.nonzero().squeeze(1)[:_LOOKED_AT], (~with_label).nonzero().squeeze(1)[:_LOOKED_AT]
-    sums, rounding = list[float](), 0.0
-    try:
-        with torch.no_grad(), kept_random_state(output.device, pythons=True):
-            for part in (torch.cat([rows, others]).sort().values, rows[::2], rows[1::2]):
-                given = loss_fn(output[part], labels_T[part])
-                loss = given[0] if isinstance(given, tuple) else given
-                num = int((labels_T[part] != NO_LABEL).sum()) if reduction == "mean" else 1
-                sums.append(float(loss) * num)
-                rounding = max(rounding, abs(sums[-1]) * torch.finfo(loss.dtype).eps ** 0.5)
-    except Exception as error:
-        return f"cannot be computed of some of them ({type(error).__name__}: {words_of(error)})"
-    whole, *parts = sums
-    if abs(whole - sum(parts)) > rounding:
-        return f"makes {whole:g} of {len(rows)} of them, {parts[0]:g} of every other one, and {parts[1]:g} of the rest"
-    return ""
+    halves = rows[labels_T[rows].argsort(stable=True)].tensor_split(2)
+    parts = (torch.cat([rows, others]).sort().values, *halves)
+
+    def looked_at(output: Tensor) -> str:
+        sums, rounding = list[float](), 0.0
+        for part in parts:
+            given = loss_fn(output[part], labels_T[part])
+            loss = given[0] if isinstance(given, tuple) else given
+            num = int((labels_T[part] != NO_LABEL).sum()) if reduction == "mean" else 1
+            sums.append(float(loss) * num)
+            rounding = max(rounding, abs(sums[-1]) * max(_ROUNDING, torch.finfo(loss.dtype).eps ** 0.5))
+        whole, lower, rest = sums
+        if abs(whole - (lower + rest)) <= rounding:
+            return ""
+        lowest = f"{lower:g} of those with the lower labels"
+        return f"makes {whole:g} of {len(rows)} of them, {lowest}, and {rest:g} of the rest"
+
+    with torch.no_grad(), kept_random_state(output.device, pythons=True):
+        try:
+            return looked_at(output.double())
+        except Exception:
+            # Weights of its own, or a kernel, may be of other numbers.
+            try:
+                return looked_at(output)
+            except Exception as error:
+                return f"cannot be computed of some of them ({type(error).__name__}: {words_of(error)})"
 
 
 @dataclass(eq=False)
