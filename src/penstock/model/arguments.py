@@ -174,7 +174,7 @@ def reduction_of_labels(function: Any) -> str | None:
 
 
 def setting_of(function: Any, name: str, otherwise: Any) -> Any:
-    """What a loss has for an argument such as `reduction`: as a module's attribute, or as a parameter's default."""
+    """A loss's value of an argument such as `reduction`: a module's attribute, or a parameter's default."""
     given = next((p.default for p in _form_of(function)[1] if p.name == name), otherwise)
     return getattr(function, name, given) if isinstance(function, nn.Module) else given
 

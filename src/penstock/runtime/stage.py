@@ -104,10 +104,7 @@ class UnitCall:
         return message
 
     def __call__(self, x: Any, sequences: Sequences, given: Given, keeps: bool = False) -> Any:
-        """The unit's output for the stream, or the several tensors, that the unit before gave.
-
-        keeps: True for a microbatch that keeps all activations.
-        """
+        """The unit's output for what the unit before gave, one or several tensors; `keeps`: with all activations."""
         if not torch.is_grad_enabled():
             return self.run(x, sequences, given)
         versions = _versions(x)
@@ -122,10 +119,7 @@ class UnitCall:
         return output
 
     def _recomputed(self, x: Any, sequences: Sequences, given: Given, keeps: bool) -> Any:
-        """The output, whose activations are computed again from the input, and from what the layer keeps now.
-
-        keeps: they are kept instead; what the layer changes is still noted, for microbatches that are computed again.
-        """
+        """The output, computed again from the input and what the layer keeps now; with `keeps` that is noted alone."""
         state = KeptState.of(self.module, self._moments)
         self._moments = state.moments
         if keeps:
