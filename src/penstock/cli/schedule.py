@@ -5,9 +5,10 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from penstock import schedule
 from penstock.cli.options import WIDTH, Command, Parser, dispatch, number
@@ -16,7 +17,7 @@ from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
 from penstock.settings import SETTINGS, ConfigError
-from penstock.settings.declare import from_words
+from penstock.settings.declare import from_words, parts_of
 from penstock.settings.objects import is_reference
 
 # ---- The arguments that the schedule commands share: which schedule, of what size, at what costs
@@ -102,19 +103,22 @@ def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[s
 
 
 def _kind_of(option: str) -> Callable[[str], Any]:
-    """The reader of an option without a default: as a value of the setting of this name, or of a number."""
+    """The type of an option without a default: that of the setting of this name, which may be a list, or a number."""
     own = SETTINGS.get(f"schedule.{option}")
     if own is None:
         return float
+    kinds = parts_of(own.type)
 
-    def read(text: str) -> Any:
-        try:
+    def listed(text: str) -> Any:
+        with suppress(ConfigError):
             return from_words(own, [text])
-        except ConfigError:
-            # The setting itself says what is possible.
-            return text
+        # The setting itself says what is possible.
+        return text
 
-    return read
+    if any(get_origin(kind) is tuple for kind in kinds):
+        return listed
+    # It also refuses an unknown name.
+    return str if issubclass(kinds[0], str) else kinds[0]
 
 
 def add_costs(parser: Parser) -> None:
