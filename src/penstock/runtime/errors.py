@@ -80,7 +80,9 @@ def shape_given(error: Exception, given: Any) -> str:
 
 
 def note_layer(error: BaseException, layer: str) -> None:
-    """Note in which layer an error was raised."""
+    """Note in which layer an error was raised. Raises: RuntimeError for what Python takes for a generator's end."""
+    if isinstance(error, StopIteration):
+        raise RuntimeError(f"{layer}: StopIteration, as next() raises it at the end of an iterator") from error
     error.add_note(_LAYER + layer)
 
 

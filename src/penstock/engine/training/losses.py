@@ -430,6 +430,9 @@ class LossMetrics:
         try:
             call = loss_fn if self._reduction is None else partial(self._of_labels, loss_fn)
             given = call(output, microbatch)
+        except StopIteration as error:
+            # The engine's generators would take it for an end of their own.
+            raise RuntimeError("loss_fn: StopIteration, as next() raises it at the end of an iterator") from error
         except (TypeError, AttributeError) as error:
             if self._reduction is None and type(microbatch).__name__ in words_of(error):
                 raise type(error)(
