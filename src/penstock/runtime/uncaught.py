@@ -86,7 +86,9 @@ def shortened(error: BaseException) -> Iterator[str]:
         yield from TracebackException.from_exception(error).format()
         return
     inner = _inner_cause(error)
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    # What was under way when it came is no reason of an interrupt.
+    is_alone = error.__suppress_context__ or isinstance(error, KeyboardInterrupt)
+    before = error.__cause__ or (None if is_alone else error.__context__)
     if before is not None and not _is_deliberate(error):
         yield from shortened(before)
         yield f"\n{'because of which' if error.__cause__ else 'and while that was handled'}:\n\n"
