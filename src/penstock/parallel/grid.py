@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,11 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         Penstock or torch.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.world_size > world_size == 1 and os.environ.get("WORLD_SIZE", "1") == str(layout.world_size):
+        raise ValueError(
+            f"the layout {layout} needs {layout.world_size} processes, which have not met; call "
+            "torch.distributed.init_process_group() first"
+        )
     layout.check(world_size)
     if world_size == 1:
         return Grid(layout, device, rank=0)

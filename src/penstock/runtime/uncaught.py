@@ -155,6 +155,9 @@ def _is_ours(call: FrameSummary) -> bool:
 
 
 def _is_of_user(call: FrameSummary) -> bool:
+    if call.filename == "<string>" and call.name == "__init__":
+        # A dataclass makes it.
+        return False
     return not (call.filename.startswith((_PACKAGE, "<frozen ")) or any(part in call.filename for part in _LIBRARIES))
 
 

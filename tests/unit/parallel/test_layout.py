@@ -157,6 +157,10 @@ def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
     assert (*host, *device) == (None,) * 11
 
 
-def test_one_process_does_not_fill_a_larger_layout() -> None:
+def test_one_process_does_not_fill_a_larger_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs 2 processes, but there are 1"):
+        connect(Layout(pp=2), torch.device("cpu"))
+    # As torchrun says it to each of them.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"needs 2 processes, which have not met; call torch\.distributed\.init"):
         connect(Layout(pp=2), torch.device("cpu"))
