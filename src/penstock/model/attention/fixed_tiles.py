@@ -32,6 +32,9 @@ WHOLE = 32
 FEW_ROWS = 4
 """The least number of queries of one product."""
 
+_KEYS_OF_A_CALL = 128
+"""A call of the kernel takes as long as it needs for so many keys of a row."""
+
 
 def rounded_up(length: int) -> int:
     """The length with what is missing to whole vectors."""
@@ -128,14 +131,22 @@ def tiled_cached_attention(q_THK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
 
 
 def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
-    """Group the items in order: those of one token in neighbouring rows together, all others alone."""
+    """Group the items in order: those of one token in neighbouring rows together, all others alone.
+
+    All rows of a run read as many keys as its longest, so that one that is much shorter begins a run.
+    """
     runs: list[list[BatchItem]] = []
+    longest = 0
     for item in items:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.length == item.length == 1 and last.row + 1 == item.row:
+        last, own = runs[-1][-1] if runs else None, rounded_up(item.end)
+        joins = last is not None and last.length == item.length == 1 and last.row + 1 == item.row
+        # The keys that the run, or else this row, would read for nothing.
+        if joins and max(0, own - longest) * len(runs[-1]) + max(0, longest - own) <= _KEYS_OF_A_CALL:
             runs[-1].append(item)
+            longest = max(longest, own)
         else:
             runs.append([item])
+            longest = own
     return runs
 
 
@@ -176,6 +187,6 @@ def _attention_over(q_RHLK: Tensor, cache: KVCache, own: slice, seen: Seen) -> T
     for keys, sees in seen:
         mask = None if sees is None else sees[0].expand(-1, -1, q_RHLK.shape[2], -1)
         out, lse = _kernel(q_RHLK, keys_RGLK[:, :, keys], values_RGLK[:, :, keys], mask)
-        # The kernel gives 0 for the sum of nothing.
-        parts.append((out, lse if sees is None else lse.where(sees[1], -torch.inf)))
+        # The kernel gives 0 for the sum of nothing; the first tile is seen by all.
+        parts.append((out, lse if sees is None or not parts else lse.where(sees[1], -torch.inf)))
     return _added(parts)[0]

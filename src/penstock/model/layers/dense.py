@@ -101,7 +101,8 @@ def silu_of_each(x: Tensor) -> Tensor:
 
     PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them.
     """
-    return torch.div(x, torch.neg(x).exp_().add_(1.0))
+    divisor = torch.neg(x).exp_().add_(1.0)
+    return torch.div(x, divisor, out=divisor)
 
 
 def gated_joint(gate_up: Tensor) -> Tensor:
