@@ -255,7 +255,6 @@ class Recovery:
             self.recorder.give_up()
             failure = self._failure_behind(error)
             if failure is None:
-                self._note_absent(error)
                 self.state.restore()
                 if self._store is None:
                     self._call(self._undo)
@@ -325,24 +324,22 @@ class Recovery:
         if (store := self._store) is None:
             return None
         keys = (_key(self._generation, self._rank), f"{self._generation}/claims")
-        if self.alarm.failure is None and isinstance(error, Exception) and is_of_link(error):
+        is_link, gone = isinstance(error, Exception) and is_of_link(error), list[int]()
+        if self.alarm.failure is None and is_link:
             self._is_cut.wait(_HEARSAY_S)
-        # What the thread has heard, or will hear, it also cuts: before that nothing can be made anew.
-        if self.alarm.failure is not None or answer_of_store(
-            lambda: any(store.check([key]) for key in keys), _ANSWER_S
-        ):
-            self._is_cut.wait(_CUT_S)
-        return self.alarm.failure
 
-    def _note_absent(self, error: BaseException) -> None:
-        """Note on the error of a link that is gone which ranks have gone without an error, as by `sys.exit`."""
-        gone: list[int] = []
-        if (store := self._store) is not None and isinstance(error, Exception) and is_of_link(error):
-            answer_of_store(
-                lambda: store.check([_LEFT]) and gone.extend(map(int, store.get(_LEFT).split())) is None, _ANSWER_S
-            )
-        if gone:
+        def is_known() -> bool:
+            """True if some rank has failed. Of a link that is gone, also notes who has left, as by `sys.exit`."""
+            if is_link and store.check([_LEFT]):
+                gone.extend(map(int, store.get(_LEFT).split()))
+            return any(store.check([key]) for key in keys)
+
+        # What the thread has heard, or will hear, it also cuts: before that nothing can be made anew.
+        if self.alarm.failure is not None or answer_of_store(is_known, _ANSWER_S):
+            self._is_cut.wait(_CUT_S)
+        if gone and self.alarm.failure is None:
             error.add_note(f"ranks that have ended, or closed this engine: {numbers(gone)}")
+        return self.alarm.failure
 
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
