@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-gpu test-ray test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
+.PHONY: install setup demo test test-gpu test-ray test-lm-eval test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -68,6 +68,11 @@ test-gpu: setup
 test-ray: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt ray
 	$(BIN)/python -m pytest tests/e2e/test_ray.py
+
+# The harness's own client scores by a server; it takes a hundred megabytes of libraries.
+test-lm-eval: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "lm_eval[api]>=0.4.13,<0.5"
+	$(BIN)/python -m pytest tests/e2e/test_serve.py -k lm_eval
 
 # A part of every room's tests, for the minutes between two thoughts.
 QUICK := tests/test_imports.py tests/test_structure.py \

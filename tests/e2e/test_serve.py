@@ -164,6 +164,30 @@ def test_a_harness_scores_by_repeated_prompts_as_transformers_does(client: "open
 
 
 @pytest.mark.shows(182)
+def test_lm_evals_own_client_scores_as_transformers_does(served: Served, model: Path) -> None:
+    api = pytest.importorskip("lm_eval.models.openai_completions", reason="make test-lm-eval installs lm-eval")
+    make = pytest.importorskip("lm_eval.api.instance").Instance
+    harness = api.LocalCompletionsAPI(
+        base_url=f"{served.url}/v1/completions",
+        model="tiny",
+        tokenizer=str(model),
+        header={"Authorization": f"Bearer {KEY}"},
+        max_length=MAX_LENGTH,
+        batch_size=2,
+    )
+    pairs = [("the cat", " sat on the mat"), ("so what", " then?"), ("one", " two three four")]
+    asked = [make("loglikelihood", {}, arguments=pair, idx=n) for n, pair in enumerate(pairs)]
+    found = harness.loglikelihood(asked)
+    for pair, (log_prob, is_greedy) in zip(pairs, found, strict=True):
+        context, continuation = harness._encode_pair(*pair)
+        text = torch.tensor(context + continuation)
+        expected = reference_logits(model, [text])[len(context) - 1 : -1].log_softmax(-1)
+        own = expected.gather(-1, text[len(context) :, None]).sum()
+        assert log_prob == pytest.approx(float(own), abs=1e-3)
+        assert is_greedy == torch.equal(expected.argmax(-1), text[len(context) :])
+
+
+@pytest.mark.shows(182)
 def test_a_request_gives_the_template_its_switches_and_end_tokens_of_its_own(
     client: "openai.OpenAI", model: Path
 ) -> None:
