@@ -170,10 +170,10 @@ def reduction_of_labels(function: Any) -> str | None:
     _, parameters = _form_of(function)
     if len(parameters) < 2 or parameters[1].kind not in _BY_POSITION or parameters[1].name not in LABELS:
         return None
-    return setting_of(function, "reduction", "mean")
+    return argument_of(function, "reduction", "mean")
 
 
-def setting_of(function: Any, name: str, otherwise: Any) -> Any:
+def argument_of(function: Any, name: str, otherwise: Any) -> Any:
     """A loss's value of an argument such as `reduction`: a module's attribute, or a parameter's default."""
     given = next((p.default for p in _form_of(function)[1] if p.name == name), otherwise)
     return getattr(function, name, given) if isinstance(function, nn.Module) else given

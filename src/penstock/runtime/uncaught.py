@@ -69,7 +69,8 @@ def tell(error: BaseException) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
     # The rank that has told ends first, for torchrun's report begins with it; or else the store's own rank ends last.
-    if not text if os.environ.get(_AGENTS_STORE) == str(True) else rank == 0:
+    has_agent = os.environ.get(_AGENTS_STORE) == str(True)
+    if (has_agent and not text) or (not has_agent and rank == 0):
         time.sleep(_LINGER_S)
 
 

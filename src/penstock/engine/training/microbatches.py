@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, SplitError, agree, count, split
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Limits, numbers_asked, reduction_of_labels, setting_of
+from penstock.model import Limits, argument_of, numbers_asked, reduction_of_labels
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import PipelineError
 from penstock.settings import TrainConfig
@@ -119,9 +119,9 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     check_callable("loss_fn", loss_fn, "output, microbatch")
     if (reduction := reduction_of_labels(loss_fn)) not in (None, "mean", "sum"):
         raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
-    if reduction is not None and (ignored := setting_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
+    if reduction is not None and (ignored := argument_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
         raise ValueError(f"loss_fn has ignore_index={ignored}; tokens without a label have {NO_LABEL} here")
-    if reduction is not None and setting_of(loss_fn, "weight", None) is not None:
+    if reduction is not None and argument_of(loss_fn, "weight", None) is not None:
         raise ValueError("loss_fn has a weight for each class; a loss of (output, microbatch) that gives a sum may")
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
