@@ -119,7 +119,7 @@ class UnitCall:
         return output
 
     def _recomputed(self, x: Any, sequences: Sequences, given: Given, keeps: bool) -> Any:
-        """The output, computed again from the input and what the layer keeps now; with `keeps` that is noted alone."""
+        """The output, to be computed again from its input and the layer's state; `keeps`: only that state is noted."""
         state = KeptState.of(self.module, self._moments)
         self._moments = state.moments
         if keeps:
