@@ -101,6 +101,7 @@ def test_a_run_leaves_how_each_test_that_shows_a_statement_ended(tmp_path: Path,
         ),
         ({"a": {"unchanged": ["unchanged since it passed"]}, "b": {"passed": [""]}}, "shown", True),
         ({"a": {"skipped": ["needs a CUDA device"]}}, "skipped", False),
+        ({"a": {"passed": [""]}, "b": {"skipped": ["make test-some-thing installs it"]}}, "in part", True),
         ({"a": {"passed": [""]}, "b": {"skipped": ["make setup installs it"]}}, "in part", False),
         (
             {"a": {"skipped": ["needs a CUDA device"]}, "b": {"skipped": ["make setup installs it"]}},

@@ -22,10 +22,10 @@ Record = dict[str, dict[str, list[str]]]
 """Test without its parameters -> outcome -> the reason, where it was skipped, of each of its cases."""
 
 LACKS = re.compile(
-    "needs a CUDA device|NO CHROMIUM FOUND|NO PYODIDE.*npm did not fetch|make test-ray installs Ray"
+    "needs a CUDA device|NO CHROMIUM FOUND|NO PYODIDE.*npm did not fetch|make test-[a-z-]+ installs"
     "|network namespaces need (iproute2|root)|this machine does not allow network namespaces|reads /proc"
 )
-"""Reasons of skipped tests that a machine may have; what `make setup` installs is none."""
+"""Reasons of skipped tests that a machine may have: what `make setup` installs is none, what another does is."""
 
 
 def marks(node: ast.AST) -> Iterator[int]:
