@@ -14,12 +14,14 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.model.attention.kernels import attention_of_run
 from penstock.model.sequences import SharedByLayers
 from penstock.schedule import NO_ROW, BatchItem
 
@@ -93,14 +95,19 @@ class KVCache:
             begin += length
         return parts
 
-    def put(self, rows: int | slice, tokens: slice, k_LGK: Tensor, v_LGK: Tensor) -> None:
-        """Write consecutive tokens of one row, or the same token of neighbouring rows (L = R)."""
-        if isinstance(rows, slice):
-            self.values_RGLK[rows, :, tokens.start] = v_LGK
-            self.key_parts(rows, tokens)[0][..., 0] = k_LGK
-            return
-        self.values_RGLK[rows, :, tokens] = v_LGK.transpose(0, 1)
-        parts = self.key_parts(rows, tokens)
+    def put_neighbours(self, rows: slice, token: int, k_RGK: Tensor, v_RGK: Tensor) -> None:
+        """Write the same token of neighbouring rows."""
+        self.values_RGLK[rows, :, token] = v_RGK
+        if self.by_blocks:
+            block, place = divmod(token, BLOCK_TOKENS)
+            self.keys[rows, :, block, :, place] = k_RGK
+        else:
+            self.keys[rows, :, token] = k_RGK
+
+    def put(self, row: int, tokens: slice, k_LGK: Tensor, v_LGK: Tensor) -> None:
+        """Write consecutive tokens of one row."""
+        self.values_RGLK[row, :, tokens] = v_LGK.transpose(0, 1)
+        parts = self.key_parts(row, tokens)
         for part_GKL, new_GKL in zip(parts, k_LGK.permute(1, 2, 0).split([p.shape[-1] for p in parts], -1)):
             part_GKL.copy_(new_GKL)
 
@@ -211,30 +218,50 @@ class CachedRows(SharedByLayers):
             return
         begin = 0
         for run in self.runs:
-            first, end = run[0], begin + run[0].length * len(run)
-            rows = slice(first.row, first.row + len(run)) if first.length == 1 else first.row
-            cache.put(rows, slice(first.start, first.end), k_TGK[begin:end], v_TGK[begin:end])
+            first, num_tokens = run[0], run[0].length * len(run)
+            end = begin + num_tokens
+            k, v = (k_TGK, v_TGK) if num_tokens == len(k_TGK) else (k_TGK[begin:end], v_TGK[begin:end])
+            if first.length == 1:
+                cache.put_neighbours(slice(first.row, first.row + len(run)), first.start, k, v)
+            else:
+                cache.put(first.row, slice(first.start, first.end), k, v)
             begin = end
 
-    def attend(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+    def attend(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, window: int | None) -> Tensor:
         """Each token's mean [T, H, K] of the values it sees: its own and those before it, at most `window` in total.
 
         The tokens' own keys and values must already be in the cache.
         """
-        parts, begin = [], 0
-        if cache.by_blocks and self.num_single:
-            single, num_heads = self.items[: self.num_single], q_THK.shape[1]
-            key = ("attention at once", window, cache.keys.shape, num_heads)
-            at_once = self.shared(key, partial(_attention_at_once, single, window, cache, num_heads))
-            parts.append(at_once(q_THK[: self.num_single], cache))
-        for run in self.runs:
-            end = begin + run[0].length * len(run)
-            if run[0].length > 1:
-                parts.append(_attention_of_item(q_THK[begin:end], cache, run[0], self, window))
-            elif not cache.by_blocks:
-                parts.append(_attention_of_rows(q_THK[begin:end], cache, run, window))
+        if cache.by_blocks and self.num_single == len(self.items):
+            return self._at_once(q_THK, cache, window)
+        parts, begin = [], self.num_single
+        if cache.by_blocks and begin:
+            parts.append(self._at_once(q_THK[:begin], cache, window))
+        elif begin:
+            parts += self._by_runs(q_THK[:begin], cache, window)
+        for (start, length), same in groupby(self.items[begin:], lambda item: (item.start, item.length)):
+            items = list(same)
+            end = begin + length * len(items)
+            if start == 0:
+                # What these texts see is at hand, in the order in which it is read fastest.
+                own = slice(begin, end)
+                parts.append(attention_of_run(q_THK[own], k_TGK[own], v_TGK[own], (length, len(items)), window, self))
+            else:
+                for item, q_LHK in zip(items, q_THK[begin:end].split(length), strict=True):
+                    parts.append(_attention_of_item(q_LHK, cache, item, self, window))
             begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _by_runs(self, q_SHK: Tensor, cache: KVCache, window: int | None) -> list[Tensor]:
+        runs = [run for run in self.runs if run[0].length == 1]
+        of_runs = zip(runs, q_SHK.split([len(run) for run in runs]), strict=True)
+        return [_attention_of_rows(q_RHK, cache, run, window) for run, q_RHK in of_runs]
+
+    def _at_once(self, q_THK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+        key = ("attention at once", window, cache.keys.shape, q_THK.shape[1])
+        single = self.items[: self.num_single]
+        attend = self.shared(key, partial(_attention_at_once, single, window, cache, q_THK.shape[1]))
+        return attend(q_THK, cache).to(q_THK.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +297,7 @@ class SlotRows(SharedByLayers):
         rows_R = self.shared("rows", lambda: torch.arange(self.num_tokens, device=self.positions.device) + self.first)
         cache.put_each(rows_R, self.positions, k_RGK, v_RGK)
 
-    def attend(self, q_RHK: Tensor, cache: KVCache, window: int | None) -> Tensor:
+    def attend(self, q_RHK: Tensor, k_RGK: Tensor, v_RGK: Tensor, cache: KVCache, window: int | None) -> Tensor:
         """Each row's mean [R, H, K] of the values up to its position, at most the last `window` of them."""
         mask_R11N = self.shared(("mask", window), lambda: self._mask(window))
         own, seen = slice(self.first, self.first + self.num_tokens), slice(0, self.num_seen)
@@ -336,20 +363,23 @@ def _attention_at_once(
         numbers.append((item.row, first // BLOCK_TOKENS, first, item.end))
     row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers, dtype=dtype)[..., None].unbind(1)
     group_RG1 = (row_R1 * num_groups + torch.arange(num_groups, dtype=dtype))[..., None]
-    block_RM = begin_R1 + torch.arange(-(-longest // BLOCK_TOKENS), dtype=dtype)
-    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest, dtype=dtype)
+    num_read = -(-longest // BLOCK_TOKENS)
+    block_RM = begin_R1 + torch.arange(num_read, dtype=dtype)
+    # Of rows that differ, whole blocks.
+    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest if is_whole else num_read * BLOCK_TOKENS, dtype=dtype)
 
     def of_heads(x_RGX: Tensor, some: Tensor | None = None) -> Tensor:
         found = x_RGX[:, :, None].expand(-1, num_groups, num_heads // num_groups, -1).flatten()
         return found if some is None else found[some]
 
-    read = weighed = hidden_R1W = None
+    read = weighed = queries = hidden = nothing = None
     if not is_whole:
         sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
-        hidden_R1W, weighed = ~sees_RW[:, None], of_heads(sees_RW[:, None]).nonzero()[:, 0]
+        weighed = of_heads(sees_RW[:, None]).nonzero()[:, 0]
         read = of_heads((block_RM * BLOCK_TOKENS < end_R1)[:, None]).nonzero()[:, 0]
-    queries = torch.arange(num_rows * num_heads, dtype=dtype).repeat_interleave(block_RM.shape[1])
-    queries = queries if read is None else queries[read]
+        queries = torch.arange(num_rows * num_heads, dtype=dtype).repeat_interleave(num_read)[read]
+        hidden = ~sees_RW[:, None]
+        nothing = torch.full((block_RM.numel() * num_heads, BLOCK_TOKENS), -torch.inf, dtype=like.keys.dtype)
     blocks = of_heads(group_RG1 * num_blocks + block_RM[:, None], read)
     keys = torch.add(torch.arange(width, dtype=dtype), blocks[:, None], alpha=width).flatten()
     key_starts = torch.arange(0, len(keys), width, dtype=dtype)
@@ -357,18 +387,20 @@ def _attention_at_once(
     lengths = (end_R1 - first_R1).expand(-1, num_heads).flatten()
     value_starts = lengths.cumsum(0, dtype=dtype) - lengths
 
+    # A number would be made a tensor in each call, which takes as long as the product.
+    scale_M1 = torch.tensor(width**-0.5, dtype=like.keys.dtype).expand(num_read, 1)
+
     def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
-        weights = (q_RHK.to(cache.keys.dtype) * width**-0.5).flatten(0, 1).index_select(0, queries)
-        scores = _weighted_sums(cache.keys, keys, key_starts, weights)
-        if read is not None:
-            every = scores.new_zeros(block_RM.numel() * num_heads, BLOCK_TOKENS)
-            scores = every.index_copy_(0, read, scores)
-        scores_RHW = scores.view(num_rows, num_heads, -1)[..., :longest]
-        if hidden_R1W is None or weighed is None:
-            weights = scores_RHW.softmax(-1)
+        q_RHK = q_RHK.to(cache.keys.dtype)
+        if hidden is None or nothing is None or queries is None or read is None or weighed is None:
+            scores = _weighted_sums(cache.keys, keys, key_starts, q_RHK[:, :, None] * scale_M1)
+            weights = scores.view(num_rows, num_heads, -1)[..., :longest].softmax(-1)
         else:
-            weights = scores_RHW.masked_fill_(hidden_R1W, -torch.inf).softmax(-1).take(weighed)
-        return _weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape).to(q_RHK.dtype)
+            of_queries = (q_RHK * scale_M1[:1]).flatten(0, 1).index_select(0, queries)
+            scores = _weighted_sums(cache.keys, keys, key_starts, of_queries)
+            every = nothing.index_copy(0, read, scores).view(num_rows, num_heads, -1)
+            weights = every.masked_fill_(hidden, -torch.inf).softmax(-1).take(weighed)
+        return _weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
 
     return attend
 
@@ -389,17 +421,14 @@ def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], 
 
 
 def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:
+    """[L, H, K] of a text that goes on after what is in the cache."""
     first = _first_seen(item, window)
     k_GLK, v_GLK = cache.keys_of(item.row, slice(first, item.end)), cache.values_RGLK[item.row, :, first : item.end]
-    num_groups, (length, num_heads, _) = len(k_GLK), q_LHK.shape
-    q_HLK = q_LHK.transpose(0, 1).to(k_GLK.dtype)
-    mask_LL = None
-    if first or item.start or (window is not None and window < length):
-        key = ("cached mask", length, item.start, window)
-        mask_LL = rows.shared(key, lambda: _mask(item, first, window, q_LHK.device))
-    q, k, v = (x[None] for x in (q_HLK, k_GLK, v_GLK))
-    is_grouped = num_heads != num_groups
-    out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, is_causal=mask_LL is None, enable_gqa=is_grouped)[0]
+    key = ("cached mask", item.length, item.start, window)
+    mask_LL = rows.shared(key, lambda: _mask(item, first, window, q_LHK.device))
+    q, k, v = (x[None] for x in (q_LHK.transpose(0, 1).to(k_GLK.dtype), k_GLK, v_GLK))
+    is_grouped = len(k_GLK) != q_LHK.shape[1]
+    out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
     return out_HLK.transpose(0, 1).to(q_LHK.dtype)
 
 

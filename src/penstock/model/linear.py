@@ -151,6 +151,8 @@ class WeightCasts:
     _kept: dict[Tensor, Tensor] | None = None
     #: weights read by one product -> those weights packed, or None where they cannot be
     _packed: dict[tuple[Tensor, ...], PackedWeights | None] = field(default_factory=dict)
+    #: unit -> its cache, and the function that decodes with it
+    _steps: dict[nn.Module, tuple[Any, Callable[..., Tensor]]] = field(default_factory=dict)
     #: True while weights are packed on first use
     _packs: bool = False
 
@@ -163,10 +165,12 @@ class WeightCasts:
         before, packs = self._kept, self._packs
         self._kept = {} if before is None else before
         self._packs = packed
+        self._steps.clear()
         try:
             yield
         finally:
             self._packs = packs
+            self._steps.clear()
             if before is None:
                 self._kept = None
                 self._packed.clear()
@@ -176,6 +180,16 @@ class WeightCasts:
         if self._kept is not None:
             self._kept = {}
         self._packed.clear()
+        self._steps.clear()
+
+    def step(self, unit: nn.Module, cache: Any, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+        """The unit's function that decodes with this cache, made for the weights as they are and kept with them."""
+        found = self._steps.get(unit)
+        if found is None or found[0] is not cache:
+            found = cache, make()
+            if self._kept is not None:
+                self._steps[unit] = found
+        return found[1]
 
     def packed(self, layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
         """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
@@ -432,26 +446,44 @@ class Linear(nn.Linear):
         return self.matmul.output(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def joint_output(x: Tensor, layers: "Sequence[Linear]") -> Tensor | None:
-    """The outputs of layers that read the same input side by side; None where their weights are not packed.
+def joint_product(layers: "Sequence[Linear]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """The function from an input like this one to the outputs of layers that read it, side by side, by one product.
 
-    The bits are those of separate products.
+    None where their weights are not packed, where autocast chooses the dtype, and where a hook watches one of them. The
+    bits are those of separate products.
     """
     first, last = layers[0], layers[-1]
-    if not isinstance(first, Linear) or autocast_dtype(x) is not None:
+    if not isinstance(first, Linear) or autocast_dtype(like) is not None or not all(map(bare, layers)):
         return None
-    if first.fixed is not None and last.fixed is not None:
-        return first.fixed.output(x)[..., first.among.start : last.among.stop]
-    packed = None if first.casts is None else first.casts.packed(layers, x.dtype)
-    return None if packed is None else packed.output(x)
+    if first.fixed is None or last.fixed is None:
+        packed = None if first.casts is None else first.casts.packed(layers, like.dtype)
+        return None if packed is None else packed.output
+    output, begin, end = first.fixed.output, first.among.start, last.among.stop
+    is_all = begin == 0 and end == sum(layer.out_features for layer in layers)
+    return output if is_all else lambda x: output(x)[..., begin:end]
+
+
+def bare(module: nn.Module) -> bool:
+    """True if a call of the module is one of its `forward`: no hook watches or changes it."""
+    return not (module._forward_hooks or module._forward_pre_hooks or nn.modules.module._has_any_global_hook())
+
+
+def called(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The module as it is called quickest: to look for hooks takes as long as a small operation."""
+    return module.forward if bare(module) else module
+
+
+def product(layer: "Linear", like: Tensor) -> Callable[[Tensor], Tensor]:
+    """The layer as it is called quickest with inputs like this one, while its weight stays as it is."""
+    return joint_product((layer,), like) or called(layer)
 
 
 def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
     """The output of each of the layers for the same input, computed by one product if their weights are packed."""
-    joint = joint_output(x, layers)
+    joint = joint_product(layers, x)
     if joint is None:
         return [layer(x) for layer in layers]
-    return joint.split([layer.out_features for layer in layers], -1)
+    return joint(x).split([layer.out_features for layer in layers], -1)
 
 
 def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":

@@ -116,7 +116,7 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
         rows = CachedRows.of([BatchItem(0, 1, start, length, sampled=True)])
         part = slice(start, start + length)
         rows.write(cache, k[part], v[part])
-        found.append(rows.attend(q[part], cache, window))
+        found.append(rows.attend(q[part], k[part], v[part], cache, window))
         start += length
     torch.testing.assert_close(torch.cat(found), expected)
 
@@ -142,9 +142,11 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
         CachedRows.of([BatchItem(0, row, 0, begin + 1, True)]).write(cache, k, v)
     pieces = [BatchItem(i, row, begin, 1, True) for i, (row, begin) in enumerate(places)]
     q = torch.randn(len(pieces), 4, 32, generator=generator).to(dtype)
-    found = CachedRows.of(pieces).attend(q, cache, window)
+    nothing = torch.empty(len(pieces), num_groups, 32, dtype=dtype)
+    found = CachedRows.of(pieces).attend(q, nothing, nothing, cache, window)
     for i, piece in enumerate(pieces):
-        assert torch.equal(found[i : i + 1], CachedRows.of([piece]).attend(q[i : i + 1], cache, window))
+        alone = CachedRows.of([piece]).attend(q[i : i + 1], nothing, nothing, cache, window)
+        assert torch.equal(found[i : i + 1], alone)
         seen = slice(max(0, piece.end - (window or 999)), piece.end)
         keys, values = cache.keys_of(piece.row, seen), cache.values_RGLK[piece.row, :, seen]
         k, v = (x.double().repeat_interleave(4 // num_groups, 0) for x in (keys, values))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.generation.answers import GenerateOptions
@@ -79,6 +80,24 @@ def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -
     expected.append(answers(plain, packed=False))
     assert found == expected
     assert found[1] != found[2]
+
+
+@pytest.mark.parametrize("part", ["norm", "q", "v", "output", "gate", "down", "projection"])
+def test_a_hook_sees_and_changes_what_a_token_is_computed_from(part: str) -> None:
+    engine, seen = make(), []
+    [*layers] = (module for _, module in engine.pipeline.stages[0].units if hasattr(module, part))
+
+    def doubled(module: nn.Module, given: object, output: Tensor) -> Tensor:
+        seen.append(len(output))
+        return 2 * output
+
+    before = answers(engine)
+    hooks = [getattr(layer, part).register_forward_hook(doubled) for layer in layers]
+    found = answers(engine)
+    assert found == answers(engine, packed=False) != before and len(PROMPTS) in seen
+    for hook in hooks:
+        hook.remove()
+    assert answers(engine) == before
 
 
 def test_nothing_but_generation_packs() -> None:

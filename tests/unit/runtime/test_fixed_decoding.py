@@ -221,8 +221,9 @@ def test_a_window_leaves_every_row_something_to_look_at() -> None:
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(CacheSize(2, 256, torch.float32, torch.device("cpu")), 2, 8)
     rows = SlotRows(0, 64, torch.tensor([6, 255]))
-    rows.write(cache, *(torch.randn(2, 2, 8, generator=generator) for _ in "kv"))
-    assert rows.attend(torch.randn(2, 4, 8, generator=generator), cache, window=3).isfinite().all()
+    k, v = torch.randn(2, 2, 2, 8, generator=generator)
+    rows.write(cache, k, v)
+    assert rows.attend(torch.randn(2, 4, 8, generator=generator), k, v, cache, window=3).isfinite().all()
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.linear import dtype_of_sums
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import Sequences, SharedByLayers
 
 
 def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
@@ -44,15 +44,15 @@ def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Seq
         return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
     runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
     if len(runs) == 1:
-        return _attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
+        return attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
     # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
     sizes = [length * count for length, count in runs]
     parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
-    return torch.cat([_attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
+    return torch.cat([attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
 
 
-def _attention_of_run(
-    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: Sequences
+def attention_of_run(
+    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: SharedByLayers
 ) -> Tensor:
     """Attention of adjacent sequences of one length, `run` being (length, number); [N * L, H, K] in and out."""
     length, count = run

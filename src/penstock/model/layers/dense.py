@@ -8,7 +8,7 @@ vocabulary, U this rank's part of it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,17 @@ from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
-from penstock.model.linear import Linear, Matmul, dtype_of_sums, joint_output, outputs, with_gradient
+from penstock.model.linear import (
+    Linear,
+    Matmul,
+    WeightCasts,
+    called,
+    dtype_of_sums,
+    joint_product,
+    outputs,
+    product,
+    with_gradient,
+)
 from penstock.model.loss import ShardedLogits
 from penstock.model.sequences import Sequences, only_read
 from penstock.model.units import ModelGroups
@@ -42,6 +52,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        # A number would be made a tensor in each call, which takes as long as the sum.
+        self._added = torch.tensor(eps, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -55,7 +67,9 @@ class RMSNorm(nn.Module):
         x_ND = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if x.dtype is not torch.float32:
             x_ND = x_ND.to(dtype_of_sums(x))
-        r_N1 = torch.linalg.vector_norm(x_ND, 2, -1, True).square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        size_N1 = torch.linalg.vector_norm(x_ND, 2, -1, True)
+        added = self._added if x_ND.dtype is torch.float32 else torch.tensor(self.eps, dtype=x_ND.dtype)
+        r_N1 = torch.addcmul(added, size_N1, size_N1, value=1 / x.shape[-1]).rsqrt_()
         y_ND = (x_ND * r_N1).mul_(weight_D)
         return y_ND if y_ND.dtype is x.dtype and x.dim() == 2 else y_ND.to(x.dtype).view(x.shape), (x, weight_D, r_N1)
 
@@ -79,6 +93,8 @@ def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
     Autograd alone would keep silu(gate) too, and write one more buffer each way.
     """
     silu = silu_of_each if is_reproducible else F.silu
+    if not torch.is_grad_enabled():
+        return silu(gate).mul_(up)
 
     def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return silu(gate).mul_(up), (gate, up)
@@ -89,7 +105,7 @@ def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate, grad_up
 
-    return with_gradient(forward, backward, gate, up) if torch.is_grad_enabled() else silu(gate).mul_(up)
+    return with_gradient(forward, backward, gate, up)
 
 
 _MANY_QUERIES = 8
@@ -198,9 +214,10 @@ def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
     # An fp32 table promotes a 16-bit x; addcmul_ works in place, so its factor must be promoted explicitly.
-    turned_THK = x_THK * cos_T1K
-    swapped_THK = x_THK.roll(x_THK.shape[-1] // 2, -1).to(turned_THK.dtype)
-    return turned_THK.addcmul_(swapped_THK, sin_T1K).to(x_THK.dtype)
+    turned_THK, swapped_THK = x_THK * cos_T1K, x_THK.roll(x_THK.shape[-1] // 2, -1)
+    if turned_THK.dtype is x_THK.dtype:
+        return turned_THK.addcmul_(swapped_THK, sin_T1K)
+    return turned_THK.addcmul_(swapped_THK.to(turned_THK.dtype), sin_T1K).to(x_THK.dtype)
 
 
 class Embedding(nn.Module):
@@ -265,6 +282,17 @@ def embedding(config: ModelConfig, groups: ModelGroups) -> Embedding:
     return Embedding(config) if groups.tp is None else TensorParallelEmbedding(config, groups)
 
 
+Step = Callable[[Tensor, Rows], Tensor]
+"""Takes the residual stream [T, D] of a batch of generation through a unit, with all looked up that stays the same."""
+
+
+def decode_step(unit: "AttentionBlock | MLPBlock", last: nn.Module, like: Tensor, cache: KVCache | None) -> Step:
+    """The unit's step; made once where its last layer's engine keeps its weights."""
+    casts: WeightCasts | None = getattr(last, "casts", None)
+    make = partial(unit.step, like, cache)  # pyright: ignore[reportArgumentType]
+    return make() if casts is None else casts.step(unit, cache, make)
+
+
 class AttentionBlock(nn.Module):
     """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
 
@@ -278,6 +306,7 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
         self.head_dim, self.window = config.head_size, config.sliding_window
+        self.num_heads, self.num_kv_heads = config.num_heads, config.key_heads
         self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
@@ -300,30 +329,55 @@ class AttentionBlock(nn.Module):
 
     def new_cache(self, size: CacheSize) -> KVCache:
         # Tiles of keys are read as they are; and more queries to a key are faster as one product.
-        num_queries = self.q.out_features // self.k.out_features
+        num_queries = self.num_heads // self.num_kv_heads
         by_blocks = size.device.type == "cpu" and not self.is_reproducible and num_queries <= _MANY_QUERIES
-        return KVCache(size, self.k.out_features // self.head_dim, self.head_dim, by_blocks)
+        return KVCache(size, self.num_kv_heads, self.head_dim, by_blocks)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
-        rows.write(cache, k_THK, v_THK)
-        if self.is_reproducible:
-            return self.add_output(x_TD, tiled_cached_attention(q_THK, cache, rows))
-        return self.add_output(x_TD, rows.attend(q_THK, cache, self.window))
+        return decode_step(self, self.output, x_TD, cache)(x_TD, rows)
+
+    def step(self, like: Tensor, cache: KVCache) -> "Step":
+        """The function that decodes with this cache and these weights a stream like this one."""
+        norm, qkv = called(self.norm), joint_product((self.q, self.k, self.v), like)
+        output, window, is_reproducible = self.added(product(self.output, like)), self.window, self.is_reproducible
+
+        def step(x_TD: Tensor, rows: Rows) -> Tensor:
+            h_TD = norm(x_TD)
+            q_THK, k_THK, v_THK = self.heads(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
+            rows.write(cache, k_THK, v_THK)
+            if is_reproducible:
+                mean_THK = tiled_cached_attention(q_THK, cache, rows)
+            else:
+                mean_THK = rows.attend(q_THK, k_THK, v_THK, cache, window)
+            return x_TD + output(mean_THK.flatten(1))
+
+        return step
+
+    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function that gives all of the block's addend in generation, from the last product of this rank."""
+        return output
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
-        layers, tables = (self.q, self.k, self.v), self.rotary.tables(sequences)
-        if self.q_norm is None and (joint_TX := joint_output(h_TD, layers)) is not None:
-            # Queries and keys lie side by side, and are rotated as one.
-            num_q, num_k = self.q.out_features // self.head_dim, self.k.out_features // self.head_dim
-            joint_THK = joint_TX.view(len(joint_TX), -1, self.head_dim)
-            q_THK, k_THK = rotate(joint_THK[:, : num_q + num_k], tables).split((num_q, num_k), 1)
-            return q_THK, k_THK, joint_THK[:, num_q + num_k :]
-        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in outputs(h_TD, layers))
+        if (qkv := joint_product((self.q, self.k, self.v), h_TD)) is not None:
+            return self.heads_of(qkv(h_TD), sequences)
+        parts_TX = self.q(h_TD), self.k(h_TD), self.v(h_TD)
+        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in parts_TX)
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
+        tables = self.rotary.tables(sequences)
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
+
+    def heads_of(self, joint_TX: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of queries, keys and values side by side."""
+        joint_THK, tables = joint_TX.view(len(joint_TX), -1, self.head_dim), self.rotary.tables(sequences)
+        num_q, end = self.num_heads, self.num_heads + self.num_kv_heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_THK = self.q_norm(joint_THK[:, :num_q]), self.k_norm(joint_THK[:, num_q:end])
+            return rotate(q_THK, tables), rotate(k_THK, tables), joint_THK[:, end:]
+        # Queries and keys lie side by side, and are rotated as one.
+        turned_THK = rotate(joint_THK[:, :end], tables)
+        return turned_THK[:, :num_q], turned_THK[:, num_q:], joint_THK[:, end:]
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
         """The residual stream after the block, from the heads' means."""
@@ -376,9 +430,8 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
             attention = [Compute("heads", heads), *self.context.segments(sequences), Compute("output", output)]
         return self.around(attention)
 
-    def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
-        """The whole residual stream after the block, in generation, from this rank's heads' means."""
-        return x_TD + self.summed(self.output(mean_THK.flatten(1)))
+    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: self.summed(output(x))
 
 
 def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> AttentionBlock:
@@ -422,7 +475,27 @@ class MLPBlock(nn.Module):
         return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
-        return x_TD + self.inner(self.norm(x_TD))
+        return decode_step(self, self.down, x_TD, cache)(x_TD, rows)
+
+    def step(self, like: Tensor, cache: None) -> "Step":
+        """The function that decodes with these weights a stream like this one."""
+        norm, gate_up, size = called(self.norm), joint_product((self.gate, self.up), like), self.gate.out_features
+        down, is_reproducible = self.added(product(self.down, like)), self.is_reproducible
+
+        def step(x_TD: Tensor, rows: Rows) -> Tensor:
+            h_TD = norm(x_TD)
+            if gate_up is None:
+                gate, up = self.gate(h_TD), self.up(h_TD)
+            else:
+                joint = gate_up(h_TD)
+                gate, up = joint[:, :size], joint[:, size:]
+            return x_TD + down(gated(gate, up, is_reproducible))
+
+        return step
+
+    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The function that gives all of the block's addend in generation, from the last product of this rank."""
+        return output
 
 
 class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
@@ -436,8 +509,8 @@ class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
 
-    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
-        return x_TD + self.summed(self.inner(self.norm(x_TD)))
+    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: self.summed(output(x))
 
 
 def mlp_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> MLPBlock:
