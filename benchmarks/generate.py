@@ -328,6 +328,7 @@ REFILLS = {
     NOT_REFILLED: {"refill": False, "longest_first": False},
 }
 """Settings that make the same answers; without refilling, sequences are taken in the order given."""
+PROMPTS = "prompts alone"
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,9 @@ def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
         for name in REFILLS:
             dist.barrier()
             found[name] = engine.generate(prompts, params, refills.options(name)).wall_s
+        dist.barrier()
+        one = SamplingParams(max_new_tokens=1)
+        found[PROMPTS] = engine.generate(prompts, one, refills.options(REFILLED)).wall_s
         return found
 
     return turn
@@ -385,17 +389,22 @@ def _prepare_refill(side: str, rank: int, refills: Refills) -> Turn:
 def _refilling(generation: Generation, num_rounds: int) -> dict[str, Any]:
     """Compare rows refilled at once with rows refilled when all of a slot are free, on the same engine.
 
-    `ideal` is the gain if no row were ever free and a batch took equally long for any number of rows.
+    `ideal` is the gain if no row were ever free and a batch took equally long for any number of rows. Prompts take
+    equally long in either way; `without_prompts` is the ratio of what remains.
     """
     refills = Refills(generation)
     found = in_turns((PENSTOCK,), NUM_RANKS, _prepare_refill, refills, num_rounds=num_rounds)
     num_tokens, visits = sum(refills.lengths), {name: refills.num_batches(name) for name in REFILLS}
     rates = {name: [num_tokens / turn[name] for turn in found[PENSTOCK][0]] for name in REFILLS}
     median = {name: statistics.median(rate) for name, rate in rates.items()}
+    prompts_s = statistics.median(turn[PROMPTS] for turn in found[PENSTOCK][0])
+    refilled_s, other_s = (num_tokens / median[name] - prompts_s for name in (REFILLED, NOT_REFILLED))
     return {
         "tokens_per_s": {name: spread(rate) for name, rate in rates.items()},
         "visits": visits,
+        "prompts_s": prompts_s,
         "over_not_refilled": {name: rate / median[NOT_REFILLED] for name, rate in median.items()},
+        "without_prompts": other_s / refilled_s,
         "ideal_over_not_refilled": visits[NOT_REFILLED] * refills.rows_per_slot / num_tokens,
     }
 

@@ -108,6 +108,10 @@ def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
     return with_gradient(forward, backward, gate, up)
 
 
+_ROWS_AT_ONCE = 256
+"""Rows whose inner activations a CPU computes at a time with packed weights: they are still at hand when read (5% of a
+prompt in int8 by FBGEMM with weights 2,048 wide; nothing lost with other kinds)."""
+
 _MANY_QUERIES = 8
 """Of a key's queries: for so many, attention by blocks and by products takes a CPU equally long (64 to 2,000 keys)."""
 
@@ -468,8 +472,12 @@ class MLPBlock(nn.Module):
 
     def inner(self, h_TD: Tensor) -> Tensor:
         """The block's addend to the residual stream, from the normalised stream."""
+        return self.down(self.gated(h_TD))
+
+    def gated(self, h_TD: Tensor) -> Tensor:
+        """The inner activations, from the normalised stream."""
         gate, up = outputs(h_TD, (self.gate, self.up))
-        return self.down(gated(gate, up, self.is_reproducible))
+        return gated(gate, up, self.is_reproducible)
 
     def new_cache(self, size: CacheSize) -> None:
         return None
@@ -483,13 +491,12 @@ class MLPBlock(nn.Module):
         down, is_reproducible = self.added(product(self.down, like)), self.is_reproducible
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
-            h_TD = norm(x_TD)
             if gate_up is None:
-                gate, up = self.gate(h_TD), self.up(h_TD)
-            else:
-                joint = gate_up(h_TD)
-                gate, up = joint[:, :size], joint[:, size:]
-            return x_TD + down(gated(gate, up, is_reproducible))
+                return x_TD + down(self.gated(norm(x_TD)))
+            if len(x_TD) > _ROWS_AT_ONCE:
+                return torch.cat([step(part_TD, rows) for part_TD in x_TD.split(_ROWS_AT_ONCE)])
+            joint = gate_up(norm(x_TD))
+            return x_TD + down(gated(joint[:, :size], joint[:, size:], is_reproducible))
 
         return step
 
