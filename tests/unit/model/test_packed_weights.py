@@ -1,5 +1,7 @@
 """Weights packed while generating: the same bits, the weights as they are now, and nothing kept behind."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +82,19 @@ def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -
     expected.append(answers(plain, packed=False))
     assert found == expected
     assert found[1] != found[2]
+
+
+def test_packed_weights_are_gone_with_the_generation_that_packed_them() -> None:
+    """Not when Python next looks for cycles: their memory is what the next generation packs into."""
+    engine = make()
+    gc.collect()
+    gc.disable()
+    try:
+        answers(engine)
+        left = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.is_mkldnn]
+    finally:
+        gc.enable()
+    assert not left
 
 
 @pytest.mark.parametrize("part", ["norm", "q", "v", "output", "gate", "down", "projection"])

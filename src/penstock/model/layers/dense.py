@@ -490,13 +490,16 @@ class MLPBlock(nn.Module):
         norm, gate_up, size = called(self.norm), joint_product((self.gate, self.up), like), self.gate.out_features
         down, is_reproducible = self.added(product(self.down, like)), self.is_reproducible
 
-        def step(x_TD: Tensor, rows: Rows) -> Tensor:
+        def of_rows(x_TD: Tensor) -> Tensor:
             if gate_up is None:
                 return x_TD + down(self.gated(norm(x_TD)))
-            if len(x_TD) > _ROWS_AT_ONCE:
-                return torch.cat([step(part_TD, rows) for part_TD in x_TD.split(_ROWS_AT_ONCE)])
             joint = gate_up(norm(x_TD))
             return x_TD + down(gated(joint[:, :size], joint[:, size:], is_reproducible))
+
+        def step(x_TD: Tensor, rows: Rows) -> Tensor:
+            if gate_up is None or len(x_TD) <= _ROWS_AT_ONCE:
+                return of_rows(x_TD)
+            return torch.cat([of_rows(part_TD) for part_TD in x_TD.split(_ROWS_AT_ONCE)])
 
         return step
 
