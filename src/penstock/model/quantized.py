@@ -115,13 +115,15 @@ def in_halves(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Ten
     products = [kernel(part.contiguous(), ones_O, _HALF_ZERO) for part in parts]
     sizes = [part.shape[1] for part in parts]
     # Nearest to a half and a quarter less is the half rounded down, to a quarter more the half rounded up.
-    down_and_up = torch.tensor([-_HALF_ZERO - 0.25, -_HALF_ZERO + 0.25])
+    zero, down_and_up = torch.tensor(float(_ZERO)), torch.tensor([-_HALF_ZERO - 0.25, -_HALF_ZERO + 0.25])
+    of_rows = down_and_up[:, None, None]
 
     def product(x: Tensor) -> Tensor:
-        both = torch.add(down_and_up.view(2, *[1] * x.dim()), (x + _ZERO).round_(), alpha=0.5)
+        halves = of_rows if x.dim() == 2 else down_and_up.view(2, *[1] * x.dim())
+        both = torch.add(halves, torch.add(x, zero).round_(), alpha=0.5)
         if len(products) == 1:
-            down, up = products[0](both)
-            return torch.add(down, up).mul_(scales_O)
+            sums = products[0](both)
+            return sums[0].add_(sums[1]).mul_(scales_O)
         # Each part is exact in fp32, and their sum in fp64, which is rounded once.
         sums = [product(part.contiguous()).double().sum(0) for product, part in zip(products, both.split(sizes, -1))]
         return torch.stack(sums).sum(0).float().mul_(scales_O)
