@@ -68,6 +68,21 @@ def test_a_plans_file_trains_as_it_is(
     assert [one["step"] for one in steps if "loss" in one] == [1, 2]
 
 
+def test_a_published_model_with_few_labels_is_planned_faster(
+    files: tuple[Path, Path, Path], capfd: pytest.CaptureFixture[str]
+):
+    words = ["plan", "--model", "llama3-8b", "--cluster", "h100", "--sequences", "64", "--effort", "0.05", "--json"]
+
+    def tokens_s(*more: str) -> float:
+        assert main([*words, *more]) == 0
+        return json.loads(capfd.readouterr().out)["best"][0]["tokens_s_device"]
+
+    assert tokens_s("--label-share", "0.1") > 1.01 * tokens_s()
+    for share in ("0", "1.5", "-1", "nan"):
+        assert main([*words, "--label-share", share]) == 2
+        assert "above 0 up to 1 is possible" in capfd.readouterr().err
+
+
 @pytest.mark.shows(173)
 def test_the_plan_of_a_published_model_is_written_as_a_run_that_trains_as_it_is(
     files: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -76,8 +91,10 @@ def test_the_plan_of_a_published_model_is_written_as_a_run_that_trains_as_it_is(
     tiny = ModelShape("*-*E", 64, 300, 4, 2, 16, intermediate_size=96, num_experts=4, num_active=2, expert_size=32)
     monkeypatch.setattr(planner, "published_model", lambda name: tiny)
     words = ["--model", "tiny", "--cluster", str(cluster), "--sequences", "8", "--length", "64", "--effort", "0.05"]
+    words += ["--label-share", "0.25"]
     assert main(["plan", *words, "--output", str(planned)]) == 0
     config = read_config(planned)
+    assert config.data.label_share == 0.25
     assert ModelShape.of(config.model) == tiny and config.parallel.world_size == 2
     folder = run.parent
     own = ["--data.corpus", str(folder / "corpus.py"), "--data.cache", str(folder / "cache"), "--train.steps", "1"]

@@ -85,6 +85,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument("--sequences", type=int, default=1024, metavar="N", help="of a step, with --model")
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of a sequence, with --model")
     parser.add_argument("--precision", default="bf16", help="of products, with --model (default bf16)")
+    parser.add_argument("--label-share", type=float, default=1.0, metavar="SHARE", help="of tokens, with --model")
     parser.add_argument("--cluster", required=True, metavar="HOST|FILE", help="a known host, or a cluster's TOML file")
     parser.add_argument("--devices", type=int, metavar="N", help="(default: one host, or the file's number)")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="share of the peak that products reach")
@@ -139,6 +140,8 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
         raise ValueError("penstock plan takes either a run's TOML file or --model NAME, a published model or a folder")
     if given.sequences < 1 or given.length < 1:
         raise ValueError("--sequences and --length must be at least 1")
+    if not 0 < given.label_share <= 1:
+        raise ValueError(f"--label-share {given.label_share:g} is no share of the tokens; above 0 up to 1 is possible")
     if given.run is not None:
         values = read_values(given.run)
     elif Path(given.model).is_dir():
@@ -150,7 +153,8 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
                 values = _settings_of_model(given, shape.settings())
             except ValueError as error:
                 raise ValueError(f"--output cannot write a run of {given.model}: {error}") from None
-        return values, planner.Workload(shape, given.length, given.sequences, given.precision)
+        share = given.label_share
+        return values, planner.Workload(shape, given.length, given.sequences, given.precision, label_share=share)
     config = from_values(values)
     if config.model.pretrained is None:
         # All that the plan does not choose must go together before it is made.
@@ -167,6 +171,7 @@ def _settings_of_model(given: argparse.Namespace, model: Mapping[str, Any]) -> V
         "model.max_length": max(given.length, ModelConfig().max_length),
         "data.sequence_length": given.length,
         "data.num_sequences": given.sequences,
+        "data.label_share": given.label_share,
         "train.precision": given.precision,
     }
     from_values({**values, "train.num_microbatches": 1})
