@@ -199,7 +199,10 @@ class TrainConfig(Settings, section="train"):
     )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(
-        8, "Microbatches that a data-parallel rank cuts its batch into, at least (gradient accumulation).", AT_LEAST_1
+        8,
+        "Microbatches that a data-parallel rank cuts its batch into, at least (gradient accumulation); left out, no "
+        "more than it has sequences.",
+        AT_LEAST_1,
     )
     max_microbatch_tokens: int | None = setting(
         None, "The most tokens of a microbatch; left out, no limit.", AT_LEAST_1
@@ -579,7 +582,12 @@ def from_dict(table: Mapping[str, Any]) -> RunConfig:
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
     """Make a `RunConfig` of values by their dotted names. Raises: as `from_dict`."""
-    return with_values(RunConfig(), {SETTINGS[name].path: value for name, value in values.items()})
+    run = with_values(RunConfig(), {SETTINGS[name].path: value for name, value in values.items()})
+    num_sequences = run.data.num_sequences // run.parallel.dp
+    if "train.num_microbatches" in values or not 0 < num_sequences < run.train.num_microbatches:
+        return run
+    # None was asked for, so that as many are made as there are sequences.
+    return replace(run, train=replace(run.train, num_microbatches=num_sequences))
 
 
 def section_summaries() -> dict[str, str]:

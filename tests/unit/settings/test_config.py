@@ -107,7 +107,11 @@ def test_every_setting_goes_through_a_file_and_the_command_line(run_file: Path):
         flags = [word for key, item in beside.items() for word in (f"--{key}", str(item))]
         given = read_arguments([str(run_file), f"--{name}", *words, *flags]).config
         assert given.flat()[name] == value, name
-        changed_names = {name, *beside}
+        # A rank of two has half as many sequences, so that those that are left out are fewer.
+        fewer = (
+            {"train.num_microbatches"} if name in ("parallel.dp", "parallel.ep", "data.num_sequences") else set[str]()
+        )
+        changed_names = {name, *beside} | fewer
         others = {key: item for key, item in given.flat().items() if key not in changed_names}
         assert others == {key: item for key, item in read_config(run_file).flat().items() if key not in changed_names}
 
@@ -146,6 +150,14 @@ def test_the_digest_covers_what_decides_the_numbers():
         assert (name in told) == (not MAY_CHANGE.fullmatch(name)), name
 
 
+@pytest.mark.parametrize(("num_sequences", "dp", "found"), [(5, 1, 5), (6, 2, 3), (16, 2, 8), (64, 1, 8), (1, 1, 1)])
+def test_a_run_that_names_no_microbatches_has_no_more_than_sequences(num_sequences: int, dp: int, found: int) -> None:
+    run = from_dict({"data": {"num_sequences": num_sequences}, "parallel": {"dp": dp}})
+    assert run.train.num_microbatches == found
+    # As the run's own file says it from then on.
+    assert from_dict(tomllib.loads(to_toml(run))) == run
+
+
 @pytest.mark.parametrize("name", ["parallel.dp", "train.num_microbatches", "train.max_microbatch_tokens"])
 def test_means_over_microbatches_and_ranks_depend_on_their_number(name: str):
     section, _, key = name.partition(".")
@@ -180,7 +192,10 @@ IMPOSSIBLE = {
     ),
     "uneven dp": ({"parallel": {"dp": 3}}, "8 cannot be shared evenly by parallel.dp = 3; 6 or 9 can"),
     "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
-    "microbatches of a dp rank": ({"parallel": {"dp": 2}}, "8 is more than the 4 sequences"),
+    "microbatches of a dp rank": (
+        {"parallel": {"dp": 2}, "train": {"num_microbatches": 8}},
+        "8 is more than the 4 sequences",
+    ),
     "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
     "recompute": ({"train": {"recompute": [0, 4]}}, "layer 4, .* 0 to 3"),
     "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "1 stages.*2 stages 10 units"),
