@@ -44,7 +44,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "mask = None if sees is None else sees[0].expand(-1, (1), q_RHLK.shape[2], -1)": "all heads see alike",
     },
     "model/layers/dense.py": {
-        "swapped_THK = (x_THK.roll(x_THK.shape[-1] // 2, -1).to())": "addcmul_ on a CPU promotes its factor itself",
+        "return turned_THK.addcmul_((swapped_THK.to()), sin_T1K).to(x_THK.dtype)": "a CPU promotes the factor itself",
     },
     "model/quantized.py": {
         "_PART = (19)": "how many elements are rounded at a time",
