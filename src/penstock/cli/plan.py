@@ -85,7 +85,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument("--sequences", type=int, default=1024, metavar="N", help="of a step, with --model")
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of a sequence, with --model")
     parser.add_argument("--precision", default="bf16", help="of products, with --model (default bf16)")
-    parser.add_argument("--label-share", type=float, default=1.0, metavar="SHARE", help="of tokens, with --model")
+    parser.add_argument("--label-share", type=float, metavar="SHARE", help="of tokens, with --model (default 1)")
     parser.add_argument("--cluster", required=True, metavar="HOST|FILE", help="a known host, or a cluster's TOML file")
     parser.add_argument("--devices", type=int, metavar="N", help="(default: one host, or the file's number)")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="share of the peak that products reach")
@@ -140,6 +140,9 @@ def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
         raise ValueError("penstock plan takes either a run's TOML file or --model NAME, a published model or a folder")
     if given.sequences < 1 or given.length < 1:
         raise ValueError("--sequences and --length must be at least 1")
+    if given.run is not None and given.label_share is not None:
+        raise ValueError("--label-share goes with --model; the share of a run is data.label_share in its file")
+    given.label_share = 1.0 if given.label_share is None else given.label_share
     if not 0 < given.label_share <= 1:
         raise ValueError(f"--label-share {given.label_share:g} is no share of the tokens; above 0 up to 1 is possible")
     if given.run is not None:

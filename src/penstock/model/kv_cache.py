@@ -239,7 +239,11 @@ class CachedRows(SharedByLayers):
             parts.append(self._at_once(q_THK[:begin], cache, window))
         elif begin:
             parts += self._by_runs(q_THK[:begin], cache, window)
-        for (start, length), same in groupby(self.items[begin:], lambda item: (item.start, item.length)):
+        # The only head of a text alone is computed by all threads, and would get other bits among others.
+        is_alone = q_THK.shape[1] == 1
+        for (start, length, _), same in groupby(
+            self.items[begin:], lambda item: (item.start, item.length, is_alone and item.row)
+        ):
             items = list(same)
             end = begin + length * len(items)
             if start == 0:
@@ -416,8 +420,8 @@ def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], 
     rows, seen = slice(run[0].row, run[-1].row + 1), slice(_first_seen(run[0], window), run[0].end)
     k_RGLK, v_RGLK = cache.keys_of(rows, seen), cache.values_RGLK[rows, :, seen]
     # The queries of a group are the rows of one product: nothing is repeated for them.
-    q_RGQK = q_RHK.view(len(run), k_RGLK.shape[1], -1, q_RHK.shape[-1])
-    return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2)
+    q_RGQK = q_RHK.view(len(run), k_RGLK.shape[1], -1, q_RHK.shape[-1]).to(k_RGLK.dtype)
+    return F.scaled_dot_product_attention(q_RGQK, k_RGLK, v_RGLK).flatten(1, 2).to(q_RHK.dtype)
 
 
 def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:

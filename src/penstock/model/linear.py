@@ -197,8 +197,7 @@ class WeightCasts:
             return None
         weights: tuple[Tensor, ...] = ()
         for layer in layers:
-            # A layer with an adapter is no longer a linear one.
-            if not isinstance(layer, Linear) or layer.fixed is not None or layer.weight.dtype != dtype:
+            if not is_plain(layer) or layer.fixed is not None or layer.weight.dtype != dtype:
                 return None
             weights += (layer.weight,)
         if weights not in self._packed:
@@ -449,11 +448,11 @@ class Linear(nn.Linear):
 def joint_product(layers: "Sequence[Linear]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
     """The function from an input like this one to the outputs of layers that read it, side by side, by one product.
 
-    None where their weights are not packed, where autocast chooses the dtype, and where a hook watches one of them. The
-    bits are those of separate products.
+    None where their weights are not packed, where autocast chooses the dtype, and where one of them is another layer by
+    now or is watched by a hook. The bits are those of separate products.
     """
     first, last = layers[0], layers[-1]
-    if not isinstance(first, Linear) or autocast_dtype(like) is not None or not all(map(bare, layers)):
+    if autocast_dtype(like) is not None or not all(is_plain(layer) and bare(layer) for layer in layers):
         return None
     if first.fixed is None or last.fixed is None:
         packed = None if first.casts is None else first.casts.packed(layers, like.dtype)
@@ -461,6 +460,14 @@ def joint_product(layers: "Sequence[Linear]", like: Tensor) -> Callable[[Tensor]
     output, begin, end = first.fixed.output, first.among.start, last.among.stop
     is_all = begin == 0 and end == sum(layer.out_features for layer in layers)
     return output if is_all else lambda x: output(x)[..., begin:end]
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """True if the layer computes its product and nothing else: it has no adapter and no `forward` of its own."""
+    if not isinstance(layer, Linear):
+        return False
+    has_own = "forward" in vars(layer) or "product" in vars(layer)
+    return type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own
 
 
 def bare(module: nn.Module) -> bool:
@@ -495,11 +502,12 @@ def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
 def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     """The weights [O, I] and biases [O] of layers that read the same input, one below the other."""
     weights = [layer.weight.detach() for layer in layers]
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    assert len(biases) in (0, len(layers)), "layers that read the same input have biases alike"
+    biases = None
+    if any(layer.bias is not None for layer in layers):
+        biases = [w.new_zeros(len(w)) if own.bias is None else own.bias.detach() for own, w in zip(layers, weights)]
     if len(layers) == 1:
-        return weights[0], biases[0] if biases else None
-    return torch.cat(weights), torch.cat(biases) if biases else None
+        return weights[0], None if biases is None else biases[0]
+    return torch.cat(weights), None if biases is None else torch.cat(biases)
 
 
 def pack_joint(module: nn.Module, dtype: torch.dtype) -> None:

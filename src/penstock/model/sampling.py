@@ -140,7 +140,7 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw a token for each row of the logits."""
     num_rows, device = len(draws), logits_SV.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    log_probs, raw_log_probs = torch.zeros(num_rows, device=device), torch.zeros(num_rows, device=device)
+    log_probs, raw_log_probs = torch.zeros(2, num_rows, dtype=torch.float32, device=device)
     most, wants_mask = 0, False
     # Rows that are drawn together: seeds and lengths may differ.
     alike: dict[tuple[object, ...], list[int]] = {}

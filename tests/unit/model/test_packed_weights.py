@@ -1,17 +1,21 @@
 """Weights packed while generating: the same bits, the weights as they are now, and nothing kept behind."""
 
 import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock.engine import token_scores
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.linear import fastest_matmul, outputs
 from penstock.schedule import BatchItem
-from penstock.settings import ModelConfig, Precision
+from penstock.settings import ModelConfig, Precision, Quantize
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
@@ -28,9 +32,13 @@ def batch(seed: int) -> PackedBatch:
     return PackedBatch.from_documents([torch.randint(0, 64, (n,), generator=generator) for n in (5, 9, 3)])
 
 
-def answers(engine: Engine, packed: bool = True) -> list[object]:
+def answers(engine: Engine, packed: bool = True) -> list[tuple[Any, ...]]:
     found = engine.generate(PROMPTS, PARAMS, GenerateOptions(packed=packed))
     return [(answer.tokens, answer.log_probs, answer.raw_log_probs) for answer in found]
+
+
+def layers_with(engine: Engine, part: str) -> list[Any]:
+    return [module for _, module in engine.pipeline.stages[0].units if hasattr(module, part)]
 
 
 def num_packed(casts: WeightCasts) -> int:
@@ -100,7 +108,7 @@ def test_packed_weights_are_gone_with_the_generation_that_packed_them() -> None:
 @pytest.mark.parametrize("part", ["norm", "q", "v", "output", "gate", "down", "projection"])
 def test_a_hook_sees_and_changes_what_a_token_is_computed_from(part: str) -> None:
     engine, seen = make(), []
-    [*layers] = (module for _, module in engine.pipeline.stages[0].units if hasattr(module, part))
+    layers = layers_with(engine, part)
 
     def doubled(module: nn.Module, given: object, output: Tensor) -> Tensor:
         seen.append(len(output))
@@ -113,6 +121,119 @@ def test_a_hook_sees_and_changes_what_a_token_is_computed_from(part: str) -> Non
     for hook in hooks:
         hook.remove()
     assert answers(engine) == before
+
+
+class Twice(Linear):
+    """A layer that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def by_class(layer: nn.Module, part: str) -> None:
+    getattr(layer, part).__class__ = Twice
+
+
+def by_instance(layer: nn.Module, part: str) -> None:
+    own = getattr(layer, part)
+    before = own.forward
+    own.forward = lambda x: 2 * before(x)
+
+
+def by_another(layer: nn.Module, part: str) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    setattr(layer, part, Wrapped(getattr(layer, part)))
+
+
+@pytest.mark.parametrize("change", [by_class, by_instance, by_another])
+@pytest.mark.parametrize("part", ["q", "k", "v", "output", "gate", "up", "down", "projection"])
+def test_a_layer_that_computes_something_else_is_called(part: str, change: Callable[[nn.Module, str], None]) -> None:
+    engine = make()
+    for layer in layers_with(engine, part):
+        change(layer, part)
+    found = answers(engine)
+    assert found == answers(engine, packed=False) != answers(make())
+    tokens = [*PROMPTS[0], *found[0][0]]
+    given = PackedBatch.from_sequences({"tokens": [tokens], "labels": [[-100, -100, *found[0][0], -100]]})
+    scores = engine.forward(given, token_scores())["log_probs"][2:-1]
+    torch.testing.assert_close(torch.tensor(found[0][2]), scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [EngineOptions(read_only=True, learns=False), EngineOptions(quantize=Quantize.INT8, learns=False)]
+)
+@pytest.mark.parametrize("part", ["q", "k", "v", "gate", "up"])
+def test_a_layer_is_called_that_took_the_place_of_one_whose_weights_are_packed_for_good(
+    part: str, options: EngineOptions
+) -> None:
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=options)
+    before = answers(engine)
+    for layer in layers_with(engine, part):
+        by_another(layer, part)
+    assert answers(engine) == answers(engine, packed=False) != before
+
+
+def test_a_change_of_a_norm_or_of_one_bias_counts() -> None:
+    engine, before = make(), answers(make())
+    for layer in layers_with(engine, "norm"):
+        layer.norm.eps = 0.5
+    after = answers(engine)
+    assert after == answers(engine, packed=False) != before
+    for layer in layers_with(engine, "gate"):
+        layer.gate.bias = nn.Parameter(torch.ones(CONFIG.intermediate_size))
+    assert answers(engine) == answers(engine, packed=False) != after
+
+
+def test_a_hook_of_a_long_prompt_is_called_once_for_all_rows() -> None:
+    engine, seen = Engine(decoder_units(replace(CONFIG, max_length=400)), CONFIG.hidden_size), set()
+    for layer in layers_with(engine, "down"):
+        layer.down.register_forward_hook(lambda module, given, output: seen.add(len(output)))
+    engine.generate([list(range(1, 61)) * 5], SamplingParams(max_new_tokens=2))
+    assert seen == {300, 1}
+
+
+@pytest.mark.parametrize("width", [40, 44, 48])
+def test_any_inner_width_has_the_same_bits_packed_or_not_and_alone(width: int) -> None:
+    config = replace(CONFIG, intermediate_size=width)
+    engine = Engine(decoder_units(config), CONFIG.hidden_size)
+    greedy = SamplingParams(max_new_tokens=6, temperature=0, raw_log_probs=True)
+
+    def found(prompts: list[list[int]], packed: bool) -> list[object]:
+        return [
+            (one.tokens, one.raw_log_probs) for one in engine.generate(prompts, greedy, GenerateOptions(packed=packed))
+        ]
+
+    alone = [found([prompt], True)[0] for prompt in PROMPTS]
+    assert found(PROMPTS, True) == found(PROMPTS, False) == alone
+
+
+@pytest.mark.parametrize("quantize", [Quantize.NONE, Quantize.INT8])
+def test_sixteen_queries_of_a_key_generate_in_bf16(quantize: Quantize) -> None:
+    config = ModelConfig(64, 256, 64, 1, 16, num_kv_heads=1, max_length=64)
+    options = EngineOptions(precision=Precision.BF16, quantize=quantize, learns=False)
+    engine = Engine(decoder_units(config), 256, options=options)
+    found = answers(engine)
+    assert found == answers(engine, packed=False)
+
+
+def test_texts_with_one_head_have_their_own_bits_with_two_threads() -> None:
+    config = ModelConfig(96, 64, 128, 2, 1, head_dim=64, max_length=64)
+    engine, greedy = Engine(decoder_units(config), 64), SamplingParams(4, temperature=0, raw_log_probs=True)
+    prompts = torch.randint(96, (4, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = [one.raw_log_probs for one in engine.generate(prompts, greedy)]
+        assert together == [engine.generate([prompt], greedy)[0].raw_log_probs for prompt in prompts]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_nothing_but_generation_packs() -> None:

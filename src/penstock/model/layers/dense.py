@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.attention.context_parallel import ContextAttention
-from penstock.model.attention.fixed_tiles import tiled_attention, tiled_cached_attention
+from penstock.model.attention.fixed_tiles import WHOLE, tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
@@ -26,6 +26,7 @@ from penstock.model.linear import (
     Linear,
     Matmul,
     WeightCasts,
+    bare,
     called,
     dtype_of_sums,
     joint_product,
@@ -52,8 +53,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return self._eps
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
         # A number would be made a tensor in each call, which takes as long as the sum.
-        self._added = torch.tensor(eps, device="cpu")
+        self._eps, self._added = eps, torch.tensor(eps, dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -94,6 +103,9 @@ def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
     """
     silu = silu_of_each if is_reproducible else F.silu
     if not torch.is_grad_enabled():
+        if gate.shape[-1] % WHOLE and gate.device.type == "cpu" and gate.is_contiguous() and not is_reproducible:
+            # Rows apart from each other: PyTorch computes the last values of what lies together otherwise.
+            gate = torch.cat((gate, up), -1)[..., : gate.shape[-1]]
         return silu(gate).mul_(up)
 
     def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -487,17 +499,20 @@ class MLPBlock(nn.Module):
 
     def step(self, like: Tensor, cache: None) -> "Step":
         """The function that decodes with these weights a stream like this one."""
-        norm, gate_up, size = called(self.norm), joint_product((self.gate, self.up), like), self.gate.out_features
+        norm, gate_up = called(self.norm), joint_product((self.gate, self.up), like)
         down, is_reproducible = self.added(product(self.down, like)), self.is_reproducible
+        # A hook sees all rows.
+        in_parts = gate_up is not None and bare(self.norm) and bare(self.down)
 
         def of_rows(x_TD: Tensor) -> Tensor:
             if gate_up is None:
                 return x_TD + down(self.gated(norm(x_TD)))
             joint = gate_up(norm(x_TD))
+            size = joint.shape[1] // 2
             return x_TD + down(gated(joint[:, :size], joint[:, size:], is_reproducible))
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
-            if gate_up is None or len(x_TD) <= _ROWS_AT_ONCE:
+            if not in_parts or len(x_TD) <= _ROWS_AT_ONCE:
                 return of_rows(x_TD)
             return torch.cat([of_rows(part_TD) for part_TD in x_TD.split(_ROWS_AT_ONCE)])
 
