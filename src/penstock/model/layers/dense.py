@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """The number that is added to the mean square."""
         return self._eps
 
     @eps.setter
@@ -103,9 +103,6 @@ def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
     """
     silu = silu_of_each if is_reproducible else F.silu
     if not torch.is_grad_enabled():
-        if gate.shape[-1] % WHOLE and gate.device.type == "cpu" and gate.is_contiguous() and not is_reproducible:
-            # Rows apart from each other: PyTorch computes the last values of what lies together otherwise.
-            gate = torch.cat((gate, up), -1)[..., : gate.shape[-1]]
         return silu(gate).mul_(up)
 
     def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -135,6 +132,18 @@ def silu_of_each(x: Tensor) -> Tensor:
     """
     divisor = torch.neg(x).exp_().add_(1.0)
     return torch.div(x, divisor, out=divisor)
+
+
+def rows_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same numbers, of which each row is computed alike wherever it stands.
+
+    PyTorch's silu computes the last values of what lies together otherwise, and so of each row of what does not.
+    """
+    size = gate.shape[-1]
+    if size % WHOLE == 0 or gate.device.type != "cpu" or not gate.is_contiguous():
+        return gate, up
+    joint = torch.cat((gate, up), -1)
+    return joint[..., :size], joint[..., size:]
 
 
 def gated_joint(gate_up: Tensor) -> Tensor:
@@ -484,12 +493,8 @@ class MLPBlock(nn.Module):
 
     def inner(self, h_TD: Tensor) -> Tensor:
         """The block's addend to the residual stream, from the normalised stream."""
-        return self.down(self.gated(h_TD))
-
-    def gated(self, h_TD: Tensor) -> Tensor:
-        """The inner activations, from the normalised stream."""
         gate, up = outputs(h_TD, (self.gate, self.up))
-        return gated(gate, up, self.is_reproducible)
+        return self.down(gated(gate, up, self.is_reproducible))
 
     def new_cache(self, size: CacheSize) -> None:
         return None
@@ -506,7 +511,8 @@ class MLPBlock(nn.Module):
 
         def of_rows(x_TD: Tensor) -> Tensor:
             if gate_up is None:
-                return x_TD + down(self.gated(norm(x_TD)))
+                gate, up = rows_apart(*outputs(norm(x_TD), (self.gate, self.up)))
+                return x_TD + down(gated(gate, up, is_reproducible))
             joint = gate_up(norm(x_TD))
             size = joint.shape[1] // 2
             return x_TD + down(gated(joint[:, :size], joint[:, size:], is_reproducible))
