@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
+from typing import get_origin
 
 from penstock.cli.options import WIDTH, Parser, add_options, given_of
 from penstock.cli.output import show_log
@@ -19,7 +20,7 @@ from penstock.cli.processes.meeting import Group, find_group
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import check_folder
 from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
-from penstock.settings.declare import nearest
+from penstock.settings.declare import nearest, parts_of
 from penstock.settings.run import from_values, read_values, section_summaries
 
 # ---- The options of `penstock train`: its switches and every setting, with help that shows a section at a time
@@ -111,6 +112,11 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
         print(train_help(argv))
         raise SystemExit(0)
     given = parser().parse_args(argv)
+    for name, own in SETTINGS.items():
+        words, is_list = getattr(given, name), any(get_origin(part) is tuple for part in parts_of(own.type))
+        # An option takes all words that follow: the file may be the second of one that has one value.
+        if given.run is None and not is_list and words and len(words) == 2 and words[1].endswith(".toml"):
+            given.run = words.pop()
     if given.resume and given.fresh:
         raise ConfigError("--resume and --fresh exclude each other; without either a run is continued if there is one")
     values = given_of(given, SETTINGS, lambda own: own.name)

@@ -116,6 +116,13 @@ def test_every_setting_goes_through_a_file_and_the_command_line(run_file: Path):
         assert others == {key: item for key, item in read_config(run_file).flat().items() if key not in changed_names}
 
 
+@pytest.mark.parametrize("words", [["--train.steps", "3", "FILE"], ["--train.steps", "3", "--output", "out", "FILE"]])
+def test_the_file_may_come_last(run_file: Path, words: list[str]) -> None:
+    given = read_arguments([str(run_file) if word == "FILE" else word for word in words])
+    assert given.run == str(run_file) and given.config.train.steps == 3
+    assert given.config == read_arguments([str(run_file), *words[:-1]]).config
+
+
 def test_a_misspelt_setting_names_the_right_one(run_file: Path):
     for name in NAMES:
         section, _, key = name.rpartition(".")
