@@ -25,7 +25,7 @@ LACKS = re.compile(
     "needs a CUDA device|NO CHROMIUM FOUND|NO PYODIDE.*npm did not fetch|make test-[a-z-]+ installs"
     "|network namespaces need (iproute2|root)|this machine does not allow network namespaces|reads /proc"
 )
-"""Reasons of skipped tests that a machine may have: what `make setup` installs is none, what another does is."""
+"""Reasons of skipped tests that a machine may have: what another command than `make setup` installs is one."""
 
 
 def marks(node: ast.AST) -> Iterator[int]:
