@@ -34,7 +34,7 @@ def test_the_way_there_and_back_has_no_bubble_at_as_many_live_microbatches_as_ra
         problem = equal_times(placement, num_microbatches, ranks, 0.0)
         woven = weave(problem, there_and_back(problem), allowed_span=0.0)
         assert woven is not None
-        assert woven.span == max(problem.work)
+        assert woven[0] == max(problem.work)
 
 
 def longest_first_wait(problem: Problem, num_live: Sequence[int]) -> float:
@@ -79,7 +79,7 @@ def test_time_is_kept_for_each_weight_backward_that_memory_forces(most: float, s
         woven = weave(problem, [steps], allowed_span=0.0)
         assert woven is not None
         forced, number = [], 0
-        for code in woven.orders[0]:
+        for code in woven[1][0]:
             number += code == 2
             if code != 2:
                 forced.append(float(number))

@@ -41,7 +41,7 @@ def anneal(
 
     def span(moved: list[int]) -> float | None:
         woven = weave(problem, current, allowed_span)
-        return None if woven is None else woven.span
+        return None if woven is None else woven[0]
 
     return list(shorter(current, span, _MOVES, least, cooling, problem.mean_action))
 

@@ -250,8 +250,9 @@ class _Trials:
             woven = weave(self.problem, skeleton, allowed_span, latest if way.in_time else None)
             if woven is None:
                 return None
-            if best is None or woven.span < best.span - self.tolerance:
-                best = _FoundOrders(woven.span, woven.orders, skeleton, make, way)
+            span, orders = woven
+            if best is None or span < best.span - self.tolerance:
+                best = _FoundOrders(span, orders, skeleton, make, way)
         return best
 
     def change(self, candidates: Sequence[_FoundOrders], effort: float) -> list[_FoundOrders]:

@@ -6,22 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, dropwhile
 from math import floor, inf
-from typing import NamedTuple
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
 
 
-class Woven(NamedTuple):
-    """An order and its span: the longest time over ranks from a rank's own first start to its own end."""
-
-    span: float
-    orders: Codes
-
-
 def weave(
     problem: Problem, skeleton: Codes, allowed_span: float | None, latest: Sequence[Sequence[float]] | None = None
-) -> Woven | None:
+) -> tuple[float, Codes] | None:
     """Place each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
+
+    Returns the span, the longest time over ranks from a rank's own first start to its own end, and the orders.
 
     A W goes where it costs nothing: into a wait at least as long as the W. If memory is full, W go before the next
     forward. In a wait shorter than a W the rank stays idle while it can still end within `allowed_span`; after that it
@@ -89,7 +83,7 @@ class _Weaving:
         self.awaited = [len([*dropwhile((1).__eq__, reversed(steps))]) for steps in skeleton]
         self.latest = None
 
-    def result(self) -> Woven | None:
+    def result(self) -> tuple[float, Codes] | None:
         weight = self.problem.backward_weight
         fits = self._run_in_turns() if self.may_idle is None else self._run_all()
         if not fits or any(place < len(steps) for place, steps in zip(self.place, self.skeleton)):
@@ -97,7 +91,7 @@ class _Weaving:
         for rank, stages in enumerate(self.waiting):
             self.now[rank] += sum(weight[stage] for stage in stages)
             self.orders[rank] += [3 * stage + 2 for stage in stages]
-        return Woven(max(now - (start or 0.0) for now, start in zip(self.now, self.start)), self.orders)
+        return max(now - (start or 0.0) for now, start in zip(self.now, self.start)), self.orders
 
     def _run_all(self) -> bool:
         """Run every rank as far as possible, until none can continue; False if memory stays full."""
