@@ -38,7 +38,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "pass # self._transfers.clear()": "those of a closed engine are not asked for again",
     },
     "model/attention/fixed_tiles.py": {
-        "own, q = slice(run[0].row, (run[-1].row)), q_THK[begin : begin + num_tokens]": (
+        "own, q = slice(run[0].row, (run[-1].row)), q_THK[of_run]": (
             "the kernel reads as many rows as there are queries, from the slice's beginning on"
         ),
         "mask = None if sees is None else sees[0].expand(-1, (1), q_RHLK.shape[2], -1)": "all heads see alike",

@@ -13,7 +13,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,12 +67,15 @@ class KVCache:
     values_RGLK: Tensor
     #: true if keys are kept in blocks
     by_blocks: bool
+    #: `BlockReads.of` with this cache's shapes; the last ones are kept
+    reads: "Callable[[tuple[tuple[int, int, int], ...], int], BlockReads]"
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int, by_blocks: bool = False) -> None:
         shape = (size.num_rows, num_heads, size.num_tokens, head_dim)
         num_blocks = -(-size.num_tokens // BLOCK_TOKENS)
         keys = (*shape[:2], num_blocks, head_dim, BLOCK_TOKENS) if by_blocks else shape
         self.keys, self.values_RGLK, self.by_blocks = _zeros(keys, size), _zeros(shape, size), by_blocks
+        self.reads = lru_cache(maxsize=8)(partial(BlockReads.of, keys, size.num_tokens))
 
     @property
     def num_bytes(self) -> int:
@@ -347,69 +350,121 @@ def _first_seen(item: BatchItem, window: int | None) -> int:
     return 0 if window is None else max(0, item.start + 1 - window)
 
 
+@dataclass(frozen=True, eq=False)
+class BlockReads(SharedByLayers):
+    """Reads of a cache by blocks, for some parts of rows with one query each: all at once, for all heads, on a CPU.
+
+    A score is a sum of the rows of a block, weighted by the query, and a mean one of values, weighted by softmax. So
+    keys and values are read once, with nothing written between. It changes as seldom as a row begins a block.
+
+    Shapes: P parts, X blocks of all parts and heads that are read.
+    """
+
+    #: rows of the keys' table [X * K], and the first of each block
+    keys: Tensor
+    key_starts: Tensor
+    #: the part's query of each block, among those of all parts and heads
+    queries_X: Tensor
+    #: each block's place among as many of all parts [P * H * M]
+    places_X: Tensor
+    num_places: int
+    #: positions in the row, and rows of the values' table
+    tokens_XB: Tensor
+    values_XB: Tensor
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], num_tokens: int, parts: tuple[tuple[int, int, int], ...], num_heads: int
+    ) -> "BlockReads":
+        """The reads of parts (row, first block, number of blocks) of a cache whose keys have this shape."""
+        _, num_groups, num_blocks, width, _ = shape
+        dtype = torch.int32 if math.prod(shape) < 2**31 else torch.int64
+        row_P111, first_P111, count_P111 = torch.tensor(parts, dtype=dtype)[..., None, None, None].unbind(1)
+        group_H11 = torch.arange(num_groups, dtype=dtype).repeat_interleave(num_heads // num_groups)[:, None, None]
+        longest = max(count for *_, count in parts)
+        block_M1 = torch.arange(longest, dtype=dtype)[:, None]
+        shape_PHM = len(parts), num_heads, longest
+        places_X = (block_M1 < count_P111).expand(*shape_PHM, 1).flatten().nonzero()[:, 0]
+
+        def read(x_PHMZ: Tensor) -> Tensor:
+            return x_PHMZ.expand(*shape_PHM, -1).flatten(0, 2).index_select(0, places_X)
+
+        tokens_PHMB = (first_P111 + block_M1) * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, dtype=dtype)
+        head_PH11 = row_P111 * num_groups + group_H11
+        blocks_X1 = read(head_PH11 * num_blocks + first_P111 + block_M1)
+        keys = torch.add(torch.arange(width, dtype=dtype), blocks_X1, alpha=width).flatten()
+        return cls(
+            keys,
+            torch.arange(0, len(keys), width, dtype=dtype),
+            places_X // longest,
+            places_X,
+            math.prod(shape_PHM),
+            read(tokens_PHMB),
+            read(head_PH11 * num_tokens + tokens_PHMB),
+        )
+
+    def scores(self, cache: KVCache, queries: Tensor) -> Tensor:
+        """Products [X, B] of keys with the query of each block [X, K]."""
+        return weighted_sums(cache.keys, self.keys, self.key_starts, queries)
+
+    def seen(self, num_heads: int, firsts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens that each part sees of its row, from its first to before its end, in all heads.
+
+        Returns the rows of the values' table, the first of each part and head, true where a key [X, B] is seen, and the
+        places of those that are.
+        """
+        dtype = self.tokens_XB.dtype
+        first_P, end_P = torch.tensor((firsts, ends), dtype=dtype)[..., None].expand(-1, -1, num_heads).flatten(1)
+        sees_XB = self.tokens_XB < end_P.index_select(0, self.queries_X)[:, None]
+        if any(first % BLOCK_TOKENS for first in firsts):
+            sees_XB &= self.tokens_XB >= first_P.index_select(0, self.queries_X)[:, None]
+        places = sees_XB.flatten().nonzero()[:, 0]
+        lengths = end_P - first_P
+        return self.values_XB.take(places), lengths.cumsum(0, dtype=dtype) - lengths, sees_XB, places
+
+
 def _attention_at_once(
     items: Sequence[BatchItem], window: int | None, like: KVCache, num_heads: int
 ) -> Callable[[Tensor, KVCache], Tensor]:
-    """Attention [R, H, K] of items of one token each, however long, to a cache by blocks; a row's bits are its own.
-
-    A score is a sum of the rows of a block, weighted by the query, and a mean one of values, weighted by softmax. So a
-    CPU reads keys and values once, with nothing written between. What is summed is found once for all layers.
-    """
-    num_rows, (_, num_groups, num_blocks, width, _), num_tokens = len(items), like.keys.shape, like.values_RGLK.shape[2]
-    dtype = torch.int32 if like.keys.numel() < 2**31 else torch.int64
-    # At least a block: fewer numbers than a vector has would be added up in another order.
-    numbers, longest, is_whole = [], BLOCK_TOKENS, True
-    for item in items:
-        first = _first_seen(item, window)
-        length = item.end - first // BLOCK_TOKENS * BLOCK_TOKENS
-        is_whole &= first % BLOCK_TOKENS == 0 and length >= longest and (not numbers or length == longest)
-        longest = max(longest, length)
-        numbers.append((item.row, first // BLOCK_TOKENS, first, item.end))
-    row_R1, begin_R1, first_R1, end_R1 = torch.tensor(numbers, dtype=dtype)[..., None].unbind(1)
-    group_RG1 = (row_R1 * num_groups + torch.arange(num_groups, dtype=dtype))[..., None]
-    num_read = -(-longest // BLOCK_TOKENS)
-    block_RM = begin_R1 + torch.arange(num_read, dtype=dtype)
-    # Of rows that differ, whole blocks.
-    token_RW = begin_R1 * BLOCK_TOKENS + torch.arange(longest if is_whole else num_read * BLOCK_TOKENS, dtype=dtype)
-
-    def of_heads(x_RGX: Tensor, some: Tensor | None = None) -> Tensor:
-        found = x_RGX[:, :, None].expand(-1, num_groups, num_heads // num_groups, -1).flatten()
-        return found if some is None else found[some]
-
-    read = weighed = queries = hidden = nothing = None
-    if not is_whole:
-        sees_RW = (token_RW >= first_R1) & (token_RW < end_R1)
-        weighed = of_heads(sees_RW[:, None]).nonzero()[:, 0]
-        read = of_heads((block_RM * BLOCK_TOKENS < end_R1)[:, None]).nonzero()[:, 0]
-        queries = torch.arange(num_rows * num_heads, dtype=dtype).repeat_interleave(num_read)[read]
-        hidden = ~sees_RW[:, None]
-        nothing = torch.full((block_RM.numel() * num_heads, BLOCK_TOKENS), -torch.inf, dtype=like.keys.dtype)
-    blocks = of_heads(group_RG1 * num_blocks + block_RM[:, None], read)
-    keys = torch.add(torch.arange(width, dtype=dtype), blocks[:, None], alpha=width).flatten()
-    key_starts = torch.arange(0, len(keys), width, dtype=dtype)
-    values = of_heads(group_RG1 * num_tokens + token_RW[:, None], weighed)
-    lengths = (end_R1 - first_R1).expand(-1, num_heads).flatten()
-    value_starts = lengths.cumsum(0, dtype=dtype) - lengths
-
+    """Attention [R, H, K] of items of one token each, however long, to a cache by blocks; a row's bits are its own."""
+    width = like.values_RGLK.shape[-1]
+    firsts, ends = [_first_seen(item, window) for item in items], [item.end for item in items]
+    begins = [first // BLOCK_TOKENS for first in firsts]
+    parts = [(item.row, begin, -(-item.end // BLOCK_TOKENS) - begin) for item, begin in zip(items, begins)]
+    reads = like.reads(tuple(parts), num_heads)
+    lengths = {end - first for first, end in zip(firsts, ends)}
     # A number would be made a tensor in each call, which takes as long as the product.
-    scale_M1 = torch.tensor(width**-0.5, dtype=like.keys.dtype).expand(num_read, 1)
+    scale = torch.tensor(width**-0.5, dtype=like.keys.dtype)
+    # At least a block: fewer numbers than a vector has would be added up in another order.
+    if len(lengths) == 1 and min(lengths) >= BLOCK_TOKENS and all(first % BLOCK_TOKENS == 0 for first in firsts):
+        (length,) = lengths
+        values = reads.values_XB.view(-1, parts[0][2] * BLOCK_TOKENS)[:, :length].flatten()
+        value_starts = torch.arange(0, len(values), length, dtype=values.dtype)
+        scale_M1 = scale.expand(parts[0][2], 1)
+
+        def attend_whole(q_RHK: Tensor, cache: KVCache) -> Tensor:
+            scores_XB = reads.scores(cache, q_RHK.to(cache.keys.dtype)[:, :, None] * scale_M1)
+            weights = scores_XB.view(len(items) * num_heads, -1)[:, :length].softmax(-1)
+            return weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
+
+        return attend_whole
+    values, value_starts, sees_XB, seen = reads.seen(num_heads, firsts, ends)
+    hidden_XB = ~sees_XB
+    place = torch.arange(BLOCK_TOKENS, dtype=reads.places_X.dtype)
+    weighed = torch.add(place, reads.places_X[:, None], alpha=BLOCK_TOKENS).take(seen)
+    nothing = torch.full((reads.num_places, BLOCK_TOKENS), -torch.inf, dtype=like.keys.dtype)
 
     def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
-        q_RHK = q_RHK.to(cache.keys.dtype)
-        if hidden is None or nothing is None or queries is None or read is None or weighed is None:
-            scores = _weighted_sums(cache.keys, keys, key_starts, q_RHK[:, :, None] * scale_M1)
-            weights = scores.view(num_rows, num_heads, -1)[..., :longest].softmax(-1)
-        else:
-            of_queries = (q_RHK * scale_M1[:1]).flatten(0, 1).index_select(0, queries)
-            scores = _weighted_sums(cache.keys, keys, key_starts, of_queries)
-            every = nothing.index_copy(0, read, scores).view(num_rows, num_heads, -1)
-            weights = every.masked_fill_(hidden, -torch.inf).softmax(-1).take(weighed)
-        return _weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
+        queries = (q_RHK.to(cache.keys.dtype) * scale).flatten(0, 1).index_select(0, reads.queries_X)
+        scores_XB = reads.scores(cache, queries).masked_fill_(hidden_XB, -torch.inf)
+        every = nothing.index_copy(0, reads.places_X, scores_XB).view(len(items) * num_heads, -1)
+        weights = every.softmax(-1).take(weighed)
+        return weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
 
     return attend
 
 
-def _weighted_sums(store: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+def weighted_sums(store: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     """The sums of rows of a memory's last dimension; each begins at its place in `rows` and ends at the next one's."""
     table = store.view(-1, store.shape[-1])
     return torch.embedding_bag(table, rows, starts, False, 0, False, weights.flatten())[0]

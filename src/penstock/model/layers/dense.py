@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.attention.context_parallel import ContextAttention
-from penstock.model.attention.fixed_tiles import WHOLE, tiled_attention, tiled_cached_attention
+from penstock.model.attention.fixed_tiles import WHOLE, reads_by_blocks, tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
@@ -126,10 +126,13 @@ _MANY_QUERIES = 8
 
 
 def silu_of_each(x: Tensor) -> Tensor:
-    """silu by operations that give a value the same bits wherever it stands.
+    """silu that gives a value the same bits wherever it stands.
 
-    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them.
+    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
+    where they do not fill a vector.
     """
+    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
+        return F.silu(x)
     divisor = torch.neg(x).exp_().add_(1.0)
     return torch.div(x, divisor, out=divisor)
 
@@ -353,9 +356,11 @@ class AttentionBlock(nn.Module):
         return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
 
     def new_cache(self, size: CacheSize) -> KVCache:
-        # Tiles of keys are read as they are; and more queries to a key are faster as one product.
-        num_queries = self.num_heads // self.num_kv_heads
-        by_blocks = size.device.type == "cpu" and not self.is_reproducible and num_queries <= _MANY_QUERIES
+        num_queries, by_blocks = self.num_heads // self.num_kv_heads, size.device.type == "cpu"
+        if by_blocks and self.is_reproducible:
+            by_blocks = reads_by_blocks(size.num_rows, num_queries, self.head_dim)
+        elif num_queries > _MANY_QUERIES:
+            by_blocks = False
         return KVCache(size, self.num_kv_heads, self.head_dim, by_blocks)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
@@ -371,7 +376,7 @@ class AttentionBlock(nn.Module):
             q_THK, k_THK, v_THK = self.heads(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
             rows.write(cache, k_THK, v_THK)
             if is_reproducible:
-                mean_THK = tiled_cached_attention(q_THK, cache, rows)
+                mean_THK = tiled_cached_attention(q_THK, k_THK, v_THK, cache, rows)
             else:
                 mean_THK = rows.attend(q_THK, k_THK, v_THK, cache, window)
             return x_TD + output(mean_THK.flatten(1))
