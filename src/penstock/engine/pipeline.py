@@ -52,6 +52,7 @@ from penstock.model import (
     cut_sequences,
     share_casts,
 )
+from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
 from penstock.model.reproducible import check_reproducible
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven, naming_ended_ranks
@@ -246,6 +247,9 @@ class Pipeline:
         self.kept_by_layers = KeptByLayers(self.stages.values(), own, number, self.device)
         self.buffers_apart = buffers_apart(self.units, self.stages, self.placement)
         self._check_whole_model()
+        # Only now: the check computes the last layer for all tokens.
+        for stage in self.stages.values():
+            read_sampled_alone([module for _, module in stage.units])
         self.recovery = Recovery(
             self.grid.control,
             self.recorder,

@@ -211,8 +211,8 @@ class CachedRows(SharedByLayers):
         return runs
 
     def sampled(self, x_TD: Tensor) -> Tensor:
-        """The tokens [S, D] whose logits are wanted."""
-        return x_TD[self.sampled_S]
+        """The tokens [S, D] whose logits are wanted, of all tokens or of those alone."""
+        return x_TD if len(x_TD) == len(self.sampled_S) else x_TD[self.sampled_S]
 
     def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
         """Put every token's key and value at its row and position."""

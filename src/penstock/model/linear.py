@@ -470,6 +470,13 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own
 
 
+def has_apart_rows(layer: nn.Linear) -> bool:
+    """True if a row of the layer's output has the same bits whatever other rows there are."""
+    if not (isinstance(layer, Linear) and is_plain(layer)):
+        return False
+    return layer.fixed is not None or (isinstance(layer.matmul, OneDnnMatmul) and _has_onednn(layer.weight))
+
+
 def bare(module: nn.Module) -> bool:
     """True if a call of the module is one of its `forward`: no hook watches or changes it."""
     return not (module._forward_hooks or module._forward_pre_hooks or nn.modules.module._has_any_global_hook())

@@ -13,6 +13,7 @@ from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, Samplin
 from penstock.engine import token_scores
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
+from penstock.model.layers import dense
 from penstock.model.linear import fastest_matmul, outputs
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision, Quantize
@@ -197,6 +198,36 @@ def test_a_hook_of_a_long_prompt_is_called_once_for_all_rows() -> None:
         layer.down.register_forward_hook(lambda module, given, output: seen.add(len(output)))
     engine.generate([list(range(1, 61)) * 5], SamplingParams(max_new_tokens=2))
     assert seen == {300, 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": Precision.BF16}, {"quantize": Quantize.INT8, "learns": False}])
+def test_the_last_layer_computes_only_tokens_whose_logits_are_wanted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+
+    def noted(gate: Tensor, *given: Any) -> Tensor:
+        rows.append(len(gate))
+        return gated(gate, *given)
+
+    gated = dense.gated
+    monkeypatch.setattr(dense, "gated", noted)
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=EngineOptions(device="cpu", **options))
+    prompts = [[1, 2, 3, 4, 5] * 8, [6] * 30, [7]]
+    # Prompts are cut: most of what is read ends without a token that is wanted.
+    plan = GenerateOptions(prefill_tokens=16)
+    sparing = [(answer.tokens, answer.log_probs) for answer in engine.generate(prompts, PARAMS, plan)]
+    first, last = rows[::2], rows[1::2]
+    assert sum(first) == sum(map(len, prompts)) + 3 * (PARAMS.max_new_tokens - 1)
+    assert sum(last) == 3 * PARAMS.max_new_tokens
+    rows.clear()
+    # Who watches the last layer sees every token, and the answers are the same.
+    (*_, mlp), seen = layers_with(engine, "down"), []
+    mlp.down.register_forward_hook(lambda module, given, output: seen.append(len(output)))
+    watched = [(answer.tokens, answer.log_probs) for answer in engine.generate(prompts, PARAMS, plan)]
+    assert watched == sparing
+    assert sum(seen) == sum(rows[::2]) == sum(rows[1::2])
+    engine.close()
 
 
 @pytest.mark.parametrize("width", [40, 44, 48])

@@ -29,6 +29,7 @@ from penstock.model.linear import (
     bare,
     called,
     dtype_of_sums,
+    has_apart_rows,
     joint_product,
     outputs,
     product,
@@ -330,6 +331,8 @@ class AttentionBlock(nn.Module):
     compiles = None
     #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
     is_reproducible = False
+    #: the units after it, if these are the last of all; see `read_sampled_alone`
+    readers: tuple[nn.Module, ...] = ()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -370,6 +373,7 @@ class AttentionBlock(nn.Module):
         """The function that decodes with this cache and these weights a stream like this one."""
         norm, qkv = called(self.norm), joint_product((self.q, self.k, self.v), like)
         output, window, is_reproducible = self.added(product(self.output, like)), self.window, self.is_reproducible
+        of_sampled = bool(self.readers) and all(map(_is_by_rows, (self.output, *self.readers)))
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
             h_TD = norm(x_TD)
@@ -379,6 +383,8 @@ class AttentionBlock(nn.Module):
                 mean_THK = tiled_cached_attention(q_THK, k_THK, v_THK, cache, rows)
             else:
                 mean_THK = rows.attend(q_THK, k_THK, v_THK, cache, window)
+            if of_sampled:
+                x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
             return x_TD + output(mean_THK.flatten(1))
 
         return step
@@ -603,3 +609,21 @@ class TensorParallelHead(TensorParallelUnit, Head):
 def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
     """The head in the form that these groups need."""
     return Head(config, matmul) if groups.tp is None else TensorParallelHead(config, matmul, groups)
+
+
+def read_sampled_alone(units: Sequence[nn.Module]) -> None:
+    """Have the last layer compute in generation only the tokens whose logits are wanted, once it has its attention.
+
+    units: those of a stage; nothing changes unless they end with a layer of this module and the head.
+    """
+    attention, readers = (units[-3] if len(units) > 2 else None), tuple(units[-2:])
+    if isinstance(attention, AttentionBlock) and tuple(map(type, readers)) in _LAST_UNITS:
+        attention.readers = readers
+
+
+_LAST_UNITS = (MLPBlock, Head), (TensorParallelMLPBlock, TensorParallelHead)
+
+
+def _is_by_rows(module: nn.Module) -> bool:
+    """True if each row of the module's outputs depends on that row alone, to the bit, and nobody watches the others."""
+    return all(bare(part) and (not isinstance(part, nn.Linear) or has_apart_rows(part)) for part in module.modules())
