@@ -24,12 +24,13 @@ from penstock.settings import Quantize
 _LARGEST = 127
 _ZERO = 128
 """Kernels that take unsigned activations take this for zero."""
-_HALF_ZERO = 64
-"""The same for halves of activations."""
-_LARGEST_16_BITS = 2**15 - 1
+_LARGEST_PAIR = (2**15 - 1) // 255
+"""The largest sum of two weights whose products with activations fit 16 bits together."""
+_SPARSE = 32
+"""Of so many weights one may be multiplied alone: then it takes less time than all of them together."""
 _EXACT = 2**24
 """Up to here each whole number is one in fp32."""
-IN_HALVES = ", in halves"
+IN_PARTS = ", in parts"
 
 SHAPES = ((512, 2048), (2048, 2048))
 """Inputs and outputs of the products that are timed; each layer is taken for the nearest."""
@@ -55,15 +56,14 @@ Int8Kernel = Callable[[Tensor, Tensor], Product]
 """One way to multiply whole numbers: weights [O, I] int8 and scales [O] fp32 -> their product.
 
 The product is x w^T * scales [..., O] fp32 for x [..., I] fp32 from -127 to 127, which it rounds to whole numbers: as
-those nearest to x + 128 in fp32, halves to the even one. A kernel that takes `zero` adds that in place of 128; what it
-then multiplies is from 0 to 255.
+those nearest to x + 128 in fp32, halves to the even one.
 """
 
 Seconds = dict[str, list[float]]
 """By product: of 128 tokens that are written, eight at a time, and of as many that are read at once."""
 
 
-def fbgemm(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
+def fbgemm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     """FBGEMM's, which rounds its input itself: fastest with AVX-512 for few rows."""
     zeros = torch.zeros(len(scales_O), dtype=torch.int64)
     with warnings.catch_warnings():
@@ -73,17 +73,17 @@ def fbgemm(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
         packed = torch.ops.quantized.linear_prepack(make(weight_OI, scales_O.double(), zeros, 0), None)
     # Without what a call in Python looks up each time: a tenth of a small product.
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
-    return lambda x: multiply(x, 1.0, zero, packed)
+    return lambda x: multiply(x, 1.0, _ZERO, packed)
 
 
-def onednn(weight_OI: Tensor, scales_O: Tensor, zero: int = _ZERO) -> Product:
+def onednn(weight_OI: Tensor, scales_O: Tensor) -> Product:
     """oneDNN's, which has code for AMX."""
     packed = torch.ops.onednn.qlinear_prepack(weight_OI, [_FEW, weight_OI.shape[1]])
     zeros_O = torch.zeros(len(scales_O), dtype=torch.int64)
 
     def product(x: Tensor) -> Tensor:
         # Signed activations would run through its reference code.
-        given = ((x + zero).round_().to(torch.uint8), 1.0, zero, packed, scales_O, zeros_O, None)
+        given = ((x + _ZERO).round_().to(torch.uint8), 1.0, _ZERO, packed, scales_O, zeros_O, None)
         return torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
 
     return product
@@ -101,53 +101,79 @@ def int_mm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     return product
 
 
-def in_halves(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tensor, int], Product]) -> Product:
+def in_parts(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tensor], Product]) -> Product:
     """The same bits from a kernel that adds up two products in 16 bits, as those do that know neither VNNI nor AMX.
 
-    An activation is the sum of its half rounded down and its half rounded up, which plus 64 are at most 128, so that no
-    sum of two products of either overflows. Both are rows of one product: weights are read once. Where these are so
-    small that whole activations cannot overflow either, those are multiplied.
+    Of two neighbouring weights that are too large together, one is cut to what fits. What is cut off is the rest: as a
+    rule few numbers, each of which is multiplied alone (a hundredth of normally distributed weights); where they are
+    many, they are a second product.
     """
-    if _sums_fit_16_bits(weight_OI):
-        return kernel(weight_OI, scales_O, _ZERO)
+    fitting_OI, rest_OI = _cut_to_16_bits(weight_OI)
+    if not rest_OI.any():
+        return kernel(weight_OI, scales_O)
     ones_O = torch.ones(len(scales_O))
-    parts = _exact_parts(weight_OI)
-    products = [kernel(part.contiguous(), ones_O, _HALF_ZERO) for part in parts]
-    sizes = [part.shape[1] for part in parts]
-    # Nearest to a half and a quarter less is the half rounded down, to a quarter more the half rounded up.
-    zero, down_and_up = torch.tensor(float(_ZERO)), torch.tensor([-_HALF_ZERO - 0.25, -_HALF_ZERO + 0.25])
-    of_rows = down_and_up[:, None, None]
+    is_sparse = rest_OI.count_nonzero() * _SPARSE <= rest_OI.numel() and len(_exact_parts(rest_OI)) == 1
+    # Each addend is exact in fp32, and the sum of all is rounded once.
+    addends = [
+        (kernel(part.contiguous(), ones_O), own)
+        for weights in (fitting_OI, *[rest_OI][is_sparse:])
+        for part, own in _exact_parts(weights)
+    ]
+    (multiply, _), *others = addends
+    if not is_sparse or others:
+        if is_sparse:
+            addends.append((_few_products(rest_OI), slice(None)))
+
+        def product(x: Tensor) -> Tensor:
+            sums = [multiply(x[..., own].contiguous()).double() for multiply, own in addends]
+            return torch.stack(sums).sum(0).float().mul_(scales_O)
+
+        return product
+    multiply_rest = _few_products(rest_OI)
+    return lambda x: multiply(x).add_(multiply_rest(x)).mul_(scales_O)
+
+
+def _cut_to_16_bits(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of which no two neighbours' products with 0 to 255 add up to more than 16 bits, and the rest, in int8."""
+    fitting_OI, rest_OI = weight_OI.clone(), torch.zeros_like(weight_OI)
+    num_pairs, num_outputs = weight_OI.shape[1] // 2, max(1, _PART // weight_OI.shape[1])
+    for fitting, rest in zip(fitting_OI.split(num_outputs), rest_OI.split(num_outputs), strict=True):
+        pairs = fitting[:, : 2 * num_pairs].unflatten(1, (num_pairs, 2))
+        sums = pairs.sum(2, dtype=torch.int16)
+        over = sums - sums.clamp(-_LARGEST_PAIR, _LARGEST_PAIR)
+        # The larger one is more than half of what fits, so that nothing changes its sign.
+        larger = pairs.abs().argmax(2, keepdim=True)
+        cut = torch.zeros_like(pairs).scatter_(2, larger, over[..., None].to(torch.int8))
+        pairs -= cut
+        rest[:, : 2 * num_pairs] = cut.flatten(1)
+    return fitting_OI, rest_OI
+
+
+def _few_products(rest_OI: Tensor) -> Product:
+    """The product with weights that are nearly all zero, each output being a weighted sum of some inputs."""
+    outputs, inputs = rest_OI.nonzero().unbind(1)
+    weights = rest_OI[outputs, inputs].float()
+    counts = torch.bincount(outputs, minlength=len(rest_OI))
+    starts, inputs = (counts.cumsum(0) - counts).int(), inputs.int()
+    zero = torch.tensor(float(_ZERO))
 
     def product(x: Tensor) -> Tensor:
-        halves = of_rows if x.dim() == 2 else down_and_up.view(2, *[1] * x.dim())
-        both = torch.add(halves, torch.add(x, zero).round_(), alpha=0.5)
-        if len(products) == 1:
-            sums = products[0](both)
-            return sums[0].add_(sums[1]).mul_(scales_O)
-        # Each part is exact in fp32, and their sum in fp64, which is rounded once.
-        sums = [product(part.contiguous()).double().sum(0) for product, part in zip(products, both.split(sizes, -1))]
-        return torch.stack(sums).sum(0).float().mul_(scales_O)
+        rounded = torch.add(x, zero).round_().sub_(zero)
+        x_IT = (rounded if x.dim() == 2 else rounded.flatten(0, -2)).t().contiguous()
+        sums_TO = torch.embedding_bag(x_IT, inputs, starts, False, 0, False, weights)[0].t()
+        return sums_TO if x.dim() == 2 else sums_TO.unflatten(0, x.shape[:-1])
 
     return product
 
 
-def _sums_fit_16_bits(weight_OI: Tensor) -> bool:
-    """True if no sum of two neighbouring products with activations from 0 to 255 exceeds 16 bits."""
-    for part in weight_OI.split(max(1, _PART // weight_OI.shape[1])):
-        pairs = F.pad(part, (0, part.shape[1] % 2)).to(torch.int16).unflatten(1, (-1, 2))
-        for signed in (pairs.clamp(min=0), pairs.clamp(max=0)):
-            if signed.sum(2).abs().max().item() * 255 > _LARGEST_16_BITS:
-                return False
-    return True
-
-
-def _exact_parts(weight_OI: Tensor) -> Sequence[Tensor]:
-    """The inputs in as few equal parts as leave each output's sum of products with halves exact in fp32."""
-    sizes, num_parts = weight_OI.abs(), 1
+def _exact_parts(weight_OI: Tensor) -> list[tuple[Tensor, slice]]:
+    """As few equal parts of the inputs as leave each output's sum of products exact in fp32; pairs stay together."""
+    sizes, num_parts, num_all = weight_OI.abs(), 1, weight_OI.shape[1]
     while True:
-        num_inputs = -(-weight_OI.shape[1] // num_parts)
-        if all(part.sum(1).max().item() * _HALF_ZERO <= _EXACT for part in sizes.split(num_inputs, 1)):
-            return weight_OI.split(num_inputs, 1)
+        num_inputs = 2 * -(-num_all // (2 * num_parts))
+        if all(part.sum(1).max().item() * _LARGEST <= _EXACT for part in sizes.split(num_inputs, 1)):
+            begins = range(0, num_all, num_inputs)
+            return [(weight_OI[:, begin : begin + num_inputs], slice(begin, begin + num_inputs)) for begin in begins]
         num_parts += 1
 
 
@@ -155,8 +181,8 @@ INT8_KERNELS: Mapping[str, Int8Kernel] = {
     "FBGEMM": fbgemm,
     "oneDNN": onednn,
     "torch._int_mm": int_mm,
-    f"FBGEMM{IN_HALVES}": partial(in_halves, kernel=fbgemm),
-    f"oneDNN{IN_HALVES}": partial(in_halves, kernel=onednn),
+    f"FBGEMM{IN_PARTS}": partial(in_parts, kernel=fbgemm),
+    f"oneDNN{IN_PARTS}": partial(in_parts, kernel=onednn),
 }
 
 
@@ -357,15 +383,15 @@ def _products(dtype: torch.dtype, kinds: Sequence[Quantize], shape: tuple[int, i
             found[str(kind)] = packed.output
     if Quantize.INT8 not in kinds:
         return found
-    x = _rows(_FEW, shape, torch.float32)
+    x, usual_OI = _rows(_FEW, shape, torch.float32), torch.randn(weight_OI.shape, generator=torch.Generator())
     for name, kernel in INT8_KERNELS.items():
-        if _BY + name.removesuffix(IN_HALVES) in found:
+        if _BY + name.removesuffix(IN_PARTS) in found:
             continue
         try:
             product = int8_weights(weight_OI, None, kernel).output
             # Where sums of two products are kept in 16 bits, which these exceed, they are far too small.
             if torch.equal(product(x), x[:, :1] * _signed(num_outputs).t() * num_inputs):
-                found[_BY + name] = product
+                found[_BY + name] = int8_weights(usual_OI, None, kernel).output
         except (RuntimeError, AttributeError, NotImplementedError):
             # This build of PyTorch or this processor has no such kernel.
             continue
