@@ -470,10 +470,8 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own
 
 
-def has_apart_rows(layer: nn.Linear) -> bool:
-    """True if a row of the layer's output has the same bits whatever other rows there are."""
-    if not (isinstance(layer, Linear) and is_plain(layer)):
-        return False
+def has_apart_rows(layer: "Linear") -> bool:
+    """True if a row of the plain layer's output has the same bits whatever other rows there are."""
     return layer.fixed is not None or (isinstance(layer.matmul, OneDnnMatmul) and _has_onednn(layer.weight))
 
 

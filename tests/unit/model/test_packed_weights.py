@@ -230,6 +230,36 @@ def test_the_last_layer_computes_only_tokens_whose_logits_are_wanted(
     engine.close()
 
 
+class Beside(nn.Module):
+    """A layer with something beside it, which counts its tokens."""
+
+    def __init__(self, inner: nn.Module, seen: list[int]) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("part", ["mlp.norm", "mlp.gate", "mlp.down", "attention.output", "head.norm", "mlp.decode"])
+def test_a_module_in_the_place_of_one_of_the_last_layer_sees_all_tokens(part: str) -> None:
+    engine, seen = make(), []
+    *_, attention, mlp, head = (module for _, module in engine.pipeline.stages[0].units)
+    unit, name = part.split(".")
+    owner = {"attention": attention, "mlp": mlp, "head": head}[unit]
+    if name == "decode":
+        decode = owner.decode
+        owner.decode = lambda x, *given: seen.append(len(x)) or decode(x, *given)
+    else:
+        setattr(owner, name, Beside(getattr(owner, name), seen))
+    before = answers(make())
+    assert answers(engine) == before
+    num_read = sum(map(len, PROMPTS)) + len(PROMPTS) * (PARAMS.max_new_tokens - 1)
+    # The head reads what is wanted alone, as ever.
+    assert sum(seen) == (len(PROMPTS) * PARAMS.max_new_tokens if unit == "head" else num_read)
+
+
 @pytest.mark.parametrize("width", [40, 44, 48])
 def test_any_inner_width_has_the_same_bits_packed_or_not_and_alone(width: int) -> None:
     config = replace(CONFIG, intermediate_size=width)

@@ -196,3 +196,20 @@ def test_layers_of_transformers_are_refused(tmp_path: Any) -> None:
     make_model("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^reproducible = true: .* possible are models of Penstock's own dense"):
         Engine.from_hf(tmp_path, native=False, device="cpu", reproducible=True)
+
+
+@pytest.mark.parametrize("num_rows", [2, 6])
+def test_a_generation_that_failed_leaves_nothing_behind(num_rows: int) -> None:
+    found, prompts = engine(reproducible=True), [[1, 2, 3] * 20] * num_rows
+    params = SamplingParams(max_new_tokens=5)
+    before = [(answer.tokens, answer.log_probs) for answer in found.generate(prompts, params)]
+    _, attention, *_ = (module for _, module in found.pipeline.stages[0].units)
+    kept = attention.k.weight.detach().clone()
+    with torch.no_grad():
+        attention.k.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        found.generate([[5] * 90] * num_rows, params)
+    with torch.no_grad():
+        attention.k.weight.copy_(kept)
+    assert [(answer.tokens, answer.log_probs) for answer in found.generate(prompts, params)] == before
+    found.close()

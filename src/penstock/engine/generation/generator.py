@@ -132,6 +132,8 @@ class Generator:
                 if requests is not None:
                     generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
                 self._run(generation, options, max_length)
+                # As after a failed call: here the requests have failed one by one.
+                self.decoders.release()
 
     def _go_on(self, take: Callable[[], Generation], options: GenerateOptions) -> GenerateResult:
         """Compute until the end of a call or its next interruption."""
@@ -195,7 +197,12 @@ class Generator:
         if generation.scheduler is not None:
             generation.scheduler.version = pipeline.step
         self._loop = loop = DecodeLoop(self.ring, self.decoders.of(options.form(pipeline.device)), generation)
-        loop.run()
+        try:
+            loop.run()
+        except BaseException:
+            # What is left in the caches may be no number, which the next call's masks would not hide.
+            self.decoders.release()
+            raise
         return loop
 
     # ---- before the loop

@@ -262,7 +262,7 @@ def _tiles_at_once(items: Sequence[BatchItem], like: KVCache, num_heads: int) ->
     parts = [(items[place].row, first // BLOCK_TOKENS, count) for (place, first, _), count in zip(tiles, counts)]
     reads = like.reads(tuple(parts), num_heads)
     values, value_starts, sees_XB, seen = reads.seen(num_heads, firsts, ends)
-    mask_XB = torch.zeros(sees_XB.shape).masked_fill_(~sees_XB, -torch.inf)
+    hidden_XB = ~sees_XB
     scale = torch.tensor(like.values_RGLK.shape[-1] ** -0.5, dtype=torch.float32)
     orders = partial(_orders, tiles, counts, len(items), num_heads, reads)
     queries_X, vectors, vector_starts, ones, own_P, highest_each, sums = reads.shared(("tiles", *places), orders)
@@ -273,7 +273,8 @@ def _tiles_at_once(items: Sequence[BatchItem], like: KVCache, num_heads: int) ->
 
     def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
         scores_XB = reads.scores(cache, q_RHK.flatten(0, 1).index_select(0, queries_X))
-        scores_XB = torch.addcmul(mask_XB, scores_XB, scale)
+        # What is left of other texts may be no number, of which a sum with a mask is none either.
+        scores_XB.mul_(scale).masked_fill_(hidden_XB, -torch.inf)
         highest_each.index_copy_(0, reads.places_X, scores_XB.amax(1))
         highest = highest_of_heads.amax(1)
         weights_XB = exponential_(scores_XB.sub_(highest.index_select(0, reads.queries_X)[:, None]))
