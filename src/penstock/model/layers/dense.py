@@ -123,7 +123,8 @@ _ROWS_AT_ONCE = 256
 prompt in int8 by FBGEMM with weights 2,048 wide; nothing lost with other kinds)."""
 
 _MANY_QUERIES = 8
-"""Of a key's queries: for so many, attention by blocks and by products takes a CPU equally long (64 to 2,000 keys)."""
+"""Of a key's queries: for so many, attention by blocks and by products takes a CPU equally long (64 to 2,000 keys); but
+with several threads a product's bits depend on the number of rows."""
 
 
 def silu_of_each(x: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def silu_of_each(x: Tensor) -> Tensor:
     PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
     where they do not fill a vector.
     """
-    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
+    if x.shape[-1] % WHOLE == 0:
         return F.silu(x)
     divisor = torch.neg(x).exp_().add_(1.0)
     return torch.div(x, divisor, out=divisor)
@@ -362,7 +363,7 @@ class AttentionBlock(nn.Module):
         num_queries, by_blocks = self.num_heads // self.num_kv_heads, size.device.type == "cpu"
         if by_blocks and self.is_reproducible:
             by_blocks = reads_by_blocks(size.num_rows, num_queries, self.head_dim)
-        elif num_queries > _MANY_QUERIES:
+        elif num_queries > _MANY_QUERIES and torch.get_num_threads() == 1:
             by_blocks = False
         return KVCache(size, self.num_kv_heads, self.head_dim, by_blocks)
 
