@@ -247,7 +247,7 @@ def test_a_module_in_the_place_of_one_of_the_last_layer_sees_all_tokens(part: st
     engine, seen = make(), []
     *_, attention, mlp, head = (module for _, module in engine.pipeline.stages[0].units)
     unit, name = part.split(".")
-    owner = {"attention": attention, "mlp": mlp, "head": head}[unit]
+    owner: Any = {"attention": attention, "mlp": mlp, "head": head}[unit]
     if name == "decode":
         decode = owner.decode
         owner.decode = lambda x, *given: seen.append(len(x)) or decode(x, *given)

@@ -104,7 +104,7 @@ def test_exponentials_are_those_of_the_attention_kernel() -> None:
         nothing, torch.zeros_like(vectors), vectors, 0.0, False, attn_mask=scores
     )
     own = fixed_tiles.exponential_(scores.clone())
-    sums = sum(own.unflatten(-1, (-1, fixed_tiles._vector_numbers())).unbind(-2))
+    sums: Any = sum(own.unflatten(-1, (-1, fixed_tiles._vector_numbers())).unbind(-2))
     while sums.shape[-1] > 1:
         sums = sum(sums.chunk(2, -1))
     assert torch.equal(mean, own * (1 / sums))
@@ -203,7 +203,7 @@ def test_a_generation_that_failed_leaves_nothing_behind(num_rows: int) -> None:
     found, prompts = engine(reproducible=True), [[1, 2, 3] * 20] * num_rows
     params = SamplingParams(max_new_tokens=5)
     before = [(answer.tokens, answer.log_probs) for answer in found.generate(prompts, params)]
-    _, attention, *_ = (module for _, module in found.pipeline.stages[0].units)
+    attention: Any = found.pipeline.stages[0].units[1][1]
     kept = attention.k.weight.detach().clone()
     with torch.no_grad():
         attention.k.weight[0] = torch.nan
