@@ -58,6 +58,19 @@ def test_silu_of_each_is_silu(length: int) -> None:
     torch.testing.assert_close(dense.silu_of_each(x), F.silu(x))
 
 
+@pytest.mark.shows(128)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("width", [96, 100])
+def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int) -> None:
+    x, threads = 3 * torch.randn(1001, width, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = dense.silu_of_each(x)
+        assert all(torch.equal(dense.silu_of_each(row), found) for row, found in zip(x.split(1), together.split(1)))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def caches(lengths: Sequence[int], groups: int, width: int) -> list[KVCache]:
     """One whose tiles the kernel reads, and one by blocks, with the same keys and values."""
     size = CacheSize(len(lengths), fixed_tiles.rounded_up(max(lengths)), torch.float32, torch.device("cpu"))

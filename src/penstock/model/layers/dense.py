@@ -133,7 +133,7 @@ def silu_of_each(x: Tensor) -> Tensor:
     PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
     where they do not fill a vector.
     """
-    if x.shape[-1] % WHOLE == 0:
+    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
         return F.silu(x)
     divisor = torch.neg(x).exp_().add_(1.0)
     return torch.div(x, divisor, out=divisor)
