@@ -112,25 +112,24 @@ def in_parts(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tens
     if not rest_OI.any():
         return kernel(weight_OI, scales_O)
     ones_O = torch.ones(len(scales_O))
-    is_sparse = rest_OI.count_nonzero() * _SPARSE <= rest_OI.numel() and len(_exact_parts(rest_OI)) == 1
+    is_sparse = int(rest_OI.count_nonzero()) * _SPARSE <= rest_OI.numel() and len(_exact_parts(rest_OI)) == 1
     # Each addend is exact in fp32, and the sum of all is rounded once.
     addends = [
         (kernel(part.contiguous(), ones_O), own)
-        for weights in (fitting_OI, *[rest_OI][is_sparse:])
+        for weights in ([fitting_OI] if is_sparse else [fitting_OI, rest_OI])
         for part, own in _exact_parts(weights)
     ]
-    (multiply, _), *others = addends
-    if not is_sparse or others:
-        if is_sparse:
-            addends.append((_few_products(rest_OI), slice(None)))
+    if is_sparse:
+        addends.append((_few_products(rest_OI), slice(None)))
+    if len(addends) == 2:
+        multiply, multiply_rest = (product for product, _ in addends)
+        return lambda x: multiply(x).add_(multiply_rest(x)).mul_(scales_O)
 
-        def product(x: Tensor) -> Tensor:
-            sums = [multiply(x[..., own].contiguous()).double() for multiply, own in addends]
-            return torch.stack(sums).sum(0).float().mul_(scales_O)
+    def product(x: Tensor) -> Tensor:
+        sums = [multiply(x[..., own].contiguous()).double() for multiply, own in addends]
+        return torch.stack(sums).sum(0).float().mul_(scales_O)
 
-        return product
-    multiply_rest = _few_products(rest_OI)
-    return lambda x: multiply(x).add_(multiply_rest(x)).mul_(scales_O)
+    return product
 
 
 def _cut_to_16_bits(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
