@@ -66,7 +66,10 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a copy to the host": (lambda x: x + x.detach().cpu().mean().to(x.device), "0F0.*copied to the host"),
     "a value read in backward": (ReadInBackward.apply, "0B0.*the host reads a value"),
     "rows chosen by a mask": (lambda x: x + x[x[:, 0] > 0].mean(0), "0F0.*needs the data of a tensor"),
-    "a tensor left on the host": (lambda x: x + torch.arange(x.shape[0])[:, None], "0F0.*meta.*cpu"),
+    "a tensor left on the host": (
+        lambda x: x + torch.arange(x.shape[0])[:, None],
+        "0F0.*devices.*meta.*cpu.*the host's tensors are 'cpu'",
+    ),
     "widths that do not meet": (lambda x: x @ x.new_ones(WIDTH + 1, WIDTH), "0F0.*reduction dim"),
     "types that do not meet": (
         lambda x: x @ x.new_ones(WIDTH, WIDTH, dtype=torch.float64),
