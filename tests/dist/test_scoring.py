@@ -235,7 +235,7 @@ def test_all_ranks_hear_of_results_that_do_not_fit_and_the_engine_goes_on() -> N
         "lengths that are too small": (PartitionError.__name__, "rows; expected were"),
         "rows that fit nothing": (PartitionError.__name__, "a row per sequence"),
         "a failing hook": ("ZeroDivisionError", "made to fail"),
-        "an object for all": ("TypeError", "an object cannot go to other ranks"),
+        "an object for all": ("TypeError", "an object cannot be saved or sent"),
     }
     for what, (kind, text) in expected.items():
         assert last["told"][what][0] == kind and text in last["told"][what][1], what

@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock import __version__
+from penstock.parallel.nested import pack, tensor_forms, unpack
 from penstock.parallel.tensor_slice import laid_out
 from penstock.settings import ConfigError, differences
-from penstock.settings.declare import type_in_words, words_of
+from penstock.settings.declare import words_of
 
 T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
 """Gives every rank the list of all ranks' JSON values, in rank order: `gather_json` over some group."""
 
-_TENSOR, _TUPLE = "\0tensor", "\0tuple"
 _LENGTH = struct.Struct("<q")
 _KIND_BYTES, _ROW_BYTES = 8, 128
 
@@ -167,7 +166,7 @@ def check_portable(value: Any) -> None:
 
     Raises: `TypeError` naming the type, and the possible ones.
     """
-    _packed(value, [])
+    pack(value)
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
@@ -180,9 +179,9 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
     """
     if group is None:
         return value
-    tensors: list[Tensor] = []
     is_source = group.rank() == source
-    text = json.dumps(_packed(value, tensors)).encode() if is_source else b""
+    structure, tensors = pack(value) if is_source else (None, [])
+    text = json.dumps(structure).encode() if is_source else b""
     length = torch.tensor([len(text)])
     dist.broadcast(length, group=group, group_src=source)
     packed = (
@@ -192,49 +191,11 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) ->
     )
     dist.broadcast(packed, group=group, group_src=source)
     structure = json.loads(packed.numpy().tobytes())
-    if not is_source:
-        tensors.extend(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in _described(structure))
+    if is_source:
+        tensors = [laid_out(tensor.cpu()) for tensor in tensors]
+    else:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in tensor_forms(structure)]
     for tensor in tensors:
         if tensor.numel():
             dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=source)
-    return _unpacked(structure, iter(tensors))
-
-
-def _packed(value: Any, tensors: list[Tensor]) -> Any:
-    """The value as JSON; each tensor is appended to `tensors` and replaced by its description."""
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise TypeError(f"a tensor of layout {value.layout} cannot go to other ranks; possible are dense ones")
-        tensors.append(laid_out(value.detach().cpu()))
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, Mapping):
-        if not all(isinstance(name, str) and name not in (_TENSOR, _TUPLE) for name in value):
-            raise TypeError(f"the names of a mapping that goes to other ranks must be strings, not {list(value)}")
-        return {name: _packed(inner, tensors) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        several = [_packed(inner, tensors) for inner in value]
-        return {_TUPLE: several} if isinstance(value, tuple) else several
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"{type_in_words(value)} cannot go to other ranks; possible are numbers, strings, tensors, None, "
-        "and lists and mappings of them"
-    )
-
-
-def _described(structure: Any) -> list[tuple[str, list[int]]]:
-    if isinstance(structure, dict):
-        if _TENSOR in structure:
-            return [structure[_TENSOR]]
-        return [described for inner in structure.values() for described in _described(inner)]
-    return [described for inner in structure for described in _described(inner)] if isinstance(structure, list) else []
-
-
-def _unpacked(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(structure, dict):
-        if _TENSOR in structure:
-            return next(tensors)
-        if _TUPLE in structure:
-            return tuple([_unpacked(inner, tensors) for inner in structure[_TUPLE]])
-        return {name: _unpacked(inner, tensors) for name, inner in structure.items()}
-    return [_unpacked(inner, tensors) for inner in structure] if isinstance(structure, list) else structure
+    return unpack(structure, tensors)
