@@ -38,7 +38,7 @@ def _checkpointer(grid: Grid, folder: Path, keep: int = 2, **options: Any) -> Ch
 
 def _assert_intact(folder: Path, steps: set[int]) -> int:
     """Open the folder as a run of one process does, and compare every tensor of the newest checkpoint."""
-    checkpointer = _checkpointer(connect(Layout(), CPU), folder)
+    checkpointer = _checkpointer(connect(Layout(), "cpu"), folder)
     info = checkpointer.latest()
     assert info is not None and info.step in steps and not checkpointer.refused
     loaded = {name: torch.zeros_like(_tensor(name, 0)) for name in NAMES}
@@ -52,13 +52,13 @@ def _assert_intact(folder: Path, steps: set[int]) -> int:
 
 
 def _save_cut(rank: int, folder: Path, layout: Layout, cut: list[list[str]]) -> None:
-    grid = connect(layout, CPU)
+    grid = connect(layout, "cpu")
     checkpointer = _checkpointer(grid, folder)
     checkpointer.save(5, _tensors(cut[grid.pp_rank], 5), {"rank": rank}, wait=True)
 
 
 def _load_cut(rank: int, folder: Path, layout: Layout, cut: list[list[str]]) -> tuple[dict[str, Tensor], Any]:
-    grid = connect(layout, CPU)
+    grid = connect(layout, "cpu")
     checkpointer = _checkpointer(grid, folder)
     info = checkpointer.latest()
     assert info is not None
@@ -91,7 +91,7 @@ def test_any_layout_reads_what_any_other_has_saved(tmp_path: Path, source: str) 
 
 
 def _save_replicated(rank: int, folder: Path) -> list[str]:
-    checkpointer = _checkpointer(connect(Layout(dp=2), CPU), folder)
+    checkpointer = _checkpointer(connect(Layout(dp=2), "cpu"), folder)
     checkpointer.save(5, {**_tensors(NAMES, 5), f"rng.{rank}": torch.full((4,), rank)}, wait=True)
     info = checkpointer.latest()
     assert info is not None
@@ -110,7 +110,7 @@ def test_what_replicas_hold_alike_is_written_once_and_by_both_in_turn(tmp_path: 
 
 
 def _save_tied(rank: int, folder: Path) -> Tensor:
-    grid = connect(Layout(pp=2), CPU)
+    grid = connect(Layout(pp=2), "cpu")
     checkpointer = _checkpointer(grid, folder, aliases={"head.weight": NAMES[0]})
     tensors = {NAMES[0] if rank == 0 else "head.weight": _tensor(NAMES[0], 5)}
     checkpointer.save(5, tensors, wait=True)
@@ -131,7 +131,7 @@ def test_a_tied_copy_on_another_rank_is_loaded_from_its_owner(tmp_path: Path) ->
 
 
 def _fail_alike(rank: int, folder: Path) -> list[str]:
-    grid = connect(Layout(pp=2), CPU)
+    grid = connect(Layout(pp=2), "cpu")
     checkpointer = _checkpointer(grid, folder)
     messages = []
 
@@ -189,7 +189,7 @@ class _KillSwitch:
 
 def _save_until_killed(rank: int, folder: Path, kills: dict[int, int | None]) -> int:
     """Save step 1 in peace; then 2, 2 once more over itself, and 3, which removes 1."""
-    grid = connect(Layout(pp=dist.get_world_size()), CPU)
+    grid = connect(Layout(pp=dist.get_world_size()), "cpu")
     checkpointer = _checkpointer(grid, folder)
     names = NAMES[rank :: grid.world_size]
     checkpointer.save(1, _tensors(names, 1), wait=True)

@@ -52,7 +52,7 @@ GROUPS = (*HOST_GROUPS, "tp_group", "cp_group", "ep_group", "dp_cp_group")
 def _groups_of(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
     seen = []
     for layout in layouts:
-        grid = connect(layout, CPU)
+        grid = connect(layout, "cpu")
         groups = {name: getattr(grid, name) for name in (*GROUPS, "edp_group", "mirror_group")}
         seen.append(
             {
@@ -112,7 +112,7 @@ def test_every_rank_is_in_the_groups_of_the_table(layouts: list[Layout]) -> None
 
 
 def _reduce_buckets(rank: int, dtype: torch.dtype, cap_bytes: int) -> dict[str, Any]:
-    grid = connect(Layout(dp=dist.get_world_size()), CPU)
+    grid = connect(Layout(dp=dist.get_world_size()), "cpu")
     parameters = dict(_parameters(list(SHAPES), dtype))
     buckets = GradientBuckets(list(parameters.items()), grid.dp_cp_group, cap_bytes)
     launched = _spy_on_all_reduce()
@@ -227,7 +227,7 @@ FAILURES = {
 
 
 def _step_after_failures(rank: int) -> list[tuple[str, list[int], bool, list[int]]]:
-    group = connect(Layout(dp=2), CPU).dp_cp_group
+    group = connect(Layout(dp=2), "cpu").dp_cp_group
     pipeline, found = _Pipeline(group), []
     for name, (stage, place, _) in FAILURES.items():
         pipeline.layers[stage].fails_in = place
@@ -291,13 +291,13 @@ def _train(grid: Grid, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> 
 
 
 def _train_on_rank(rank: int, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
-    return _train(connect(Layout(pp=2), CPU), cut, dtype)
+    return _train(connect(Layout(pp=2), "cpu"), cut, dtype)
 
 
 @pytest.mark.shows(89, 91, 93)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_state_and_norm_do_not_depend_on_the_cut_and_tied_copies_stay_equal(dtype: torch.dtype) -> None:
-    alone = [_train(connect(Layout(), CPU), cut, dtype) for cut in CUTS]
+    alone = [_train(connect(Layout(), "cpu"), cut, dtype) for cut in CUTS]
     runs = [list(run_ranks(2, _train_on_rank, cut, dtype)) for cut in CUTS]
     assert runs and alone[0]["weights"].keys() == {*SHAPES, "head.weight"}
     for ranks in [[one] for one in alone] + runs:
@@ -315,7 +315,7 @@ def test_weights_state_and_norm_do_not_depend_on_the_cut_and_tied_copies_stay_eq
 
 def _step_with_infinity(rank: int, place: str) -> dict[str, Any]:
     layout = Layout(pp=2) if place == "stage" else Layout(dp=2)
-    grid = connect(layout, CPU)
+    grid = connect(layout, "cpu")
     names = [["embedding.weight", "norm.weight"], ["a.weight", "b.weight", "bias"]][grid.pp_rank]
     buckets = GradientBuckets(_parameters(names, torch.float16), grid.dp_cp_group)
     config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=10))
@@ -351,7 +351,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(place: str) -> None:
 
 
 def _hold_the_same_name(rank: int) -> str:
-    grid = connect(Layout(pp=2), CPU)
+    grid = connect(Layout(pp=2), "cpu")
     try:
         Optimizer([GradientBuckets(_parameters(["bias"]))], OptimizerConfig(), grid.pp_control)
     except ValueError as error:

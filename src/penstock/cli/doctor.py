@@ -118,7 +118,7 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     def work(store: "Store") -> None:
         links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
         if given.measure is not None:
-            cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"], group))
+            cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"]))
             links["cluster"] = cluster
             if group.rank == 0:
                 # The launcher has seen whether the file may be replaced.

@@ -216,7 +216,8 @@ class Pipeline:
     ) -> None:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
         check_count("hidden_size", int(hidden_size))
-        self.device, self.grid = self._join()
+        self.grid = self._join()
+        self.device = self.grid.device
         check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
@@ -260,11 +261,11 @@ class Pipeline:
             self.recovery.covers(group)
         self.transport = self.open_transport(self.placement, self.device)
 
-    def _join(self) -> tuple[torch.device, Grid]:
-        device = device_of(self.options.device)
-        if device.type == "cpu":
+    def _join(self) -> Grid:
+        grid = connect(self.layout, self.options.device, timedelta(seconds=self.options.timeout_s))
+        if grid.device.type == "cpu":
             keep_freed_memory()
-        return device, connect(self.layout, device, timedelta(seconds=self.options.timeout_s))
+        return grid
 
     def _make_recorder(self, place: str | None) -> Recorder:
         """The recorder of this rank; `place` names its pipeline where there are several."""
@@ -533,12 +534,3 @@ class Pipeline:
             f"{program.schedule.name} fuses forwards with backwards, so that one computes while the other's exchange "
             "with its peers is under way; here no layer exchanges anything, so overlap gains nothing"
         )
-
-
-def device_of(name: str) -> torch.device:
-    """The device that a rank computes on, given the setting."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(name)

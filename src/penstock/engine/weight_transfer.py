@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.engine.options import EngineOptions
-from penstock.engine.pipeline import Pipeline, device_of
+from penstock.engine.pipeline import Pipeline
 from penstock.parallel import connect, naming_ended_ranks
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import gather_json, on_all_ranks
@@ -135,7 +135,7 @@ class RemoteEngine(WeightEndpoint):
 
     @naming_ended_ranks()
     def __init__(self, layout: Layout, options: EngineOptions) -> None:
-        grid = connect(layout, device_of(options.device), timedelta(seconds=options.timeout_s))
+        grid = connect(layout, options.device, timedelta(seconds=options.timeout_s))
         super().__init__(layout, options, grid.number)
 
     if not TYPE_CHECKING:  # attributes that are misspelt are found

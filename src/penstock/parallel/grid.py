@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
+from penstock.parallel.device import agree_on_device
 from penstock.parallel.host import ProcessEnded, gather_json, refuse_other_software
 from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
-from penstock.settings import Coordinates, Groups, Layout
+from penstock.settings import Coordinates, Device, Groups, Layout
 
 # In the store, how often each rank has met the others.
 _MEETINGS = "penstock/meetings"
@@ -40,17 +41,17 @@ def own_world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | None = None) -> Grid:
+def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None = None) -> Grid:
     """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
 
-    A process that is not among the layout's ranks takes part as well, but gets no group.
+    A process that is not among the layout's ranks takes part as well, but gets no group and no device but the CPU.
 
     torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
     `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
     where one rank may wait for another's disk.
 
     Raises: ValueError when the layout does not fit the world, or another rank has another one, or another version of
-        Penstock or torch.
+        Penstock or torch, or as `agree_on_device` does for the device that is `wanted`.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout.world_size > world_size == 1 and os.environ.get("WORLD_SIZE", "1") == str(layout.world_size):
@@ -60,21 +61,23 @@ def connect(layout: Layout, device: torch.device, timeout: datetime.timedelta | 
         )
     layout.check(world_size)
     if world_size == 1:
-        return Grid(layout, device, rank=0)
+        return Grid(layout, agree_on_device(wanted, lambda view: [view], 0), rank=0)
     ranks, everyone = world_ranks(layout), (tuple(range(layout.world_size)),)
     rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else OUTSIDE
     wait_for_all(timeout)
     number = dist.distributed_c10d._get_default_store().add(f"{_ENGINES}/{dist.get_rank()}", 1)
     # Every rank makes all groups of the world in one order and uses each immediately: communicators that are made on
     # first use would wait for each other in whatever order the ranks arrive.
-    backend, host = "nccl" if device.type == "cuda" else "gloo", torch.device("cpu")
-    on_device = functools.partial(_connected, rank, ranks, backend, device, timeout)
+    host = torch.device("cpu")
     on_host = functools.partial(_connected, rank, ranks, "gloo", host, timeout)
     control = on_host(everyone)
     refuse_other_software(functools.partial(gather_json, group=control))
     views = gather_json(str(layout), control)
     if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
         raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
+    device = host if rank == OUTSIDE else agree_on_device(wanted, functools.partial(gather_json, group=control), rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    on_device = functools.partial(_connected, rank, ranks, backend, device, timeout)
     pp_control = on_host(layout.groups("pp"))
     known = {everyone: control, layout.groups("pp"): pp_control}
     for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
@@ -167,7 +170,7 @@ class Grid:
 
     #: the sizes of the grid's axes
     layout: Layout
-    #: the device of the groups for device tensors
+    #: the device on which this rank computes, and whose tensors the groups below are for
     device: torch.device
     #: this process among those of the layout; OUTSIDE if it is none of them
     rank: int

@@ -254,7 +254,7 @@ class ParallelConfig(Layout, section="parallel"):
         ContextForm.RING,
         'Exchange between cp ranks: keys and values go round a "ring", or heads are exchanged "all-to-all".',
     )
-    device: Device = setting("auto", '"auto" takes GPUs when every local rank finds one.')
+    device: Device = setting("auto", '"auto" takes GPUs where each rank finds one of its own, else the CPU for all.')
     num_threads: int = setting(1, "CPU threads of a rank.", Bounds(least=1, limit=2**12))
     timeout_s: float = setting(
         600.0,

@@ -33,7 +33,7 @@ IDENTITY = {"model.num_layers": 2, "optimizer.learning_rate": 0.001}
 
 
 def _checkpointer(folder: Path, keep: int = 3, **options: Any) -> Checkpointer:
-    return Checkpointer(folder, connect(Layout(), torch.device("cpu")), IDENTITY, keep, **options)
+    return Checkpointer(folder, connect(Layout(), "cpu"), IDENTITY, keep, **options)
 
 
 def _tensors(seed: int) -> dict[str, Tensor]:
@@ -425,7 +425,7 @@ def test_leftovers_of_a_killed_run_are_cleared_away_and_a_replaced_one_comes_bac
 def test_the_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     _save(tmp_path, [1])
     before = _names(tmp_path)
-    grid = connect(Layout(), torch.device("cpu"))
+    grid = connect(Layout(), "cpu")
     with pytest.raises(AnotherRun, match=r"holds another run: optimizer.learning_rate is 0.001 there and 0.002 here"):
         Checkpointer(tmp_path, grid, IDENTITY | {"optimizer.learning_rate": 0.002})
     with pytest.raises(AnotherRun, match="seed is None there and 1 here"):
@@ -442,7 +442,7 @@ def test_a_run_file_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> No
 
 def test_a_checkpoint_copied_from_another_run_is_refused_by_name(tmp_path: Path) -> None:
     _save(tmp_path / "ours", [1])
-    theirs = Checkpointer(tmp_path / "theirs", connect(Layout(), torch.device("cpu")), {"model.num_layers": 3})
+    theirs = Checkpointer(tmp_path / "theirs", connect(Layout(), "cpu"), {"model.num_layers": 3})
     theirs.save(2, _tensors(2), wait=True)
     shutil.copytree(tmp_path / "theirs" / "step-00000002", tmp_path / "ours" / "step-00000002")
     checkpointer = _checkpointer(tmp_path / "ours")

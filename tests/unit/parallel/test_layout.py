@@ -150,7 +150,7 @@ def test_a_rank_outside_is_refused(rank: int) -> None:
 
 def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
-    grid = connect(Layout(), torch.device("cpu"))
+    grid = connect(Layout(), "cpu")
     assert (grid.rank, grid.place, grid.ep_rank, grid.world_size, grid.pp_ranks) == (0, Coordinates(), 0, 1, (0,))
     host = (grid.control, grid.background, grid.pp_control, grid.batch_control, grid.model_control)
     device = (grid.tp_group, grid.cp_group, grid.ep_group, grid.dp_cp_group, grid.edp_group, grid.mirror_group)
@@ -159,8 +159,8 @@ def test_one_process_needs_no_groups_and_no_torch_distributed() -> None:
 
 def test_one_process_does_not_fill_a_larger_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs 2 processes, but there are 1"):
-        connect(Layout(pp=2), torch.device("cpu"))
+        connect(Layout(pp=2), "cpu")
     # As torchrun says it to each of them.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"needs 2 processes, which have not met; call torch\.distributed\.init"):
-        connect(Layout(pp=2), torch.device("cpu"))
+        connect(Layout(pp=2), "cpu")

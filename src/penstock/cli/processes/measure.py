@@ -30,7 +30,9 @@ _NUM_LINK_WORDS = 20
 _LINK_BLOCK_BYTES = 4 * 2**20
 
 
-def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str, timeout_s: float) -> dict[str, Any]:
+def measure_links(
+    layout: Layout, group: Group, store: Store, wanted_device: Device, timeout_s: float
+) -> dict[str, Any]:
     """Test all links as one process of `group`; returns what was measured, by name.
 
     hosts: the machine of each rank. word_s: median step of a ring of all processes with eight bytes. block_bytes_per_s:
@@ -42,13 +44,13 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     hosts = [theirs["host"] for theirs in exchange(store, group, "hosts", {"host": platform.node()})]
     device_name = choose_device(store, group, wanted_device)
     initialise(store, group, device_name, timeout_s)
-    device = measured_device(device_name, group)
+    device = measured_device(device_name)
     ring = range(group.world_size)
     times = [ring_step(ring, torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
     block = torch.full((_LINK_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring_step(ring, block) for _ in range(3))
     start = time.perf_counter()
-    connect(layout, device, timedelta(seconds=timeout_s))
+    connect(layout, device_name, timedelta(seconds=timeout_s))
     connect_s = time.perf_counter() - start
     return {
         "device": device_name,
@@ -60,9 +62,9 @@ def measure_links(layout: Layout, group: Group, store: Store, wanted_device: str
     }
 
 
-def measured_device(name: str, group: Group) -> torch.device:
-    """The device of this process."""
-    return torch.device(name, group.local_rank) if name == "cuda" else torch.device("cpu")
+def measured_device(name: Device) -> torch.device:
+    """The device of this process, once `choose_device` has chosen."""
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
 def ring_step(members: Sequence[int], sent: Tensor) -> float:
@@ -224,7 +226,7 @@ def measured_ranks(
     if group.is_on_one_host or num_stages != group.world_size:
         return (), ()
     exchange(store, group, "measuring", {})
-    place = torch.device(device, group.local_rank) if device == "cuda" else torch.device("cpu")
+    place = measured_device(device)
     weight = torch.randn(_WIDTH, _WIDTH, device=place)
     rows = torch.randn(_NUM_ROWS, _WIDTH, device=place)
     seconds = best_s(lambda: torch.nn.functional.linear(rows, weight), place)

@@ -43,6 +43,7 @@ from penstock.cli.output import NAME
 from penstock.cli.processes.machine import check_open_files
 from penstock.cli.processes.meeting import Group, exchange
 from penstock.engine.checkpoint.manifest import CheckpointError
+from penstock.parallel.device import agree_on_device
 from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks, refuse_other_software
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.runtime.errors import is_of_link
@@ -376,27 +377,17 @@ def _gathered(store: Store, group: Group, key: str, value: Any) -> list[Any]:
     return [theirs["value"] for theirs in exchange(store, group, key, {"value": value})]
 
 
-def choose_device(store: Store, group: Group, wanted: str) -> Device:
-    """Resolve "auto": "cuda" if every rank finds a GPU of its own on its machine, else "cpu"; the same on all ranks.
+def choose_device(store: Store, group: Group, wanted: Device) -> Device:
+    """Make a GPU of its own the current device of every process, or choose the CPU for all, as `agree_on_device` does.
 
-    Raises:
-        ConfigError: GPUs are demanded, and some rank finds none.
+    Raises: ConfigError on all of them where that is not possible.
     """
-    found = torch.cuda.is_available() and torch.cuda.device_count() > group.local_rank
-    answers = exchange(store, group, "gpu", {"found": found})
-    lacking = [rank for rank, answer in enumerate(answers) if not answer["found"]]
-    if wanted == "cuda" and lacking:
-        raise ConfigError(
-            f'parallel.device = "cuda", but rank {lacking[0]} finds no GPU of its own; start fewer ranks a machine, '
-            'or set it to "cpu"'
-        )
-    return "cpu" if wanted == "cpu" or lacking else "cuda"
+    device = agree_on_device(wanted, partial(_gathered, store, group, "device"), group.rank)
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
-def initialise(store: Store, group: Group, device: str, timeout_s: float) -> None:
+def initialise(store: Store, group: Group, device: Device, timeout_s: float) -> None:
     """Create the default process group, from which the engine creates its own."""
-    if device == "cuda":
-        torch.cuda.set_device(group.local_rank)
     if group.world_size == 1:
         return
     dist.init_process_group(

@@ -176,7 +176,7 @@ class RehearsedPipeline(Pipeline):
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         return self.batch.cut or super()._cut(units, hidden_size)
 
-    def _join(self) -> tuple[torch.device, Grid]:
+    def _join(self) -> Grid:
         layout, rank = self.layout, self.place.rank
 
         def group(groups: Groups, axis: str) -> CountedGroup | None:
@@ -184,7 +184,7 @@ class RehearsedPipeline(Pipeline):
             return CountedGroup(rank, ranks, axis, self.place.traffic) if len(ranks) > 1 else None
 
         dp_cp_group = group(layout.groups("dp", "cp"), "dp,cp")
-        grid = Grid(
+        return Grid(
             layout,
             self.place.device,
             rank,
@@ -195,7 +195,6 @@ class RehearsedPipeline(Pipeline):
             edp_group=dp_cp_group if layout.ep == 1 else group(layout.expert_copies(), "dp,cp / ep"),
             mirror_group=group(mirrored(layout.groups("pp")), "pp"),
         )
-        return self.place.device, grid
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return CountedTransport(self.grid.pp_rank, device, self.place.meter, self.place.traffic)
