@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         token_cross_entropy,
         token_scores,
     )
+    from penstock.model import Labels
     from penstock.runtime import CallbackError, PipelineError, StepError, TransportError
     from penstock.settings import (
         ConfigError,
@@ -67,6 +68,7 @@ __all__ = [
     "EngineOptions",
     "Extent",
     "GenerateOptions",
+    "Labels",
     "Layout",
     "LearningRate",
     "Metric",
@@ -107,6 +109,7 @@ _NAMES_OF = {
         *("MetricReduction", "TrainResult", "ZeroLossWeight"),
         *("labelled_rows", "num_loss_tokens", "token_cross_entropy", "token_scores"),
     ),
+    "penstock.model": ("Labels",),
     "penstock.runtime": ("CallbackError", "PipelineError", "StepError", "TransportError"),
     "penstock.settings": (
         *("ConfigError", "DataConfig", "Decay", "Layout", "LearningRate", "ModelConfig", "Normalize"),

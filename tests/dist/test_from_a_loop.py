@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from penstock import Engine, Layout, Metric, MicroBatchSpec, OptimizerConfig, PackedBatch, num_loss_tokens
+from penstock import Engine, Labels, Layout, Metric, MicroBatchSpec, OptimizerConfig, PackedBatch, num_loss_tokens
 from penstock.data import split
 from penstock.model import Sequences, reduction_of_labels
 from tests.dist.launch import run_ranks
@@ -66,7 +66,7 @@ def smoothed(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Metric]]
 
 LOSSES: dict[str, Callable[..., Any]] = {
     "module": nn.CrossEntropyLoss(),
-    "function": smoothed,
+    "function": Labels(smoothed, reduction="mean"),
     "sum": partial(cross_entropy, reduction="sum"),
 }
 
@@ -127,7 +127,7 @@ def taken_over(rank: int, pp: int, schedules: Sequence[str]) -> list[dict[str, A
                 taken = engine.train_batch(batch_of(step), loss_fn, micro_batches=SPEC)
                 evaluated = engine.evaluate(batch_of(0), loss_fn, micro_batches=SPEC)
                 assert evaluated.loss == evaluated == engine.evaluate([batch_of(0)], loss_fn, micro_batches=SPEC)
-                assert list(taken.metrics) == list(evaluated.metrics) == ["hits"] * (loss_fn is smoothed)
+                assert list(taken.metrics) == list(evaluated.metrics) == ["hits"] * isinstance(loss_fn, Labels)
                 found += [taken.loss, taken.learning_rate, evaluated.loss]
             weights = {name: own.detach().clone() for name, own in engine.parameters().items()}
             results.append({"numbers": found, "weights": weights})
@@ -175,40 +175,25 @@ def test_a_mean_over_tokens_is_one_for_any_microbatches() -> None:
 # ---- what is refused, in one sentence
 
 
-def shifts(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits[:-1], labels[1:])
-
-
-def of_all(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits, labels, reduction="none").mean()
-
-
+UNSAID = r"does not say what it gives of them; give Labels\(loss_fn, reduction='mean'\) or 'sum', or let it have an"
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "a sum": (lambda logits, labels: cross_entropy(logits, labels, reduction="sum"), "is no mean over the tokens"),
+    "no word of it": (lambda logits, labels: cross_entropy(logits, labels), UNSAID),
     "weights of classes": (nn.CrossEntropyLoss(torch.linspace(1, 3, VOCAB)), "loss_fn has a weight for each class"),
-    "a little weight of one class": (
-        lambda logits, labels: cross_entropy(logits, labels, 1 + 0.01 * (torch.arange(VOCAB) == VOCAB - 1).to(logits)),
-        "is no mean over the tokens with a label",
-    ),
-    "a little of all tokens": (
-        lambda logits, labels: cross_entropy(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean(),
-        "is no mean over the tokens with a label",
-    ),
     "another padding": (nn.CrossEntropyLoss(ignore_index=0), "loss_fn has ignore_index=0; tokens without a label have"),
-    "a shift": (shifts, "is no mean over the tokens with a label"),
-    "a mean over tokens without a label": (of_all, "is no mean over the tokens with a label"),
-    "half of it": (partial(lambda logits, target, reduction: cross_entropy(logits, target), reduction="sum"), "no sum"),
-    "rows of its own": (lambda logits, targets: (logits * torch.ones(ROWS, 1)).logsumexp(-1).mean(), "no mean over"),
     "no reduction": (nn.CrossEntropyLoss(reduction="none"), "loss_fn has reduction='none'"),
-    "each token": (lambda logits, label: logits.logsumexp(-1), r"gave a tensor of shape \[\d+\]; it gives one number"),
-    "a number": (lambda logits, label: 1.0, "gave a float; it gives one number"),
+    "another word": (Labels(cross_entropy, "middle"), "loss_fn has reduction='middle'"),
+    "each token": (
+        Labels(lambda logits, label: logits.logsumexp(-1), "mean"),
+        r"gave a tensor of shape \[\d+\]; it gives one number",
+    ),
+    "a number": (Labels(lambda logits, label: 1.0, "sum"), "gave a float; it gives one number"),
 }
 ROWS = batch_of(1).num_tokens
 
 
 @pytest.mark.shows(189)
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_loss_that_is_no_mean_is_refused(name: str) -> None:
+def test_a_loss_that_does_not_say_whether_it_is_a_mean_or_a_sum_is_refused(name: str) -> None:
     loss_fn, words = REFUSED[name]
     engine = engine_of(1)
     for call in (engine.train_batch, engine.evaluate):
@@ -243,41 +228,16 @@ class Pair(nn.Linear):
 def test_a_name_says_what_a_loss_is_given() -> None:
     """Of the second parameter; and a loss that takes the microbatch for labels is told so."""
     for name in ("label", "labels", "target", "targets"):
-        assert reduction_of_labels(eval(f"lambda logits, {name}: 0")) == "mean"
+        assert reduction_of_labels(eval(f"lambda logits, {name}: 0")) == ""
+    assert reduction_of_labels(cross_entropy) == "mean" and reduction_of_labels(LOSSES["sum"]) == "sum"
+    assert reduction_of_labels(Labels(lambda x, y: 0, "sum")) == "sum"
     for loss_fn in (lambda logits, microbatch: 0, lambda labels, output: 0, lambda labels: 0, lambda *labels: 0):
         assert reduction_of_labels(loss_fn) is None
     assert reduction_of_labels(torch.compile(nn.CrossEntropyLoss(reduction="sum"), backend="eager")) == "sum"
     engine = engine_of(1)
     for loss_fn in (lambda x, y: cross_entropy(x, y), lambda x, y: cross_entropy(x, y.view(-1))):
-        with pytest.raises((TypeError, AttributeError), match=r"PackedBatch.*second parameter 'labels' or 'target'"):
+        with pytest.raises((TypeError, AttributeError), match=r"PackedBatch.*give Labels\(loss_fn, reduction="):
             engine.train_batch(batch_of(1), loss_fn)
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls, self.draws = 0, list[float]()
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        self.num_calls += 1
-        self.draws.append(float(torch.rand(())))
-        return cross_entropy(logits, target)
-
-
-@pytest.mark.shows(189)
-def test_a_loss_is_looked_at_in_its_first_microbatch_alone() -> None:
-    engine, loss_fn, numbers = engine_of(1), Counted(), []
-    for call in (engine.train_batch, engine.evaluate, engine.train_batch):
-        call(batch_of(1), loss_fn, micro_batches=SPEC)
-        numbers.append(loss_fn.num_calls)
-    assert numbers == [9, 15, 21]
-    # Looking takes none of its random numbers.
-    draws = []
-    for other in (loss_fn, Counted()):
-        torch.manual_seed(0)
-        engine.evaluate(batch_of(1), other, micro_batches=SPEC)
-        draws.append(other.draws[-6:])
-    assert draws[0] == draws[1]
 
 
 class Padded(nn.Module):

@@ -1,41 +1,79 @@
-"""What layers keep in attributes and in buffers made on first use is part of a checkpoint, in any layout."""
+"""What layers declare as state, buffers and extra state, is part of a checkpoint in any layout; attributes are none."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Engine, Layout, MicroBatchSpec, ScheduleConfig, StepError
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, ScheduleConfig, StepError
+from penstock.engine.checkpoint.checkpointer import Checkpointer
+from penstock.engine.checkpoint.manifest import random_state
 from tests.dist.launch import run_ranks
-from tests.dist.what_users_bring import (
-    VOCAB,
-    WIDTH,
-    Counted,
-    EmptyBuffer,
-    LateBuffer,
-    PlainTensor,
-    Remembers,
-    counting_together,
-    documents,
-)
+
+WIDTH, VOCAB = 8, 16
 
 Place = tuple[Layout, str]
 """A layout with a schedule."""
 
 
-def opened(place: Place, layers: list[nn.Module] | None = None, **options: Any) -> Engine:
+class Declares(nn.Module):
+    """Extra state of every kind, and a buffer, by both of which it computes; an attribute of which nothing depends."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.notes, self.trace = 0, dict[str, Any](), torch.zeros(WIDTH, dtype=torch.complex64)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.num_calls, "notes": self.notes, "trace": (self.trace, self.trace[:0]), 7: None}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state[7] is None and state["trace"][1].shape == (0,)
+        self.num_calls, self.notes, self.trace = state["calls"], state["notes"], state["trace"][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.notes.setdefault("factors", []).append(1 + 0.01 * self.num_calls)
+        self.trace = self.trace * 0.5 + torch.polar(x.detach().mean(0).abs(), x.detach().mean(0))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * self.notes["factors"][-1] + self.mean + 0.1 * self.trace.real
+
+
+class Counts(nn.Module):
+    """Keeps a count in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x
+
+
+def documents(step: int) -> PackedBatch:
+    generator = torch.Generator().manual_seed(step)
+    return PackedBatch.from_documents([torch.randint(0, VOCAB, (5,), generator=generator) for _ in range(8)])
+
+
+def layers() -> list[nn.Module]:
     torch.manual_seed(0)
-    middle: list[nn.Module] = [Counted(), nn.Sequential(PlainTensor()), Remembers(), LateBuffer(), EmptyBuffer()]
-    layers = layers or [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
+    middle: list[nn.Module] = [Declares(), nn.Sequential(Counts(), Declares()), nn.Linear(WIDTH, WIDTH)]
+    return [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
+
+
+def opened(place: Place, model: list[nn.Module] | None = None, **options: Any) -> Engine:
     layout, schedule = place
     options |= {"device": "cpu", "timeout_s": 60.0, "schedule": ScheduleConfig(schedule)}
-    return Engine.from_layers(layers, WIDTH, layout, **options)
+    return Engine.from_layers(model or layers(), WIDTH, layout, **options)
 
 
 def train(engine: Engine, step: int) -> float:
@@ -62,6 +100,7 @@ def resumed(rank: int, place: Place, folder: Path) -> list[float]:
     engine = opened(place)
     train(engine, 7)
     engine.load(folder)
+    assert all(name.endswith("._extra_state") for name in engine.extra_state())
     found = [train(engine, step) for step in range(2, 4)]
     closed(engine)
     return found
@@ -73,129 +112,142 @@ def resumed(rank: int, place: Place, folder: Path) -> list[float]:
     [
         ((Layout(pp=2), "1f1b"), (Layout(), "1f1b")),
         ((Layout(), "1f1b"), (Layout(pp=2), "zb-v")),
-        ((Layout(dp=2), "1f1b"), (Layout(dp=2), "1f1b")),
-        ((Layout(pp=2), "dualpipe"), (Layout(pp=2), "dualpipe")),
     ],
     ids=str,
 )
-def test_what_layers_keep_comes_back_in_any_layout(first: Place, second: Place, tmp_path: Path) -> None:
+def test_what_layers_declare_comes_back_in_any_layout(first: Place, second: Place, tmp_path: Path) -> None:
     expected = run_ranks(first[0].world_size, saved, first, tmp_path)[0]
     found = run_ranks(second[0].world_size, resumed, second, tmp_path)[0]
     assert found == expected[2:]
 
 
-def test_an_engine_goes_back_to_what_its_layers_kept_when_it_was_saved(tmp_path: Path) -> None:
+def replicas(rank: int, folder: Path) -> tuple[Any, Any]:
+    """What a data-parallel rank has when it saves, and when it has loaded."""
+    engine = opened((Layout(dp=2), "1f1b"))
+    train(engine, 0)
+    before = engine.extra_state()["layers.1._extra_state"]["trace"][0]
+    engine.save(folder)
+    engine.load(folder)
+    after = engine.extra_state()["layers.1._extra_state"]["trace"][0]
+    closed(engine)
+    return before, after
+
+
+@pytest.mark.shows(102)
+def test_of_data_parallel_ranks_the_first_ones_extra_state_is_saved(tmp_path: Path) -> None:
+    (first, loaded), (other, also_loaded) = run_ranks(2, replicas, tmp_path)
+    assert not torch.equal(first, other)
+    assert torch.equal(loaded, first) and torch.equal(also_loaded, first)
+
+
+@pytest.mark.shows(102)
+def test_an_engine_goes_back_to_the_extra_state_that_it_was_saved_with_and_keeps_attributes(tmp_path: Path) -> None:
     engine = opened((Layout(), "1f1b"))
-    known = engine.pipeline.stages[0].units[3][1]
-    assert isinstance(known, Remembers)
-    queue = known.queue
+    counts = next(part for part in engine.pipeline.stages[0].units[2][1].modules() if isinstance(part, Counts))
     engine.save(tmp_path / "new")
     first = [train(engine, step) for step in range(2)]
     engine.save(tmp_path / "later")
     last = train(engine, 2)
     engine.load(tmp_path / "new")
-    assert known.queue == [] and "layers.4.mean" not in engine.buffers() and "layers.5.mean" not in engine.buffers()
+    assert engine.extra_state()["layers.2.1._extra_state"]["calls"] == 0 and counts.num_calls == 12
     assert [train(engine, step) for step in range(2)] == first
     engine.load(tmp_path / "later")
     assert train(engine, 2) == last
-    assert queue == []
     engine.close()
 
 
-class Unlike(nn.Module):
-    """Keeps a value of some type from the first microbatch on."""
+class Keeps(nn.Module):
+    """Has the extra state that it is given."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
-        self.value, self.kept = value, None
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.value() if callable(self.value) else self.value
         return x
 
 
-def test_a_list_and_a_dictionary_come_back_where_none_was_kept_yet(tmp_path: Path) -> None:
-    def new() -> Engine:
-        kinds = [Unlike(lambda: [1, "two"]), Unlike(lambda: {"one": 1})]
-        return opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), *kinds, nn.Linear(WIDTH, VOCAB)])
-
-    one, other = new(), new()
-    train(one, 0)
-    one.save(tmp_path)
-    other.load(tmp_path)
-    layers = [module for _, module in other.pipeline.stages[0].units]
-    assert [layer.kept for layer in layers if isinstance(layer, Unlike)] == [[1, "two"], {"one": 1}]
-    one.close()
-    other.close()
+def keeping(state: Any) -> Engine:
+    return opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), Keeps(state), nn.Linear(WIDTH, VOCAB)])
 
 
 @pytest.mark.shows(102)
 @pytest.mark.parametrize(
-    "value, words",
+    ("state", "words"),
     [
-        (lambda: {3}, "layers.1 keeps a set in its attribute 'kept', which has changed since the engine was made"),
-        (torch.Generator, "layers.1 keeps a Generator in its attribute 'kept'"),
-        (lambda: torch.zeros(2).numpy(), "layers.1 keeps a ndarray in its attribute 'kept'"),
-        ("text", ""),
-        (1.5, ""),
-        # These are no state: functions, torch's own objects, and what leads to a graph.
-        (lambda: print, ""),
-        (lambda: torch.profiler.ProfilerActivity, ""),
-        (lambda: [torch.zeros(1, requires_grad=True).exp()], ""),
+        ([{3}], r"layers\.1\._extra_state: a set cannot be saved or sent; possible are numbers, strings, tensors"),
+        (torch.eye(2).to_sparse(), r"layers\.1\._extra_state: a tensor of layout torch\.sparse_coo cannot be saved"),
     ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
-    value: Any, words: str, tmp_path: Path
-) -> None:
-    layers = [nn.Embedding(VOCAB, WIDTH), Unlike(value), nn.Linear(WIDTH, VOCAB)]
-    engine = opened((Layout(), "1f1b"), layers)
-    engine.save(tmp_path / "before")
-    train(engine, 0)
-    if not words:
+def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name(state: Any, words: str, tmp_path: Path) -> None:
+    engine = keeping(state)
+    with pytest.raises(ValueError, match=words):
         engine.save(tmp_path)
-    else:
-        with pytest.raises(ValueError, match=words):
-            engine.save(tmp_path)
-        assert not [*tmp_path.glob("step-*")]
+    assert not [*tmp_path.glob("step-*")] and train(engine, 0) > 0
     engine.close()
 
 
 @pytest.mark.shows(102)
-def test_what_two_layers_keep_together_is_refused_by_both_names(tmp_path: Path) -> None:
-    engine = opened((Layout(), "1f1b"), counting_together())
+def test_a_checkpoint_without_the_extra_state_that_a_layer_has_is_refused(tmp_path: Path) -> None:
+    """Unless that is empty, as of layers whose statistics nobody has asked for."""
+    for state in (None, torch.zeros(0)):
+        keeping(None).save(tmp_path)
+        keeping(state).load(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 of the tensors asked for: \['layers\.1\._extra_state'\]"):
+        keeping({"scale": 1.0}).load(tmp_path)
+
+
+@pytest.mark.shows(102)
+def test_attributes_in_an_older_checkpoint_are_passed_over_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened((Layout(), "1f1b"))
     train(engine, 0)
-    with pytest.raises(ValueError, match=r"layers\.1\.counts and layers\.2\.counts share a tensor, list or dictionary"):
-        engine.save(tmp_path)
+    form = torch.tensor(list(json.dumps([["num_calls", 4]]).encode()), dtype=torch.uint8)
+    older = {"attribute.layers.2.0.form": form, "attribute@1.layers.2.0.form": form}
+    saver = Checkpointer(tmp_path, engine.grid, {}, 1, engine.ties, standalone=True)
+    values = {"engine": engine.progress(), "random": random_state(), "extra": None}
+    saver.save(engine.step, {**engine.state_to_save(), **older}, values, wait=True)
+    expected = train(engine, 1)
+    with caplog.at_level(logging.WARNING):
+        engine.load(tmp_path)
+    assert [record.getMessage().partition(" holds ")[2] for record in caplog.records] == [
+        "attributes of layers.2.0, which are passed over; state is a buffer or get_extra_state"
+    ]
+    assert train(engine, 1) == expected
     engine.close()
 
 
-class InPlace(nn.Module):
-    """Tensors, containers, an array and a generator in plain attributes, each moved on where it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ema, self.seen, self.noise = torch.zeros(WIDTH), list[int](), torch.Generator().manual_seed(3)
-        self.array, self.counter = np.zeros(1), Counter(calls=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(x))
-        self.ema.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        self.array += 0.01
-        self.counter["calls"] += 1
-        beside = float(self.array[0]) + 0.01 * self.counter["calls"]
-        return x + self.ema + beside + 0.01 * torch.randn(WIDTH, generator=self.noise) * len(self.seen)
+# ---- sent to another engine
 
 
-class Unseen(nn.Module):
-    """A tensor of which torch does not count the changes."""
+def sent(rank: int, first: Layout, second: Layout) -> dict[str, Any]:
+    """What layers of an engine have that was sent another's weights."""
+    source, target = opened((first, "1f1b")), opened((second, "1f1b"), learns=False)
+    if source.is_here:
+        train(source, 0)
+    source.send_weights(target)
+    return target.extra_state() if target.is_here else {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = torch.zeros(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.data.add_(0.01)
-        return x + self.kept
+@pytest.mark.shows(102)
+def test_extra_state_goes_with_the_weights_to_another_engine() -> None:
+    (alone,) = [sent(0, Layout(), Layout())]
+    assert alone["layers.1._extra_state"]["calls"] == 4
+    by_rank = run_ranks(2, sent, Layout(pp=2), Layout(pp=2))
+    found = {name: value for of_rank in by_rank for name, value in of_rank.items()}
+    assert found.keys() == alone.keys()
+    for name, value in found.items():
+        assert value["notes"] == alone[name]["notes"] and torch.equal(value["trace"][0], alone[name]["trace"][0])
+
+
+# ---- after a step that failed, and under activation checkpointing
 
 
 class Raises(nn.Module):
@@ -217,8 +269,7 @@ countdown = [0]
 
 def failing(rank: int, place: Place, fails: bool) -> list[float]:
     """The losses of three steps, of which the second is taken twice where it fails at first."""
-    middle: list[nn.Module] = [Counted(), PlainTensor(), Remembers(), InPlace(), Unseen(), LateBuffer()]
-    engine = opened(place, [nn.Embedding(VOCAB, WIDTH), *middle, Raises()])
+    engine = opened(place, [*layers()[:-1], Raises()])
     found = [train(engine, 0)]
     if fails:
         countdown[0] = 3
@@ -230,20 +281,40 @@ def failing(rank: int, place: Place, fails: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("place", [(Layout(), "1f1b"), (Layout(pp=2), "1f1b"), (Layout(pp=2), "zb-v")], ids=str)
-def test_a_step_that_fails_leaves_what_layers_keep_as_it_was(place: Place) -> None:
+@pytest.mark.shows(112)
+@pytest.mark.parametrize("place", [(Layout(), "1f1b"), (Layout(pp=2), "zb-v")], ids=str)
+def test_a_step_that_fails_leaves_what_layers_declare_as_it_was(place: Place) -> None:
     plain, failed = (run_ranks(place[0].world_size, failing, place, fails) for fails in (False, True))
     assert failed == plain
 
 
-def test_a_layer_that_is_computed_again_keeps_all_of_it_as_its_forward_saw_it() -> None:
-    found: list[list[float]] = []
+class Moves(nn.Module):
+    """Computes by a buffer that it moves on, in place or by another one in its place, and by random numbers."""
+
+    mean: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.linear, self.norm = in_place, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        else:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return torch.tanh(self.norm(self.linear(nn.functional.dropout(x * (1 + self.mean), 0.2, self.training))))
+
+
+@pytest.mark.shows(161)
+def test_a_layer_that_is_computed_again_sees_its_buffers_and_random_numbers_as_its_forward_did() -> None:
+    found: list[tuple[list[float], dict[str, Tensor]]] = []
     for recompute in ((), (1, 2)):
         torch.manual_seed(3)
-        # A linear layer needs its input again.
-        middle = [nn.Sequential(InPlace(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-        layers = [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
-        engine = opened((Layout(), "1f1b"), layers, recompute=recompute)
-        found.append([train(engine, step) for step in range(3)])
+        model = [nn.Embedding(VOCAB, WIDTH), Moves(True), Moves(False), nn.Linear(WIDTH, VOCAB)]
+        engine = opened((Layout(), "1f1b"), model, recompute=recompute)
+        losses = [train(engine, step) for step in range(3)]
+        found.append((losses, {name: own.clone() for name, own in engine.buffers().items()}))
         engine.close()
-    assert found[0] == found[1]
+    (plain, buffers), (again, others) = found
+    assert again == plain and all(torch.equal(own, others[name]) for name, own in buffers.items())

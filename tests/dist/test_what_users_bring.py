@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 import traceback
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -333,23 +331,6 @@ def test_a_checkpoint_is_read_back_into_a_buffer_that_is_conjugated_by_a_mark(tm
     engine.load(tmp_path)
     assert all(torch.equal(own, saved[name]) for name, own in engine.buffers().items())
     assert steps() == losses
-    closed(engine)
-
-
-def test_a_step_leaves_the_random_numbers_of_python_and_numpy_as_they_were() -> None:
-    case = CASES["LayerDrop by Python's numbers"]
-    engine = opened(case, 1)
-
-    def drawn(trains: bool) -> list[float]:
-        random.seed(1)
-        np.random.seed(1)
-        # The second of a pair of normal numbers waits in NumPy's generator.
-        found = [random.gauss(), np.random.normal()]
-        if trains:
-            engine.train_batch(case.batch(0), micro_batches=SPLIT)
-        return [*found, random.gauss(), random.random(), np.random.normal(), np.random.random()]
-
-    assert drawn(trains=True) == drawn(trains=False)
     closed(engine)
 
 

@@ -5,14 +5,11 @@ A case holds calls alone: each run makes all of it anew, so that nothing made by
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -490,27 +487,8 @@ def one_layer_thrice() -> list[nn.Module]:
     return [embedding(), block, block, block, head()]
 
 
-class ReadsAnothers(nn.Module):
-    """A head with the weight of the embedding, which it holds in a list so that it is no parameter of its own."""
-
-    def __init__(self, other: nn.Module) -> None:
-        super().__init__()
-        self.other, self.bias = [other], nn.Parameter(torch.zeros(VOCAB))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.other[0].weight, self.bias)  # type: ignore[arg-type]
-
-
-def hidden_tie() -> list[nn.Module]:
-    layers = model(square, square)()
-    return [*layers[:-1], ReadsAnothers(layers[0])]
-
-
 CASES["tied weights"] = Case(tied)
 CASES["one layer at three places"] = Case(one_layer_thrice, refused="is shared by layers on the ranks", refused_from=2)
-CASES["the embedding's weight by way of a list"] = Case(
-    hidden_tie, refused="layers.3 reads layers.0.weight by way of its attribute 'other'", refused_from=2
-)
 
 
 class Shared(nn.Module):
@@ -558,22 +536,11 @@ class ScalesInPlace(nn.Module):
         return self.linear(x.mul_(0.5).clamp_(-1, 1))
 
 
-class CleansTokens(nn.Embedding):
-    """Changes the token ids themselves."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.masked_fill_(input == 3, 0))
-
-
 CASES["activations in place"] = Case(
     model(square, partial(nn.ReLU, inplace=True), square, partial(nn.SiLU, inplace=True))
 )
 CASES["a residual added in place"] = Case(model(AddsInPlace, AddsInPlace, AddsInPlace))
 CASES["an input scaled in place"] = Case(model(ScalesInPlace, ScalesInPlace, ScalesInPlace))
-CASES["tokens changed in place"] = Case(
-    lambda: [CleansTokens(VOCAB, WIDTH), square(), square(), head()],
-    refused="layers.0 changes the batch's 'tokens' in place",
-)
 
 
 class WritesRows(nn.Module):
@@ -872,16 +839,6 @@ class LayerDrop(Block):
         return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
 
 
-class PythonLayerDrop(LayerDrop):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and random.random() < 0.5 else Block.forward(self, x)
-
-
-class NumpyNoise(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.tensor(np.random.normal(size=(1, WIDTH)), dtype=x.dtype))
-
-
 class OwnGenerator(Block):
     """Noise from a generator of its own."""
 
@@ -895,8 +852,6 @@ class OwnGenerator(Block):
 
 CASES["dropout"] = Case(model(Block, lambda: nn.Dropout(0.3), Block, lambda: nn.Dropout(0.3)))
 CASES["LayerDrop by torch's numbers"] = Case(model(LayerDrop, LayerDrop, LayerDrop))
-CASES["LayerDrop by Python's numbers"] = Case(model(PythonLayerDrop, PythonLayerDrop, PythonLayerDrop))
-CASES["noise by NumPy's numbers"] = Case(model(NumpyNoise, NumpyNoise, NumpyNoise))
 CASES["noise from a generator of the layer's own"] = Case(model(OwnGenerator, OwnGenerator, OwnGenerator))
 
 
@@ -1227,27 +1182,6 @@ class Followed(nn.Module):
         return self.student(x) + 0.1 * self.teacher(x)
 
 
-class SharesBuffer(nn.Module):
-    """A running mean that all of these layers share."""
-
-    mean: Tensor
-
-    def __init__(self, mean: Tensor) -> None:
-        super().__init__()
-        self.linear = square()
-        self.register_buffer("mean", mean)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(0), 0.1)
-        return self.linear(x - self.mean)
-
-
-def sharing() -> list[nn.Module]:
-    mean = torch.zeros(WIDTH)
-    return [embedding(), SharesBuffer(mean), SharesBuffer(mean), SharesBuffer(mean), head()]
-
-
 class Table(nn.Module):
     """Positions that are computed when they are first asked for."""
 
@@ -1306,24 +1240,12 @@ CASES["an embedding with max_norm and padding"] = Case(
 CASES["sparse gradients"] = Case(
     lambda: [nn.Embedding(VOCAB, WIDTH, sparse=True), Block(), Block(), head()], tolerance=1e-6
 )
-CASES["a running buffer that layers share"] = Case(sharing, refused="mean", refused_from=2)
 CASES["a module that layers share, with a table made on first use"] = Case(sharing_a_table)
 CASES["a loss within the head"] = Case(lambda: [embedding(), Block(), Block(), LossWithin()], loss=lambda: summed)
 CASES["layers without parameters"] = Case(lambda: [embedding(), nn.Tanh(), nn.Identity(), nn.Tanh(), head()])
 
 
 # ---- losses
-
-
-class Temperature(nn.Module):
-    """A loss whose temperature is learned with the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        return token_cross_entropy(logits / self.temperature, microbatch)
 
 
 class HeadWithTemperature(nn.Module):
@@ -1372,7 +1294,6 @@ class Smoothed(nn.Module):
         return self.loss(logits, microbatch["labels"])
 
 
-CASES["a loss with a parameter"] = Case(model(Block, Block), loss=Temperature, refused="loss_fn reaches a parameter")
 CASES["a loss with a running buffer"] = Case(model(Block, Block), loss=Centered)
 CASES["a loss as a module with label smoothing"] = Case(model(Block, Block), loss=Smoothed)
 
@@ -1486,68 +1407,8 @@ CASES["a regression"] = Case(model(Block, Block), loss=lambda: regression, batch
 CASES["a distillation from the batch"] = Case(model(Block, Block), loss=lambda: distilled, batch=with_teacher)
 CASES["a loss in fp64"] = Case(model(Block, Block), loss=lambda: in_double)
 CASES["a loss of one element"] = Case(model(Block, Block), loss=lambda: of_one_element)
-LEFT: list[Tensor] = []
 
 
-class LeavesInList(Block):
-    """Leaves an auxiliary loss in a list that the loss reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        LEFT.append((y * y).mean())
-        return y
-
-
-def with_left(output: Tensor, microbatch: PackedBatch) -> Tensor:
-    loss = token_cross_entropy(output, microbatch) + 10 * sum(LEFT)
-    LEFT.clear()
-    return loss
-
-
-class LeavesInAttribute(Block):
-    """Leaves an auxiliary loss in an attribute."""
-
-    left: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.left = (y * y).mean()
-        return y
-
-
-LEAVING: list[LeavesInAttribute] = []
-
-
-def leaving() -> list[nn.Module]:
-    LEAVING[:] = [LeavesInAttribute(), LeavesInAttribute()]
-    return [embedding(), *LEAVING, square(), square(), head()]
-
-
-def with_attributes(output: Tensor, microbatch: PackedBatch) -> Tensor:
-    return token_cross_entropy(output, microbatch) + 10 * sum(layer.left for layer in LEAVING if hasattr(layer, "left"))
-
-
-class AddsToLoss(nn.Module):
-    """The same loss as a module that knows the layers."""
-
-    def forward(self, output: Tensor, microbatch: PackedBatch) -> Tensor:
-        return with_attributes(output, microbatch)
-
-
-LEAVES = "leaves a tensor of shape [] with its graph where loss_fn reaches it"
-CASES["auxiliary losses in a list"] = Case(
-    model(LeavesInList, LeavesInList, square, square), loss=lambda: with_left, refused=LEAVES, refused_from=2
-)
-CASES["auxiliary losses in attributes"] = Case(leaving, loss=lambda: with_attributes, refused=LEAVES, refused_from=2)
-CASES["auxiliary losses in attributes, for a loss that is a module"] = Case(
-    leaving, loss=AddsToLoss, refused=LEAVES, refused_from=2
-)
-CASES["auxiliary losses in a list, on ranks of two stages"] = Case(
-    model(LeavesInList, LeavesInList, square, square),
-    loss=lambda: with_left,
-    refused=LEAVES,
-    options={"schedule": "zb-v"},
-)
 CASES["a loss for each token"] = Case(model(Block, Block), loss=lambda: without_sum, refused="shape")
 
 
@@ -2275,192 +2136,28 @@ CASES["momentum in attributes of parameters, saved and resumed"] = Case(
     THREE, optimizer=Attached, num_steps=4, resumes=True, refused="keeps 'momentum' as an attribute of layers.0.weight"
 )
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
-CASES["layers with extra state, saved and resumed"] = Case(
-    model(Keeps, Keeps), num_steps=4, resumes=True, refused="layers.1 keeps an extra state"
-)
+CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
 
-
-class LateBuffer(nn.Module):
-    """Takes away a running mean, in a buffer that the first microbatch makes."""
-
-    mean: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", x.detach().mean(0))
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return x - self.mean
-
-
-class EmptyBuffer(LateBuffer):
-    """The same, with a place for the buffer from the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = x.detach().mean(0)
-        return super().forward(x)
-
-
-class Notes:
-    """An object of a user's own."""
-
-    calls = 0
-
-
-class CountsInObject(Counted):
-    """A counter in an object that no checkpoint can hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes = Notes()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.notes.calls += 1
-        return super().forward(x)
-
-
-class CountsTogether(Counted):
-    """A counter in a dictionary that two layers know."""
-
-    def __init__(self, counts: dict[str, int]) -> None:
-        super().__init__()
-        self.counts = counts
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.counts["calls"] = self.counts.get("calls", 0) + 1
-        return super().forward(x) * (1 + 0.01 * self.counts["calls"])
-
-
-def counting_together() -> list[nn.Module]:
-    counts: dict[str, int] = {}
-    return [embedding(), CountsTogether(counts), CountsTogether(counts), head()]
-
-
-class Forgets(Counted):
-    """Deletes a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_new = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "is_new"):
-            del self.is_new
-        return super().forward(x)
-
-
-KEPT: dict[str, Make] = {
-    "a Python flag": ActNorm,
-    "a flag in a module within": lambda: nn.Sequential(ActNorm(), square()),
-    "a counter": Counted,
-    "a tensor in an attribute": PlainTensor,
-    "tables made on first use": Rotary,
-    "a recurrent state": Recurrent,
-    "masks in a dictionary": MaskDictionary,
-    "a queue in a list": Remembers,
-    "a buffer made on first use": LateBuffer,
-    "a buffer that was None": EmptyBuffer,
-}
-CASES |= {
-    f"{name}, saved and resumed": Case(model(make, make, make), num_steps=4, resumes=True)
-    for name, make in KEPT.items()
-}
-UNKEPT = {
-    "a counter in an object": (model(CountsInObject, square), "layers.1 keeps a Notes in its attribute 'notes'"),
-    "a generator": (model(OwnGenerator, square), "layers.1 keeps a Generator in its attribute 'generator'"),
-    "a flag that is deleted": (model(Forgets, square), "layers.1 deletes its attribute 'is_new'"),
-}
-CASES |= {
-    f"{name}, saved": Case(layers, num_steps=4, resumes=True, refused=words) for name, (layers, words) in UNKEPT.items()
-}
 
 # ---- layers that are called once more, to recompute them
-
-
-class Deque(nn.Module):
-    """Mixes in the means of the last microbatches, which it appends to a queue, in every second call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.queue, self.calls = square(), deque[Tensor](maxlen=2), {"all": 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.queue:
-            y = y + 0.1 * torch.stack(list(self.queue)).mean(0)
-        self.calls["all"] += 1
-        if self.calls["all"] % 2 == 0:
-            self.queue.append(x.detach().mean(0))
-        return y
-
-
-class SlowMean(nn.Module):
-    """Multiplies by a running mean of what it gets, in a buffer that it changes in every second call."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = square(), 0
-        self.register_buffer("mean", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) * self.mean.clone()
-        self.calls += 1
-        if self.calls % 2 == 0:
-            self.mean = self.mean.clone()
-        if self.calls % 3 == 0:
-            self.mean.lerp_(x.detach().mean(0), 0.1)
-        return y
-
-
-class OwnNumbers(Block):
-    """Leaves itself out by numbers of its own generator of Python's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = random.Random(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.numbers.random() < 0.5 else super().forward(x)
 
 
 RECOMPUTED: dict[str, Make] = {
     "dropout": lambda: nn.Sequential(square(), nn.Dropout(0.3)),
     "a counting buffer that is not persistent": Warming,
     "a running mean that is assigned anew": AssignedMean,
-    "a buffer that changes in some calls": SlowMean,
     "BatchNorm1d": lambda: nn.Sequential(square(), nn.BatchNorm1d(WIDTH)),
     "spectral norm": NEW_SPECTRAL_NORM,
     "spectral norm of the older kind": OLD_SPECTRAL_NORM,
-    "noise from a generator of the layer's own": OwnGenerator,
-    "LayerDrop by Python's numbers": PythonLayerDrop,
-    "noise by NumPy's numbers": NumpyNoise,
-    "numbers from a generator of Python's": OwnNumbers,
-    "a counter of calls": Counted,
     "a flag and weights from the first microbatch": ActNorm,
-    "a tensor in a plain attribute": PlainTensor,
-    "a recurrent state in a plain attribute": Recurrent,
     "rotary tables made on first use": Rotary,
     "masks in a dictionary": MaskDictionary,
-    "a queue of tensors in a list": Remembers,
-    "a queue of tensors in a deque": Deque,
     "weights that forward keeps short": Renormed,
 }
 for number, (name, make) in enumerate(RECOMPUTED.items()):
     # Every other with two stages a rank.
     options = {"recompute": "full"} | ({"schedule": "zb-v"} if number % 2 else {})
     CASES[f"{name}, recomputed"] = Case(model(make, make, make, make), options=options)
-CASES["a teacher that follows its student, recomputed"] = Case(
-    model(Followed, Followed),
-    options={"recompute": "full"},
-    refused="changes its parameter teacher.weight at each call, so that its activations cannot be computed again",
-)
-
 # ---- weights that are computed from parameters, in other schedules
 
 COMPUTED = model(OLD_WEIGHT_NORM, pruned, Hyper, Hyper)
@@ -2571,22 +2268,17 @@ CASES["a parametrized layer in two layers"] = Case(lambda: in_two_layers(NEW_WEI
 
 
 class Conjugated(nn.Module):
-    """Keeps complex numbers that bear the mark from the first step on: in a buffer, a late one or an attribute."""
+    """Keeps complex numbers that bear the mark from the first step on."""
 
-    def __init__(self, place: str) -> None:
+    kept: Tensor
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight, self.place = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)), place
-        kept = torch.randn(WIDTH, dtype=torch.complex64)
-        if place == "a buffer":
-            self.register_buffer("kept", kept.conj())
-        elif place == "a late buffer":
-            self.register_buffer("kept", None)
-        else:
-            self.kept: Any = kept
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.register_buffer("kept", torch.randn(WIDTH, dtype=torch.complex64).conj())
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = torch.full((WIDTH,), 1 + 1j) if self.kept is None else self.kept
-        self.kept = (kept * (0.9 + 0.3j)).conj()
+        self.kept = (self.kept * (0.9 + 0.3j)).conj()
         y = x * self.weight + self.kept
         return y.real + 2.0 * y.imag
 
@@ -2603,12 +2295,10 @@ class ConjugatedMomentum(torch.optim.SGD):
 
 
 MARKED: dict[str, Case] = {
-    place: Case(model(*[partial(Conjugated, place)] * 4), num_steps=4, resumes=True)
-    for place in ("a buffer", "a late buffer", "an attribute")
-} | {
+    "a buffer": Case(model(*[Conjugated] * 4), num_steps=4, resumes=True),
     "the optimizer": Case(
         model(*[Filter] * 4), num_steps=4, resumes=True, optimizer=partial(ConjugatedMomentum, lr=0.1)
-    )
+    ),
 }
 CASES |= {
     f"{place} conjugated by a mark, {schedule}": replace(case, options={"schedule": schedule})

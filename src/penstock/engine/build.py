@@ -137,8 +137,6 @@ class Ties:
 def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement) -> None:
     """Refuse ties that no group of ranks can add up: all copies lie on one rank, their owner there or on its mirror.
 
-    A unit that reads another's parameter without holding it lies on the same rank.
-
     Raises: ValueError naming owner and ranks.
     """
     rank_of = {units[i].name: placement.rank_of(stage) for stage, members in enumerate(cut) for i in members}
@@ -154,44 +152,6 @@ def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: sched
                 f"{owner} is shared by layers on the ranks {held}; a weight can be shared by layers of one rank, or of "
                 f"one rank and its mirror, such as the first and the last; schedule.cut moves layers"
             )
-    for unit in units:
-        for owner, attribute in unit.reads.items():
-            home = next(rank for name, rank in rank_of.items() if owner.startswith(f"{name}."))
-            ranks = {home, rank_of[unit.name]}
-            if placement.num_routes > 1:
-                ranks |= {placement.num_ranks - 1 - rank for rank in ranks}
-            if len(ranks) > 1:
-                held = ", ".join(map(str, sorted(ranks)))
-                raise ValueError(
-                    f"{unit.name} reads {owner} by way of its attribute {attribute!r}, which registers nothing, so the "
-                    f"ranks {held} would each go on with a weight of their own; assign the parameter itself to the "
-                    "layer (self.weight = other.weight), which ties it, or put both layers on one rank (schedule.cut)"
-                )
-
-
-def buffers_apart(
-    units: Sequence[UnitSpec], stages: Mapping[int, Stage], placement: schedule.Placement
-) -> dict[str, tuple[nn.Module, str]]:
-    """This rank's buffers that were one tensor of several layers and are no more: full name -> module and name there.
-
-    The others lie on other ranks, or each layer has had its own cast or moved.
-    """
-    shared = {unit.name: unit.shared_buffers for unit in units if unit.shared_buffers}
-    held = {name: module for stage in stages.values() for name, module in stage.units}
-    found: dict[tuple[int, str], tuple[str, nn.Module]] = {}
-    for name in shared.keys() & held.keys():
-        for path, (tensor, users) in shared[name].items():
-            now = held[name].get_buffer(path)
-            is_one = placement.num_routes == 1 and all(
-                user in held and (now is tensor if other is None else now is held[user].get_buffer(other))
-                for user, other in users.items()
-            )
-            if not is_one:
-                place, _, own = path.rpartition(".")
-                module = held[name].get_submodule(place)
-                # One module in several layers is looked at once.
-                found.setdefault((id(module), own), (f"{name}.{path}", module))
-    return {full_name: (module, own) for (_, own), (full_name, module) in found.items()}
 
 
 UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]

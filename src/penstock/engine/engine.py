@@ -187,9 +187,9 @@ class Engine(ModelState, WeightEndpoint):
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
                 of its losses, one number with its graph; or a pair of that and anything else, which comes back in
                 `TrainResult.outputs`, or where it is a `Metric` of a dict, reduced in `TrainResult.metrics`. It may ask
-                for numbers as layers do. Parameters of its own are refused: the last layer holds them. One whose second
-                parameter is called labels, label, targets or target, such as `torch.nn.CrossEntropyLoss()`, is given
-                labels [T] in place of the microbatch, and gives the mean over tokens with a label.
+                for numbers as layers do. Parameters of its own belong to the last layer. `Labels`, and one of torch's
+                such as `torch.nn.CrossEntropyLoss()`, is given labels [T] in place of the microbatch, and gives their
+                mean or sum, as its `reduction` says.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
             micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
                 fewer where the batch has fewer items. Long pipelines idle less with more. For an iterator its `num`.
@@ -338,7 +338,9 @@ class Engine(ModelState, WeightEndpoint):
     # ---- the model on disk
 
     def save(self, path: str | Path, extra: Any = None, keep: int = 1) -> None:
-        """Save weights, buffers, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.
+        """Save the layers' state, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.
+
+        The layers' state is their parameters, persistent buffers, and what `get_extra_state` gives.
 
         A crash leaves the checkpoint before it intact. `extra` is a JSON value of the caller's, such as a position in
         the data; `keep` is how many of the newest checkpoints stay.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +21,6 @@ from penstock.model import (
     Limits,
     Randomness,
     UnitSpec,
-    kept_python_numbers,
     kept_random_state,
     switch_linears,
     switch_sequentials,
@@ -61,8 +57,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
                     "parameter in the layer, or give the layer itself"
                 )
         modules.append(_prepared(layer, number))
-    # A list or function that still reaches a module of an earlier layer reads its parameters.
-    units, tied, (reads, shared_buffers) = [], _tied(modules), _shared(modules)
+    units, tied = [], _tied(modules)
     for number, layer in enumerate(modules):
         num_parameters = sum(p.numel() for p in layer.parameters())
         # A lookup costs next to nothing; anything else multiplies by each of its weights once.
@@ -81,8 +76,6 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
                 is_own=True,
                 limits=limits,
                 tied=tied[number],
-                reads=reads[number],
-                shared_buffers=shared_buffers[number],
             )
         )
     return tuple(units)
@@ -110,7 +103,7 @@ def _prepared(layer: Any, number: int) -> nn.Module:
 def _made(maker: partial[Any], number: int, seed: int | None = None) -> nn.Module:
     """A layer that its maker makes: a new one whose random numbers are those of the seed, or one without values."""
     cpu = torch.device("cpu")
-    with kept_random_state(cpu), kept_python_numbers(), torch.device("meta") if seed is None else cpu:
+    with kept_random_state(cpu), torch.device("meta") if seed is None else cpu:
         Randomness(seed or 0, 0, 0, 0, cpu).begin(f"new layers.{number}")
         try:
             layer = maker()
@@ -160,182 +153,13 @@ def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
     """Give a layer its own module in place of each with parameters that earlier layers hold: it gets copies of them."""
     parts, made = list(layer.modules()), dict[int, Any]()
     for part in parts:
-        # Tensors that are no parameters stay shared: see `_shared`.
+        # Tensors that are no parameters stay shared.
         made |= {id(own): own for own in (*part.buffers(), *vars(part).values()) if isinstance(own, Tensor)}
     for part in parts:
         if part not in earlier:
             for name, child in part._modules.items():
                 if child in earlier and next(child.parameters(), None) is not None:
                     part._modules[name] = copy.deepcopy(child, made)
-
-
-# ---- What they have in common without a tie: parameters that one reads of another, and buffers
-
-
-_Users = dict[str, str | None]
-
-
-def _shared(modules: list[nn.Module]) -> tuple[list[dict[str, str]], list[dict[str, tuple[Tensor, _Users]]]]:
-    """By layer `UnitSpec.reads` and `UnitSpec.shared_buffers`."""
-    owners: dict[Tensor, str] = {}
-    users: dict[Tensor, _Users] = {}
-    for i, module in enumerate(modules):
-        for name, own in module.named_parameters():
-            owners.setdefault(getattr(own, _COPY_OF, own), f"layers.{i}.{name}")
-        for name, own in module.named_buffers():
-            users.setdefault(own, {})[f"layers.{i}"] = name
-    reads: list[dict[str, str]] = []
-    others = {own: f"{layer}.{name}" for own, of in users.items() for layer, name in list(of.items())[:1]}
-    for i, module in enumerate(modules):
-        reached = [(attribute, getattr(own, _COPY_OF, own)) for attribute, own in _reached(module)]
-        others |= {own: f"layers.{i}.{attribute}" for attribute, own in reached if own not in others}
-        named = {owners[own]: attribute for attribute, own in reached if own in owners}
-        reads.append({owner: own for owner, own in named.items() if not owner.startswith(f"layers.{i}.")})
-        for _, own in reached:
-            if own in users:
-                users[own].setdefault(f"layers.{i}", None)
-    _check_memory(owners, others)
-    shared = [
-        {name: (own, users[own]) for name, own in module.named_buffers() if len(users[own]) > 1} for module in modules
-    ]
-    return reads, shared
-
-
-def _check_memory(parameters: Mapping[Tensor, str], others: Mapping[Tensor, str]) -> None:
-    """Refuse tensors in the memory of a parameter: the engine moves it, and they would keep its first values.
-
-    Raises: ValueError naming both.
-    """
-    names = {**parameters, **{own: name for own, name in others.items() if own not in parameters}}
-    order = {own: number for number, own in enumerate(names)}
-    spans = sorted((*span, order[own], own) for own in names if (span := _span(own)) is not None)
-    near: list[tuple[str, int, int, int, Tensor]] = []
-    found: list[tuple[int, int]] = []
-    for where, begin, end, number, own in spans:
-        near = [span for span in near if span[0] == where and span[2] > begin]
-        for *_, before, earlier in near:
-            pair = min(number, before), max(number, before)
-            if pair[0] < len(parameters) and _overlap(own, earlier):
-                found.append(pair)
-        near.append((where, begin, end, number, own))
-    named = list(names.values())
-    for first, second in sorted(found):
-        # What torch's older spectral norm leaves in the place of a weight is computed anew before it is read.
-        if named[first] != f"{named[second]}_orig":
-            instead = "read the parameter itself"
-            if second < len(parameters):
-                instead = "assign the parameter itself (self.weight = other.weight), which ties it"
-            raise ValueError(
-                f"{named[second]} shares its memory with {named[first]}, which the engine gives memory of its own; "
-                f"{instead}"
-            )
-
-
-def _span(own: Tensor) -> tuple[str, int, int] | None:
-    """The place of a tensor's memory: where, its first byte there and the one after its last; None without memory."""
-    if own.layout != torch.strided or is_lazy(own) or not own.numel():
-        return None
-    storage = own.untyped_storage()
-    start = storage.data_ptr()
-    begin = start + int(own.storage_offset()) * own.itemsize
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
-    # Without values it has no address: the storage stands for it.
-    return (str(own.device) if start else f"without values {storage._cdata}"), begin, begin + reach * own.itemsize
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors whose spans overlap have an element in common; columns of one matrix have none."""
-    if one.itemsize != other.itemsize:
-        return True
-    places = []
-    for own in (one, other):
-        place = torch.tensor(own.untyped_storage().data_ptr() // own.itemsize + own.storage_offset())
-        for size, stride in zip(own.shape, own.stride(), strict=True):
-            place = place[..., None] + torch.arange(size) * stride
-        if place.numel() == 1 + int(place.max() - place.min()):
-            return True
-        places.append(place)
-    return bool(torch.isin(*places).any())
-
-
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-
-
-def _reached(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a layer reaches by attributes which modules do not register, each with such an attribute."""
-    # The layer's own modules are looked at one by one.
-    seen = {id(part) for part in layer.modules()}
-    for path, part in layer.named_modules():
-        names = vars(part).keys() - _REGISTERED
-        left = [(f"{path}.{name}" if path else name, vars(part)[name]) for name in sorted(names)]
-        while left:
-            name, value = left.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, Tensor):
-                yield name, value
-            else:
-                left += [(name, inner) for inner in within(value)]
-
-
-def within(value: Any) -> Iterable[Any]:
-    """The values inside one: items of a container, variables of a function, attributes of a user's own object."""
-    if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
-        return ()
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
-        return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-    if isinstance(value, ReferenceType):
-        return (value(),)
-    if not isinstance(value, nn.Module) and not is_a_users(value):
-        return ()
-    return getattr(value, "__dict__", {}).values()
-
-
-def is_a_users(value: object) -> bool:
-    """True if its class is neither torch's nor ours."""
-    return type(value).__module__.partition(".")[0] not in ("torch", "penstock")
-
-
-_MOST_REACHED = 50_000
-
-
-def left_for(function: Any) -> Tensor | None:
-    """A tensor with a graph that a function reaches; None if there is none."""
-    found = (own for own in reached_by(function) if isinstance(own, Tensor) and own.grad_fn is not None)
-    return next(found, None)
-
-
-def reached_by(function: Any) -> Iterator[Any]:
-    """The function, and all that it reaches by variables, attributes or containers, each once."""
-    left, seen = [function], dict[int, Any]()
-    while left and len(seen) < _MOST_REACHED:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield value
-        if isinstance(value, nn.Module) and not is_a_users(value):
-            # Torch's own keep weights that they compute as attributes, too.
-            left += value._modules.values()
-        elif not isinstance(value, Tensor):
-            left += within(value)
-            left += [getattr(type(value), name, None) for name in ("forward", "__call__") if is_a_users(value)]
-        if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", "penstock"):
-            left += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-
-
-_EMPTY = CellType()
-"""The place of a variable in a function, before it has a value."""
 
 
 # ---- What they ask for by name

@@ -21,7 +21,6 @@ from penstock.engine.build import (
     Sharding,
     Ties,
     UnitSource,
-    buffers_apart,
     build_on_all_ranks,
     build_stages,
     check_same_units,
@@ -33,7 +32,7 @@ from penstock.engine.build import (
     stream_dtype,
     units_for,
 )
-from penstock.engine.kept_by_layers import KeptByLayers
+from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
@@ -174,10 +173,8 @@ class Pipeline:
     parameter_groups: ParameterGroups
     #: layers that ask for more than the stream, and what they give each other; None where no layer of this rank does
     own_layers: OwnLayers | None
-    #: what a user's own layers on this rank keep beside what they registered
-    kept_by_layers: KeptByLayers
-    #: buffers of this rank that layers share, but that are no longer one tensor: full name -> module and name there
-    buffers_apart: Mapping[str, tuple[nn.Module, str]]
+    #: what layers on this rank declare as state beside parameters and buffers
+    extra_state: ExtraState
     #: True if this rank holds that end of the model
     holds_first_stage: bool
     holds_last_stage: bool
@@ -199,8 +196,6 @@ class Pipeline:
     is_watched: bool
     #: the same of any rank, as of the last batch
     is_watched_anywhere: bool
-    #: see `penstock.engine.training.losses.LossMetrics.seen`
-    seen_losses: list[Any]
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
     #: close what others have opened on this pipeline
@@ -230,7 +225,6 @@ class Pipeline:
         self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False
-        self.seen_losses = []
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
         self.options, self.pack = settled(self.options, self.device, self.grid)
@@ -243,10 +237,7 @@ class Pipeline:
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
         own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
         self.own_layers = None if own_layers.are_plain else own_layers
-        own = {unit.name for unit in self.units if unit.is_own}
-        number = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-        self.kept_by_layers = KeptByLayers(self.stages.values(), own, number, self.device)
-        self.buffers_apart = buffers_apart(self.units, self.stages, self.placement)
+        self.extra_state = ExtraState(self.stages.values())
         self._check_whole_model()
         # Only now: the check computes the last layer for all tokens.
         for stage in self.stages.values():

@@ -18,7 +18,13 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel import connect, naming_ended_ranks
 from penstock.parallel.grid import own_world_rank, world_ranks
-from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.host import (
+    broadcast_value,
+    check_portable,
+    gather_json,
+    on_all_ranks,
+    shown_to_all_ranks,
+)
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
 from penstock.parallel.tensor_slice import TensorSlice, laid_out
 from penstock.runtime import PipelineError
@@ -68,7 +74,7 @@ class WeightEndpoint:
         return self._seen if self._local is None else self._local.step
 
     def send_weights(self, to: WeightEndpoint) -> int:
-        """Give another engine this one's weights and buffers, bit for bit, and their version, which is returned.
+        """Give another engine this one's weights, buffers and extra state, bit for bit; returns their version.
 
         All ranks of both engines call it on the one that sends; elsewhere it does nothing. Their layouts and ranks may
         differ in everything, or be the same. Nothing is written to disk, and a rank holds no more than its parts of
@@ -98,7 +104,9 @@ class WeightEndpoint:
             try:
                 if to not in self._transfers:
                     self._transfers[to] = WeightTransfer(self, to)
-                version = self._transfers[to].run(self._slices(), to._slices(), self.version if self._local else None)
+                extra = {} if self._local is None else self._local.extra_state.values()
+                version = self.version if self._local else None
+                version, extra = self._transfers[to].run(self._slices(), to._slices(), version, extra)
             except TransportError:
                 if to._local is not None:
                     # Weights of several versions may stand beside each other.
@@ -109,6 +117,7 @@ class WeightEndpoint:
                 raise
         self._seen = to._seen = version
         if to._local is not None:
+            to._local.extra_state.take_values(extra)
             to._local.continue_from(version)
             to._local.casts.renew()
         return version
@@ -184,11 +193,14 @@ class WeightTransfer:
             own, size = self.ranks.index(self.rank), len(self.ranks)
             self.group = gloo_group(store, own, size, timedelta(seconds=timeout_s))
 
-    def run(self, source: Slices, target: Slices, version: int | None) -> int:
-        """Copy every tensor of the source into the target's; returns the version, which the source's ranks give.
+    def run(
+        self, source: Slices, target: Slices, version: int | None, extra: Mapping[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Copy every tensor of the source into the target's; returns version and extra state of the source's ranks.
 
         Raises:
             ValueError: the models differ, naming the first tensor; on all ranks alike, before anything is sent.
+            TypeError: a rank has an extra state that cannot be sent; on all ranks alike.
             TransportError: a rank has ended, or did not come in time.
         """
         gather = partial(gather_json, group=self.group)
@@ -200,11 +212,12 @@ class WeightTransfer:
             versions = gather(version)
             for name, pieces in self._pieces.items():
                 self._move(pieces, source.get(name, ()), target.get(name, ()))
+            extra = self._extra_state(extra)
         except (RuntimeError, dist.DistError) as error:
             raise TransportError(
                 f"weights were not sent: a rank of {list(self.ranks)} has ended or did not come in time ({error})"
             ) from error
-        return next(given for given in versions if given is not None)
+        return next(given for given in versions if given is not None), extra
 
     def close(self) -> None:
         """Cut the way, so that nobody waits in it."""
@@ -248,6 +261,20 @@ class WeightTransfer:
         return {
             name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in given
         }
+
+    def _extra_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The extra state that the source's ranks have; of one name that of the first. Tensors lie in host memory."""
+
+        def sendable() -> tuple[None, list[str]]:
+            check_portable(own)
+            return None, list(own)
+
+        _, names = shown_to_all_ranks(sendable, partial(gather_json, group=self.group), TypeError)
+        found: dict[str, Any] = {}
+        for number, of_rank in enumerate(names):
+            if not found.keys() >= set(of_rank):
+                found = broadcast_value(own, number, self.group) | found
+        return found
 
     @torch.no_grad()
     def _move(self, pieces: Sequence[_Piece], own: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:

@@ -47,13 +47,10 @@ class Randomness:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def begin(self, unit: str) -> None:
-        """Set torch's generators to the unit's seed, and the global ones of Python's `random` and of NumPy."""
+        """Set torch's generators to the unit's seed."""
         value = self.unit_seed(unit)
         for generator in _generators(self.device):
             generator.manual_seed(value)
-        random.seed(value)
-        for numpys in _numpys():
-            numpys.seed(value % 2**32)
 
 
 @contextmanager
@@ -81,22 +78,9 @@ def kept_random_state(
             put(state)
 
 
-@contextmanager
-def kept_python_numbers() -> Iterator[None]:
-    """Leave the generators of Python's `random` and of NumPy, at the end of this context, as they were before it."""
-    put_back = random_numbers(None)
-    try:
-        yield
-    finally:
-        put_back()
-
-
-def random_numbers(device: torch.device | None) -> Callable[[], None]:
-    """Note where the generators of random numbers are; gives a function that puts them back there.
-
-    They are Python's and NumPy's, and those of torch from which a layer on the device may draw.
-    """
-    sources = [*map(_source, () if device is None else _generators(device)), *_pythons()]
+def random_numbers(device: torch.device) -> Callable[[], None]:
+    """Note where the generators are from which a layer on the device may draw; gives what puts them back there."""
+    sources = [*map(_source, _generators(device))]
     states = [get() for get, _ in sources]
 
     def put_back() -> None:
@@ -165,22 +149,42 @@ def numbers_asked(function: Any) -> frozenset[str]:
     return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
 
 
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """A loss of (logits, labels), with what it gives: the "mean" over the tokens with a label, or their "sum".
+
+    >>> loss_fn = Labels(lambda x, y: torch.nn.functional.cross_entropy(x, y, label_smoothing=0.1), reduction="mean")
+    >>> round(float(loss_fn(torch.zeros(3, 2), torch.tensor([1, 0, -100]))), 4)
+    0.6931
+    """
+
+    loss_fn: Callable[..., Any]
+    reduction: str
+
+    def __call__(self, logits: Any, labels: Tensor, **numbers: int) -> Any:
+        return self.loss_fn(logits, labels, **numbers)
+
+
 def reduction_of_labels(function: Any) -> str | None:
-    """The reduction of a loss of (logits, labels), "mean" unless it has a `reduction`; None of any other loss."""
+    """The reduction that a loss of (logits, labels) states, "" for one that states none; None of any other loss.
+
+    It is an attribute, as torch's losses have it, or a parameter's default.
+    """
     _, parameters = _form_of(function)
-    if len(parameters) < 2 or parameters[1].kind not in _BY_POSITION or parameters[1].name not in LABELS:
-        return None
-    return argument_of(function, "reduction", "mean")
+    takes_labels = len(parameters) > 1 and parameters[1].kind in _BY_POSITION and parameters[1].name in LABELS
+    return argument_of(function, "reduction", "") if takes_labels or isinstance(function, Labels) else None
 
 
 def argument_of(function: Any, name: str, otherwise: Any) -> Any:
-    """A loss's value of an argument such as `reduction`: a module's attribute, or a parameter's default."""
-    given = next((p.default for p in _form_of(function)[1] if p.name == name), otherwise)
-    return getattr(function, name, given) if isinstance(function, nn.Module) else given
+    """A loss's value of an argument such as `reduction`: an attribute, or a parameter's default."""
+    default = next((p.default for p in _form_of(function)[1] if p.name == name), otherwise)
+    inner = function.loss_fn if isinstance(function, Labels) else None
+    return getattr(function, name, getattr(inner, name, default))
 
 
 def _form_of(function: Any) -> tuple[Any, list[inspect.Parameter]]:
     """A loss or hook as it is called, without what compiled it, and its parameters in order."""
+    function = function.loss_fn if isinstance(function, Labels) else function
     form = getattr(function, "_orig_mod", function)
     form = form.forward if isinstance(form, nn.Module) else form
     try:

@@ -69,11 +69,6 @@ class UnitSpec:
     limits: Limits | None = None
     #: True for a user's own layer, whose output may be more than the plain stream
     is_own: bool = False
-    #: full name of another unit's parameter that this one reads without holding it -> the attribute by way of which
-    reads: Mapping[str, str] = field(default_factory=dict)
-    #: name in the module of a buffer that other units hold or read too -> the tensor, and by unit its name there, None
-    #: for one that reads it without holding it
-    shared_buffers: Mapping[str, tuple[Tensor, Mapping[str, str | None]]] = field(default_factory=dict)
 
     def work(self, label_share: float) -> float:
         """Forward work on one token where this share of tokens has a label."""

@@ -222,17 +222,8 @@ class Executor:
         arrived = feed.tokens if x is None else x
         assert arrived is not None, f"{action} needs the microbatch's tokens"
         finish = feed.finish if wire.target is None else None
-        stage, versions = self.stages[action.stage], _versions(feed)
+        stage = self.stages[action.stage]
         result = yield from stage.forward(tape, arrived, feed.sequences, finish, feed.given)
-        if (now := _versions(feed)) != versions:
-            key = next(key for key, version in now.items() if version != versions[key])
-            takers = [call.name for call in stage.calls if key in call.parameters.keys]
-            if key == "tokens" and x is None:
-                takers.insert(0, stage.units[0][0])
-            raise PipelineError(
-                f"{' or '.join(takers) or 'loss_fn'} changes the batch's {key!r} in place, which no other rank and no "
-                f"recomputation would see; let it change a copy, such as {key}.clone()"
-            )
         self._hand_on(action, wire, result)
 
     def _backward(self, action: Action, wire: Wire, grad: Parcel | None, pairs: Pairs) -> Lane[None]:
@@ -267,6 +258,9 @@ class Executor:
             where = f"{action} on rank {self.rank}, microbatch {action.microbatch}"
             raise PipelineError(f"{where}: {error}") from None
         if wire.leaving is None:
+            if wire.direction is Direction.FORWARD and isinstance(leaving, Message):
+                # The next stage may change it in place, as it may what another rank sends.
+                leaving = leaving.of_tensors(tuple(tensor.clone() for tensor in leaving.tensors))
             self._arrivals[wire.direction, wire.target, action.microbatch] = leaving
         elif key in self._early:
             self._transmit(wire.leaving, leaving)
@@ -293,18 +287,6 @@ class Executor:
         else:
             receipt = self.transport.receive(wire.arriving, *awaited)
         self._arrivals[wire.direction, action.stage, action.microbatch] = receipt
-
-
-def _versions(feed: Feed) -> dict[str, int]:
-    """By key of the batch a number that changes where a layer changes what it was given of that key in place.
-
-    Rows of floating point that enter the first layer are its own, to work on.
-    """
-    found = {}
-    for key, own in (("tokens", feed.tokens), *feed.given.keys.items()):
-        if own is not None and not own.is_inference() and (key in feed.given.keys or not own.is_floating_point()):
-            found[key] = own._version
-    return found
 
 
 def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]]) -> list[list[Tensor]]:

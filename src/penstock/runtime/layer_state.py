@@ -1,13 +1,14 @@
-"""The state of a user's objects as it is now: of a layer from call to call, of an optimizer from step to step.
+"""A layer's state beside its parameters, before a step that may fail and before a forward that is computed again.
 
-So a layer's activations are computed again as its forward saw it, and a step that fails leaves all as it was.
+It is what torch calls state: buffers, and what `get_extra_state` gives. Attributes are the layer's own affair.
 """
 
+import copy
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -15,65 +16,117 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from penstock.runtime.errors import PipelineError
-
 _NO_STATE = {int, float, bool, str, type(None)}
-_OF_MODULES = vars(nn.Module()).keys()
-_PLAIN = ("torch.nn.modules.", "penstock.")
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """True if the module's class declares state that is neither a parameter nor a buffer."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 @dataclass(eq=False, slots=True)
-class Moment:
-    """A tensor's values between two changes."""
+class ModuleState:
+    """A module's buffers and extra state, held until they are put back."""
 
+    module: nn.Module
+    #: name -> the buffer itself; None for one without a value
+    buffers: Mapping[str, Tensor | None] = field(init=False)
+    #: each buffer, its memory and a copy of its values
+    values: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
+    #: a copy of what `get_extra_state` gave
+    extra: Any = field(init=False)
+
+    @torch.no_grad()
+    def __post_init__(self) -> None:
+        self.buffers = dict(self.module._buffers)
+        present = (buffer for buffer in self.buffers.values() if buffer is not None)
+        # Whether values have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
+        self.values = [(buffer, buffer.data, buffer.detach().clone()) for buffer in present]
+        self.extra = copy.deepcopy(self.module.get_extra_state()) if has_extra_state(self.module) else None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of it back."""
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        for buffer, memory, values in self.values:
+            buffer.data = memory
+            # A tensor that is expanded cannot be written to.
+            if not buffer.is_meta and not torch.equal(buffer, values):
+                buffer.copy_(values)
+        if has_extra_state(self.module):
+            self.module.set_extra_state(self.extra)
+
+
+@dataclass(eq=False, slots=True)
+class BufferValues:
+    """A buffer's values between two changes of it."""
+
+    buffer: Tensor
     #: torch's count of the changes before
     version: int
-    #: None while the tensor itself still has them
+    #: None while the buffer itself still has them
     values: Tensor | None = None
+
+
+class BufferHistory:
+    """A layer's buffers as each of its forwards saw them, under activation checkpointing; copies only what changes."""
+
+    #: the layer
+    module: nn.Module
+    #: buffer -> its values as of the last forward
+    _last: dict[Tensor, BufferValues]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._last = module, {}
+
+    @contextmanager
+    def forward(self) -> Iterator[Mapping[str, BufferValues]]:
+        """Run a forward within this context, which gives the buffers as they were at its beginning, by name."""
+        seen: dict[str, BufferValues] = {}
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_inference():
+                continue
+            last = self._last.get(buffer)
+            seen[name] = last if last and last.version == buffer._version else BufferValues(buffer, buffer._version)
+            seen[name].values = buffer.detach().clone()
+        self._last = {one.buffer: one for one in seen.values()}
+        try:
+            yield seen
+        finally:
+            for one in seen.values():
+                if one.buffer._version == one.version:
+                    one.values = None
+
+    def call_again(self, seen: Mapping[str, BufferValues], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call the layer with its buffers as a forward saw them; what it changes of them leaves no trace."""
+        if not seen:
+            return self.module(*arguments, **keywords)
+        values = {name: (one.buffer if one.values is None else one.values).clone() for name, one in seen.items()}
+        return functional_call(self.module, values, arguments, keywords)
+
+
+# ---- The state of an optimizer's values
 
 
 @dataclass(eq=False, slots=True)
 class KeptState:
     """The state of values, as deep as it lies: tensors, the items of containers, arrays and generators.
 
-    Each thing stays the one that it is, so that whoever shares it shares what is put back. A layer's parameters, which
-    the optimizer's step changes after all backwards, are only watched, and its tensors with a graph are not kept.
+    Each thing stays the one that it is, so that whoever shares it shares what is put back.
     """
 
-    #: each module's attributes, and those among them that torch does not give every module
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    #: each container with its items, each module's buffers among them
+    #: each container with its items
     items: list[tuple[Any, Any]] = field(default_factory=list)
-    #: tensors, each with its values at that time; those that stay as they are, are kept once
-    moments: dict[Tensor, Moment] = field(default_factory=dict)
+    #: tensors, each with its values once they are held
+    tensors: dict[Tensor, Tensor | None] = field(default_factory=dict)
     #: of each generator and array: the functions that give and take a state, and its state
     others: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = field(default_factory=list)
-    #: parameter -> its version; once a forward has run, of those alone that it has changed
-    parameters: dict[Tensor, int] = field(default_factory=dict)
     #: the memory that each tensor had when its values were held
     memory: dict[Tensor, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, layer: nn.Module, known: dict[Tensor, Moment]) -> "KeptState":
-        """That of a layer now. known: the moments of the state before its last forward."""
-        state, values = cls(), list[Any]()
-        for part in layer.modules():
-            # What torch's own modules keep from call to call are buffers, and what hooks leave there.
-            if not type(part).__module__.startswith(_PLAIN) or part._forward_hooks or part._forward_pre_hooks:
-                attributes, own = vars(part), _own(vars(part))
-                state.attributes.append((attributes, own))
-                values += own.values()
-            if part._buffers:
-                values.append(part._buffers)
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    state.parameters[parameter] = parameter._version
-        state._note(values, known)
-        state.moments = {tensor: moment for tensor, moment in state.moments.items() if not tensor.requires_grad}
-        return state
 
     @classmethod
     def of_values(cls, values: Iterable[Any]) -> "KeptState":
@@ -83,10 +136,10 @@ class KeptState:
         list or dictionary of it, has.
         """
         state = cls()
-        state._note(values, {})
+        state._note(values)
         return state
 
-    def _note(self, values: Iterable[Any], known: dict[Tensor, Moment]) -> None:
+    def _note(self, values: Iterable[Any]) -> None:
         left, seen = [(value, False) for value in values], dict[int, Any]()
         while left:
             value, follows = left.pop()
@@ -94,7 +147,7 @@ class KeptState:
                 continue
             seen[id(value)], inner = value, ()
             if isinstance(value, Tensor):
-                inner = self._note_tensor(value, known)
+                inner = self._note_tensor(value)
             elif isinstance(value, dict | list | deque | set):
                 items = dict(value) if isinstance(value, dict) else list(value)
                 self.items.append((value, items))
@@ -107,96 +160,35 @@ class KeptState:
                 inner, follows = (vars(value),), isinstance(value, torch.optim.Optimizer)
             left += [(own, follows) for own in inner]
 
-    def _note_tensor(self, tensor: Tensor, known: dict[Tensor, Moment]) -> Iterable[Any]:
+    def _note_tensor(self, tensor: Tensor) -> Iterable[Any]:
         """Note a tensor; returns what is inside of it, and its attributes."""
         beside = (vars(tensor),)
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             return (*beside, *(getattr(tensor, name) for name in names))
         if not tensor.is_inference():
-            moment = known.get(tensor)
-            if moment is None or moment.version != tensor._version:
-                moment = Moment(tensor._version)
-            self.moments[tensor] = moment
+            self.tensors[tensor] = None
         return beside
-
-    @contextmanager
-    def before_forward(self) -> Iterator[None]:
-        """Within this context the layer may change what it keeps; of tensors that it changes the old values stay."""
-        for tensor, moment in self.moments.items():
-            moment.values = tensor.clone()
-        try:
-            yield
-        finally:
-            for tensor, moment in self.moments.items():
-                if tensor._version == moment.version:
-                    moment.values = None
-            self.parameters = {own: version for own, version in self.parameters.items() if own._version != version}
 
     @torch.no_grad()
     def hold(self) -> "KeptState":
         """Hold all values, which may change from now on, until they are restored."""
-        for tensor, moment in self.moments.items():
-            # Whether they have changed cannot be asked: batch normalisation leaves a tensor's version as it is.
-            self.memory[tensor], moment.values = tensor.data, tensor.detach().clone()
+        for tensor in self.tensors:
+            self.memory[tensor], self.tensors[tensor] = tensor.data, tensor.detach().clone()
         return self
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put back for good what is held."""
         for tensor, memory in self.memory.items():
-            tensor.data, values = memory, self.moments[tensor].values
+            tensor.data, values = memory, self.tensors[tensor]
             # What it shares with another tensor may be put back already, and some memory cannot be written to.
             if values is not None and not tensor.is_meta and not torch.equal(tensor, values):
                 tensor.copy_(values)
         self._put()
 
-    def put_back(self, layer: nn.Module, name: str) -> AbstractContextManager[None]:
-        """Within this context the layer is as it was; whatever it changes here leaves no trace.
-
-        Raises: PipelineError where something else has changed a tensor that the layer keeps, or where the layer changes
-            a parameter once more.
-        """
-        # A layer of torch's own that has only parameters keeps nothing.
-        return self._as_it_was(layer, name) if self.attributes or self.items or self.parameters else nullcontext()
-
-    @contextmanager
-    def _as_it_was(self, layer: nn.Module, name: str) -> Iterator[None]:
-        for tensor, moment in self.moments.items():
-            if moment.values is None and tensor._version != moment.version:
-                raise PipelineError(
-                    f"{name} keeps a tensor {list(tensor.shape)} that something else has changed since its "
-                    "forward, so that its activations cannot be computed again; leave the layer out of recompute"
-                )
-        parameters = [(own, own.detach().clone()) for own in self.parameters]
-        now = KeptState(
-            [(attributes, _own(attributes)) for attributes, _ in self.attributes],
-            [(own, dict(own) if isinstance(own, dict) else list(own)) for own, _ in self.items],
-            others=[(give, take, give()) for give, take, _ in self.others],
-        )
-        memory = [(tensor, tensor.data) for tensor in self.moments]
-        versions = _unsafe_preserve_version_counter(tuple(self.moments))
-        try:
-            for tensor, moment in self.moments.items():
-                # Other memory, since autograd may save the tensor here, and have saved it before.
-                tensor.data = (tensor if moment.values is None else moment.values).clone()
-            self._put()
-            yield
-        finally:
-            # Activation checkpointing ends this by an exception.
-            for tensor, own in memory:
-                tensor.data = own
-            versions.__exit__()
-            now._put()
-            _check_parameters(layer, name, parameters)
-
     def _put(self) -> None:
-        """Put back attributes, items, arrays and generators."""
-        for attributes, own in self.attributes:
-            if len(attributes) != len(own) + len(_OF_MODULES):
-                for name in attributes.keys() - own.keys() - _OF_MODULES:
-                    del attributes[name]
-            attributes.update(own)
+        """Put back items, arrays and generators."""
         for container, items in self.items:
             if len(container) != len(items) or not all(map(is_, container, items)):
                 container.clear()
@@ -206,20 +198,6 @@ class KeptState:
                 dict.update(container, items)
         for _, take, state in self.others:
             take(state)
-
-
-def _check_parameters(layer: nn.Module, name: str, parameters: list[tuple[Tensor, Tensor]]) -> None:
-    for own, values in parameters:
-        if not torch.equal(own, values):
-            changed = next(path for path, known in layer.named_parameters() if known is own)
-            raise PipelineError(
-                f"{name} changes its parameter {changed} at each call, so that its activations cannot be "
-                "computed again; let it change a buffer, or leave the layer out of recompute"
-            )
-
-
-def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: attributes[name] for name in attributes.keys() - _OF_MODULES}
 
 
 def _functions_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

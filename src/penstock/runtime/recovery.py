@@ -27,13 +27,13 @@ from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
 from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
-from penstock.runtime.layer_state import KeptState
+from penstock.runtime.layer_state import ModuleState, has_extra_state
 from penstock.runtime.liveness import Processes, answer, listen, numbers
 from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Recorder
@@ -53,22 +53,19 @@ _MOST_QUOTED = 2000
 
 
 class StepState:
-    """State that the stages' modules keep from step to step, and torch's generators of random numbers.
-
-    Of all modules those are buffers, such as running statistics; of a user's own also attributes, such as counters.
-    """
+    """The buffers and extra state of the stages' modules, and torch's generators of random numbers."""
 
     #: the device whose random numbers count beside the host's
     _device: torch.device
-    #: the layers that may keep something, and what they kept before the step
-    _layers: list[nn.Module]
-    _kept: list[KeptState]
+    #: the modules that have such state, and what it was before the step
+    _modules: list[nn.Module]
+    _before: list[ModuleState]
 
     def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
         self._device = device
-        units = [unit for stage in stages for _, unit in stage.units]
-        self._layers = [own for own in units if (state := KeptState.of(own, {})).attributes or state.items]
-        self._kept = []
+        modules = [module for stage in stages for _, unit in stage.units for module in unit.modules()]
+        self._modules = [module for module in modules if module._buffers or has_extra_state(module)]
+        self._before = []
         self.save()
 
     @torch.no_grad()
@@ -78,18 +75,8 @@ class StepState:
         if self._device.type == "cuda":
             self._random_on_device = torch.cuda.get_rng_state(self._device)
         # What was held makes room first.
-        self._kept = []
-        self._kept = [KeptState.of(own, {}).hold() for own in self._layers]
-
-    def before(self, module: nn.Module, buffer: str) -> Tensor | None:
-        """The values that the module's buffer had before the step; None if it had none."""
-        found = (
-            kept.moments[items[buffer]].values
-            for kept in self._kept
-            for container, items in kept.items
-            if container is module._buffers and items.get(buffer) in kept.moments
-        )
-        return next(found, None)
+        self._before = []
+        self._before = [ModuleState(module) for module in self._modules]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -97,8 +84,8 @@ class StepState:
         torch.set_rng_state(self._random)
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random_on_device, self._device)
-        for kept in self._kept:
-            kept.restore()
+        for state in self._before:
+            state.restore()
 
 
 @dataclass(frozen=True)

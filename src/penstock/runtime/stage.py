@@ -4,9 +4,9 @@ Shapes: T tokens of the microbatch, D hidden size.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,8 +38,8 @@ from penstock.model import (
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, name_changed, note_layer, shape_given
-from penstock.runtime.layer_state import KeptState, Moment
-from penstock.runtime.message import GIVEN, Form, Message, expected_memory, memory_of, not_its_alone, refuses_change
+from penstock.runtime.layer_state import BufferHistory, BufferValues
+from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -74,12 +74,13 @@ class UnitCall:
     draws: bool = field(init=False)
     #: True once it has changed its input in place, where a backward follows
     changes_input: bool = field(default=False, init=False)
-    #: under activation checkpointing, the tensors that the unit kept before its last forward
-    _moments: dict[Tensor, Moment] = field(default_factory=dict, init=False)
+    #: under activation checkpointing, what its buffers were before each forward
+    _buffers: BufferHistory = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = Parameters.of(self.module)
         self.draws = bool(getattr(self.module, "has_randomness", True))
+        self._buffers = BufferHistory(self.module)
 
     def lacking(self, keys: Iterable[str]) -> str:
         """A sentence, if the unit needs more than a stream alone and these keys of the batch."""
@@ -119,27 +120,25 @@ class UnitCall:
         return output
 
     def _recomputed(self, x: Any, sequences: Sequences, given: Given, keeps: bool) -> Any:
-        """The output, to be computed again from its input and the layer's state; `keeps`: only that state is noted."""
-        state = KeptState.of(self.module, self._moments)
-        self._moments = state.moments
-        if keeps:
-            with state.before_forward():
-                return self.run(x, sequences, given)
-        is_done = False
+        """The output, to be computed again with the buffers as they were; with `keeps`, these alone are noted."""
+        buffers: Mapping[str, BufferValues] | None = None
 
         def run(x: Any) -> Any:
-            nonlocal is_done
-            context = state.put_back(self.module, self.name) if is_done else state.before_forward()
-            is_done = True
-            with context:
+            nonlocal buffers
+            if buffers is not None:
+                return self.run(x, sequences, given, partial(self._buffers.call_again, buffers))
+            with self._buffers.forward() as buffers:
                 return self.run(x, sequences, given)
+
+        if keeps:
+            return run(x)
 
         # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
         run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
         return recomputed(run, x)
 
-    def run(self, x: Any, sequences: Sequences, given: Given) -> Any:
-        """Call the module."""
+    def run(self, x: Any, sequences: Sequences, given: Given, call: Callable[..., Any] | None = None) -> Any:
+        """Call the module, or what `call` is in its place: a function of its arguments and keywords."""
         if self.lacks and isinstance(x, Tensor):
             raise ValueError(self.lacks)
         if self.draws and given.randomness is not None:
@@ -147,7 +146,7 @@ class UnitCall:
         try:
             args, kwargs = self.parameters.arguments(x, sequences, given)
             with record_function(self.name) if profiler_is_active() else _NO_PROFILER:
-                return self.module(*args, **kwargs)
+                return self.module(*args, **kwargs) if call is None else call(args, kwargs)
         except TypeError as error:
             if not isinstance(x, Tensor):
                 given_here = f"the {len(x)} tensors of the layer before"
@@ -332,8 +331,6 @@ class Stage:
 
     #: called before weights are read; may wait for those that other ranks step
     weights_ready: Callable[[], None]
-    #: looks at the outputs of a microbatch in training, once; None once it has
-    look: Callable[[Sequence[Tensor]], None] | None = None
     #: ends the full names of the parameters; marks the second copy of a bidirectional model
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
@@ -418,7 +415,6 @@ class Stage:
         `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
-        expected = expected_memory(x, tape is not None) if self.boundary.is_open else {}
         # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
         for run in self._runs or [[]]:
             if isinstance(run, list):
@@ -430,11 +426,6 @@ class Stage:
             x = yield from Driven(unit.forward_lane(tape, x, sequences), context)  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
                 x = self._segment([], x, tape, sequences, finish, given)
-        if isinstance(x, Message):
-            # Of all that the segment had, only what somebody keeps is left by now.
-            held = [i for i, (memory, num) in enumerate(map(memory_of, x.tensors)) if num > 1 + expected.get(memory, 0)]
-            if held:
-                x = replace(x, kept=tuple({*x.kept, *held}))
         return x
 
     def _segment(
@@ -451,13 +442,10 @@ class Stage:
         values, leaves = self._entered(tensors, tape)
         entered = values[0] if isinstance(x, Tensor) else x.of_tensors(values)
         h = entered if isinstance(entered, Tensor) else entered.value
-        kept = [] if isinstance(x, Tensor) else [(values[i], _versions(values[i])) for i in x.kept]
         output = entered
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given, tape is not None and tape.keeps)
-                if kept and any(_versions(value) != versions for value, versions in kept):
-                    raise not_its_alone(call.name)
                 leaves_stage = is_last and call is calls[-1]
                 # The loss may take any output of the last layer.
                 if finish is None or not leaves_stage:
@@ -466,20 +454,13 @@ class Stage:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
                 h = output = finish(h)
-                if kept and any(_versions(value) != versions for value, versions in kept):
-                    raise not_its_alone("loss_fn")
         outputs = output.tensors if isinstance(output, Message) else (h,)
         if tape is not None:
-            if self.look is not None:
-                self.look(outputs)
-                self.look = None
             tape.record(leaves, outputs, isinstance(x, Tensor))
         detached = tuple(tensor.detach() for tensor in outputs)
         if not isinstance(output, Message):
             return detached[0]
-        return Message(
-            detached, output.form, output.names, tuple(i for i, y in enumerate(outputs) if refuses_change(y))
-        )
+        return output.of_tensors(detached)
 
     def _entered(
         self, tensors: tuple[Tensor, ...], tape: Tape | None

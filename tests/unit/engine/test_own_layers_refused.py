@@ -1,7 +1,6 @@
 """A batch that a user's own layers cannot take is refused by field, sequence and value, before anything is computed."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -62,74 +61,3 @@ def test_a_batch_that_lacks_a_key_is_refused_after_one_that_had_it_too() -> None
         assert engine.train_batch(batch(images=images)).success
         with pytest.raises(ValueError, match=r"layers\.1 takes 'images', which has no default and is no key"):
             engine.train_batch(batch())
-
-
-class Views(nn.Linear):
-    """Knows the memory of its weight by another name, too."""
-
-    def __init__(self, where: str, other: torch.Tensor) -> None:
-        super().__init__(8, 8)
-        if where == "attribute":
-            self.raw = [{"w": self.weight.data}]
-        elif where == "buffer":
-            self.register_buffer("part", self.weight.data[2:4, 1:])
-        elif where == "flat":
-            self.flat = torch.zeros(80)
-            self.weight, self.bias = nn.Parameter(self.flat[:64].view(8, 8)), nn.Parameter(self.flat[64:72])
-        elif where == "parameter":
-            self.twin = nn.Parameter(self.weight.data)
-        elif where == "transposed":
-            self.weight = nn.Parameter(other.data[:8].t())
-        elif where == "data":
-            self.weight.data = other.data[8:]
-        elif where == "columns":
-            both = torch.randn(8, 16)
-            self.weight, self.twin = nn.Parameter(both[:, :8]), nn.Parameter(both[:, 8:])
-        elif where == "rows":
-            both = torch.randn(16, 8)
-            self.weight, self.twin = nn.Parameter(both[:8]), nn.Parameter(both[8:])
-        elif where == "itself":
-            self.same, self.raw = self.weight, [self.weight, other]
-        elif where == "spectral":
-            torch.nn.utils.spectral_norm(self)
-
-
-READ = r"layers\.1\.{} shares its memory with layers\.1\.{}, which the engine gives .*; read the parameter itself$"
-TIE = (
-    r"layers\.1\.{} shares its memory with layers\.{}, .*; assign the parameter itself \(self\.weight = other\.weight\)"
-)
-
-
-@pytest.mark.shows(161)
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        ("made attribute", READ.format("raw", "weight")),
-        ("made parameter", TIE.format("twin", r"1\.weight")),
-        ("attribute", READ.format("raw", "weight")),
-        ("buffer", READ.format("part", "weight")),
-        ("flat", READ.format("flat", "weight")),
-        ("parameter", TIE.format("twin", r"1\.weight")),
-        ("transposed", TIE.format("weight", r"0\.weight")),
-        ("data", TIE.format("weight", r"0\.weight")),
-    ],
-)
-def test_another_name_of_a_parameters_memory_is_refused(where: str, words: str) -> None:
-    first = nn.Embedding(16, 8)
-    maker = partial(Views, where.removeprefix("made "), first.weight)
-    layer = maker if where.startswith("made ") else maker()
-    with pytest.raises(ValueError, match=words):
-        Engine.from_layers([first, layer, nn.Linear(8, 16)], hidden_size=8, device="cpu")
-
-
-@pytest.mark.shows(161)
-@pytest.mark.parametrize("where", ["columns", "rows", "itself", "spectral", "lstm"])
-def test_parameters_that_are_read_or_lie_side_by_side_are_taken_twice(where: str) -> None:
-    first = nn.Embedding(16, 8)
-    own = nn.Sequential(nn.utils.spectral_norm(nn.LSTM(8, 8), "weight_hh_l0")) if where == "lstm" else None
-    layers = [first, own or Views(where, first.weight), nn.Linear(8, 16)]
-    for _ in range(2):
-        engine = Engine.from_layers(layers, hidden_size=8, device="cpu")
-        if own is None:
-            assert engine.train_batch(batch()).success
-        engine.close()

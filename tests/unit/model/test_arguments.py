@@ -1,15 +1,12 @@
 """What a layer asks for by name, as far as one call shows it."""
 
-import sys
 from functools import partial
 from typing import Any
 
-import numpy
-import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.model import Given, Parameters, Randomness, Sequences
+from penstock.model import Given, Parameters, Sequences
 
 SEQUENCES = Sequences.from_lengths([2, 1])
 KEYS = {"sequences": torch.tensor([7]), "positions": torch.tensor([0, 1, 0]), "other": torch.tensor([1])}
@@ -38,13 +35,3 @@ def test_a_forward_that_is_itself_a_partial_keeps_what_it_has_fixed():
     layer.forward = partial(Asks.forward, layer, positions=fixed, scale=2.0)
     assert Parameters.of(layer).names == ("sequences",)
     assert called(layer) == (SEQUENCES, fixed, 2.0)
-
-
-def test_a_unit_that_is_the_first_to_draw_from_numpy_draws_from_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # NumPy loads its random numbers on first use.
-    monkeypatch.delitem(sys.modules, "numpy.random", raising=False)
-    numbers = Randomness(0, 0, 0, 0, torch.device("cpu"))
-    numbers.begin("layers.0")
-    first = float(numpy.random.rand())
-    numbers.begin("layers.0")
-    assert first == float(numpy.random.rand())

@@ -13,7 +13,7 @@ VALUES: list[Any] = [
     None,
     [1, 2.5, True, "text", ()],
     {"a": {"b": [torch.arange(3), (torch.ones(2, dtype=torch.bool),)]}, "c": torch.zeros(0, 4)},
-    {1: "one", 2.5: None, None: [], True: {}},
+    {1: "one", 2.5: None, None: [], False: {}},
     {"tensor of": 1, "tuple of": [2], "mapping of": torch.ones(1, dtype=torch.complex64)},
 ]
 

@@ -139,14 +139,14 @@ class CheckpointReader:
     def check_used(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor], ignored: str = "") -> None:
         """Refuse a checkpoint with tensors that no rank asks for, but for names that begin with `ignored`.
 
-        What further copies of a layer kept need not be asked for either.
+        Attributes of layers, which older checkpoints hold, need not be asked for either.
 
         Raises: ValueError naming some of them, on all ranks alike.
         """
         asked = self._gather(sorted({self._source(name) for name in tensors}))
         unused = sorted(info.stored.keys() - {name for names in asked for name in names})
         unused = [name for name in unused if not (ignored and name.startswith(ignored))]
-        unused = [name for name in unused if not name.startswith(f"{ATTRIBUTE}@")]
+        unused = [name for name in unused if not name.startswith((f"{ATTRIBUTE}.", f"{ATTRIBUTE}@"))]
         if unused:
             raise ValueError(f"checkpoint {info.path} holds {len(unused)} tensors that the model lacks: {unused[:3]}")
 

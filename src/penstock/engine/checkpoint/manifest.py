@@ -34,7 +34,7 @@ OWNER_FILE = "run.json"
 """The file beside a run's checkpoints that says whose they are; it is there before the first step."""
 TENSOR_SUFFIX = ".safetensors"
 ATTRIBUTE = "attribute"
-"""Begins the names of what layers keep in attributes: ``attribute.<part>.<kind>``, of a copy ``attribute@...``."""
+"""Begins the names of what older checkpoints hold of layers' attributes, which are no state any more."""
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
 _KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tensors": dict, "files": dict}
@@ -362,6 +362,17 @@ def newest_intact(folder: Path, identity: Mapping[str, Any], quiet: bool = False
 def warn_of(path: Path, reason: str) -> None:
     """Say that a checkpoint is passed over, and why."""
     _logger.warning("checkpoint %s is refused: %s", path, reason)
+
+
+def warn_of_attributes(checkpoint: CheckpointInfo) -> None:
+    """Say in one line which attributes of layers a checkpoint of an older version holds, if any."""
+    names = [record.of for record in checkpoint.tensors.values() if record.of.startswith(ATTRIBUTE)]
+    if layers := sorted({".".join(name.split(".")[1:-1]) for name in names}):
+        _logger.warning(
+            "checkpoint %s holds attributes of %s, which are passed over; state is a buffer or get_extra_state",
+            checkpoint.path,
+            ", ".join(layers),
+        )
 
 
 # ---- The state of a process's random numbers, Python's and PyTorch's, as JSON values

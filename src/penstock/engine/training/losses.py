@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
 from types import FunctionType
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.data import NO_LABEL, PackedBatch, rows_with_label
 from penstock.engine.build import SECOND_COPY
-from penstock.engine.own_layers import left_for
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.microbatches import AgreedSplit
 from penstock.model import (
@@ -28,7 +27,6 @@ from penstock.model import (
     FutureTokens,
     Logits,
     cross_entropy_sum,
-    kept_random_state,
     numbers_asked,
     reduction_of_labels,
 )
@@ -36,7 +34,7 @@ from penstock.model.layers.router import Balance
 from penstock.model.linear import dtype_of_sums
 from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
-from penstock.runtime import Feed, Stage
+from penstock.runtime import Feed
 from penstock.settings import Normalize
 from penstock.settings.declare import NamedValue, type_in_words, words_of
 
@@ -46,9 +44,9 @@ from penstock.settings.declare import NamedValue, type_in_words, words_of
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
 
-Or one of (logits, labels), if its second parameter is called labels, label, targets or target: it gives the mean over
-tokens with a label, as torch's losses do, or where it has a `reduction` of "sum" their sum. The mean is turned into the
-sum, so that a batch's loss is the mean over its tokens with a label, however it is cut into microbatches.
+Or one of (logits, labels), as `Labels` or if its second parameter is called labels, label, targets or target. It says
+by its `reduction` whether it gives the "mean" over tokens with a label or their "sum", as torch's losses do. The mean
+is turned into the sum, so that a batch's loss is the mean over its tokens with a label, however it is split.
 
 Beside it, in a pair, it may give anything: of a dict each `Metric` is a number that it reports under that name, and all
 else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.NUMBERS` by name.
@@ -108,22 +106,9 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
     return float((microbatch["labels"] != NO_LABEL).sum())
 
 
-def checked_loss(loss: Any, output: Any, trained: Set[Tensor]) -> Tensor:
-    """Refuse what no step can learn from, and what it would give gradients that nobody uses.
-
-    Raises: ValueError unless `loss` is one number with its graph, in which beyond the model's `output` there is nothing
-    that requires a gradient but what is `trained` on this rank.
-    """
+def checked_loss(loss: Any) -> Tensor:
+    """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        outputs = list(_tensors_of(output))
-        for leaf in _leaves([loss], {own.grad_fn for own in outputs}):
-            if leaf not in trained and not any(leaf is own for own in outputs):
-                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
-                raise ValueError(
-                    f"loss_fn reaches a {kind} of shape {list(leaf.shape)} that requires a gradient and belongs to no "
-                    "layer of this rank, so it would never be trained; let the last layer hold it and give it beside "
-                    "its output, such as (logits, scale), or freeze it (requires_grad_(False))"
-                )
         return loss
     given = f"{type_in_words(loss)}"
     if isinstance(loss, Tensor):
@@ -132,99 +117,6 @@ def checked_loss(loss: Any, output: Any, trained: Set[Tensor]) -> Tensor:
         f"loss_fn gave {given}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
         "`forward` gives whatever else is to be made of the outputs"
     )
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in what the last stage gives."""
-    if isinstance(output, Tensor):
-        yield output
-        return
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    for part in (getattr(output, own.name) for own in fields(output)) if is_dataclass(output) else parts:
-        yield from _tensors_of(part)
-
-
-def check_reached(elsewhere: Mapping[Tensor, str], first: str, outputs: Sequence[Tensor]) -> None:
-    """Refuse layers that reach parameters of other ranks' layers in whichever way, such as by a global variable.
-
-    elsewhere: those parameters -> their full names. first: the stage's first layer, for the message.
-
-    Raises: ValueError naming the parameter.
-    """
-    for leaf in _leaves(outputs):
-        if leaf in elsewhere:
-            raise ValueError(
-                f"in the stage that begins with {first} a layer or the loss reaches {elsewhere[leaf]}, a parameter of "
-                "another rank's layer, which would never change here; assign it to the layer that reads it "
-                "(self.weight = other.weight), which ties it, or put both layers on one rank (schedule.cut)"
-            )
-
-
-def look_for_others(pipeline: Pipeline, trained: Set[Tensor], loss_fn: LossFn) -> None:
-    """Have each stage of a user's own layers look once for parameters that only other ranks train.
-
-    And for what its layers leave for a loss that is computed in another one. trained: this rank's own parameters.
-    """
-    stages, placement = pipeline.stages.values(), pipeline.placement
-    local = {name for stage in stages for name, _ in stage.units}
-    others = [unit for unit in pipeline.units if unit.is_own and unit.name not in local]
-    named = [(unit.full_name(name), other) for unit in others for name, other in unit.build().named_parameters()]
-    # A module that several layers register is one on this rank.
-    elsewhere: dict[Tensor, str] = {other: name for name, other in named if other not in trained}
-
-    def look(stage: Stage, outputs: Sequence[Tensor]) -> None:
-        check_reached(elsewhere, stage.units[0][0], outputs)
-        if not placement.is_last(stage.index):
-            check_left(loss_fn, stage.units[0][0], stage.units[-1][0])
-
-    for stage in stages if placement.stages_per_route > 1 and pipeline.boundary.is_open else ():
-        stage.look = partial(look, stage) if stage.units else None
-
-
-def check_left(loss_fn: LossFn, first: str, last: str) -> None:
-    """Refuse a loss that reads what the layers of another stage, from `first` to `last`, leave for it.
-
-    Raises: ValueError.
-    """
-    if (tensor := left_for(loss_fn)) is not None:
-        raise ValueError(
-            f"one of the layers {first} to {last} leaves a tensor of shape {list(tensor.shape)} with its graph where "
-            "loss_fn reaches it, but the loss is computed in another stage, from which no gradient comes back; let the "
-            "layers hand it on beside their output, as (x, auxiliary_loss), to the loss"
-        )
-
-
-def watched_buffers(modules: Iterable[nn.Module]) -> Callable[[], str]:
-    """Note the buffers of a loss's modules that belong to their state; gives what says which has changed, or ""."""
-    noted = [
-        (part, key, own, own._version)
-        for part in modules
-        for key, own in part._buffers.items()
-        if own is not None and key not in part._non_persistent_buffers_set
-    ]
-
-    def changed() -> str:
-        for part, key, before, version in noted:
-            now = part._buffers.get(key)
-            # One that was moved to another device is the same.
-            is_same = now is before or (now is not None and torch.equal(now.to(before), before))
-            if before._version != version or not is_same:
-                return f"{key!r} of {type(part).__name__}"
-        return ""
-
-    return changed
-
-
-def _leaves(roots: Sequence[Tensor], ends: Set[Any] = frozenset()) -> Iterator[Tensor]:
-    """The tensors in which a backward would leave gradients, those behind the graph's `ends` left out."""
-    seen, left = {None, *ends}, list[Any](own.grad_fn for own in roots)
-    while left:
-        if (node := left.pop()) in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
-        left += [further for further, _ in node.next_functions]
 
 
 class ZeroLossWeight(ValueError):
@@ -357,57 +249,12 @@ class Metric:
                 raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
 
 
-_LOOKED_AT = 256
-"""Tokens with a label, and without one, by which a loss of (logits, labels) is seen to be a mean."""
-
-_ROUNDING = 1e-6
-"""The part of a sum by which others may differ, were it computed in fp32 and given in fp64."""
-
-
-def _other_than(reduction: str | None, loss_fn: LossFn, output: Tensor, labels_T: Tensor) -> str:
-    """Say how a loss of (logits, labels) is not what its reduction says; "" where it is.
-
-    It is called for some tokens, for those of them with the lower labels, and for the rest, whose sums must agree: in
-    fp64, if it takes such logits, so that what it adds in little counts too.
-    """
-    with_label = labels_T != NO_LABEL
-    rows, others = with_label.nonzero().squeeze(1)[:_LOOKED_AT], (~with_label).nonzero().squeeze(1)[:_LOOKED_AT]
-    halves = rows[labels_T[rows].argsort(stable=True)].tensor_split(2)
-    parts = (torch.cat([rows, others]).sort().values, *halves)
-
-    def looked_at(output: Tensor) -> str:
-        sums, rounding = list[float](), 0.0
-        for part in parts:
-            given = loss_fn(output[part], labels_T[part])
-            loss = given[0] if isinstance(given, tuple) else given
-            num = int((labels_T[part] != NO_LABEL).sum()) if reduction == "mean" else 1
-            sums.append(float(loss) * num)
-            rounding = max(rounding, abs(sums[-1]) * max(_ROUNDING, torch.finfo(loss.dtype).eps ** 0.5))
-        whole, lower, rest = sums
-        if abs(whole - (lower + rest)) <= rounding:
-            return ""
-        lowest = f"{lower:g} of those with the lower labels"
-        return f"makes {whole:g} of {len(rows)} of them, {lowest}, and {rest:g} of the rest"
-
-    with torch.no_grad(), kept_random_state(output.device, pythons=True):
-        try:
-            return looked_at(output.double())
-        except Exception:
-            # Weights of its own, or a kernel, may be of other numbers.
-            try:
-                return looked_at(output)
-            except Exception as error:
-                return f"cannot be computed of some of them ({type(error).__name__}: {words_of(error)})"
-
-
 @dataclass(eq=False)
 class LossMetrics:
     """A loss function, and what it gives beside losses in the course of one step or evaluation."""
 
     #: gives a microbatch's loss, or that and anything else
     loss_fn: LossFn
-    #: the last loss of (logits, labels) that was seen to be a mean or sum over tokens with a label, if any
-    seen: list[Any] = field(default_factory=list)
     #: name -> the microbatches' parts, on this rank
     _parts: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
@@ -437,7 +284,7 @@ class LossMetrics:
             if self._reduction is None and type(microbatch).__name__ in words_of(error):
                 raise type(error)(
                     f"{words_of(error)}; loss_fn is given the microbatch, with its labels as microbatch['labels']: "
-                    "call its second parameter 'labels' or 'target', to be given these alone"
+                    "give Labels(loss_fn, reduction='mean') or 'sum', to have it given these alone"
                 ) from error
             raise
         loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
@@ -479,25 +326,13 @@ class LossMetrics:
         if not num:
             # The mean of nothing is none.
             return output[:0].sum(dtype=dtype_of_sums(output))
-        labels_T = labels_T.to(output.device)
-        wrong, is_new = "", num > 1 and output.device.type != "meta" and self.loss_fn not in self.seen
-        if is_new:
-            wrong = _other_than(self._reduction, loss_fn, output, labels_T)
-        given = loss_fn(output, labels_T)
+        given = loss_fn(output, labels_T.to(output.device))
         loss, *beside = given if isinstance(given, tuple) and len(given) == 2 else (given,)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type_in_words(loss)
             raise ValueError(
                 f"loss_fn(logits, labels) gave {what}; it gives one number, the mean over tokens with a label"
             )
-        if wrong:
-            raise ValueError(
-                f"loss_fn(logits, labels) is no {self._reduction} over the tokens with a label: it {wrong}, so what it "
-                "means for a batch of several microbatches is not known; give a function of (output, microbatch) that "
-                "gives a sum, and by loss_weight_fn what divides it"
-            )
-        if is_new:
-            self.seen[:] = [self.loss_fn]
         total = loss.to(dtype_of_sums(loss)) * num if self._reduction == "mean" else loss
         return (total, *beside) if beside else total
 

@@ -117,7 +117,12 @@ def check_callable(name: str, function: Any, arguments: str, optional: bool = Fa
 def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
     check_callable("loss_fn", loss_fn, "output, microbatch")
-    if (reduction := reduction_of_labels(loss_fn)) not in (None, "mean", "sum"):
+    if (reduction := reduction_of_labels(loss_fn)) == "":
+        raise ValueError(
+            "loss_fn takes (logits, labels) and does not say what it gives of them; give "
+            "Labels(loss_fn, reduction='mean') or 'sum', or let it have an attribute `reduction`, as torch's losses do"
+        )
+    if reduction not in (None, "mean", "sum"):
         raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
     if reduction is not None and (ignored := argument_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
         raise ValueError(f"loss_fn has ignore_index={ignored}; tokens without a label have {NO_LABEL} here")

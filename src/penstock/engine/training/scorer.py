@@ -88,7 +88,7 @@ def evaluate(
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
     loss, weight, recovery, layout = 0.0, 0.0, pipeline.recovery, pipeline.layout
-    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn, pipeline.seen_losses), list[Any]()
+    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn), list[Any]()
     batches = [batches] if isinstance(batches, PackedBatch) else batches
     are_batches = isinstance(batches, Iterable) and not isinstance(batches, str | bytes | Mapping)
     pipeline.set_training(False)

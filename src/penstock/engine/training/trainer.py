@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_state
-from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint
-from penstock.engine.kept_by_layers import check_no_extra_state
+from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, warn_of_attributes
 from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
-from penstock.engine.own_layers import reached_by
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.losses import (
@@ -35,12 +33,9 @@ from penstock.engine.training.losses import (
     LossMetrics,
     LossWeightFn,
     checked_loss,
-    look_for_others,
     loss_factor,
     reads_labelled_rows,
     reads_labels,
-    token_cross_entropy,
-    watched_buffers,
 )
 from penstock.engine.training.microbatches import (
     AgreedSplit,
@@ -50,7 +45,7 @@ from penstock.engine.training.microbatches import (
     check_loss,
     is_source,
 )
-from penstock.model import kept_python_numbers, kept_random_state
+from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
@@ -130,18 +125,12 @@ class Trainer:
     _held: Sequence[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
     #: full names of all that is trained, on any rank
     _names: set[str]
-    #: the loss of the last step, and the modules that it reaches beside those of this rank's layers
-    _loss_fn: LossFn
-    _reached: Sequence[nn.Module]
-    #: the buffer of such a module that a step has changed; "" for none
-    _changed: str
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
-        self._loss_fn, self._reached, self._changed = token_cross_entropy, (), ""
         self._parameters = pipeline.parameters()
         self._agree_on_names()
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
@@ -201,24 +190,6 @@ class Trainer:
             for own, parameter in part._parameters.items()
             if parameter in trained
         ]
-        look_for_others(self.pipeline, set(self._parameters.values()), self._loss_fn)
-
-    def _look_with(self, loss_fn: LossFn) -> None:
-        """Look anew where the loss is another than that of the step before."""
-        if getattr(loss_fn, "__code__", loss_fn) is not getattr(self._loss_fn, "__code__", self._loss_fn):
-            self._loss_fn = loss_fn
-            look_for_others(self.pipeline, set(self._parameters.values()), loss_fn)
-            units = [unit for stage in self.pipeline.stages.values() for _, unit in stage.units]
-            held = {part for unit in units for part in unit.modules()}
-            self._reached = [own for own in reached_by(loss_fn) if isinstance(own, nn.Module) and own not in held]
-
-    def check_loss_keeps_nothing(self) -> None:
-        """Raises: ValueError naming a buffer that a step has changed and no layer holds, so that none saves it."""
-        if self._changed:
-            raise ValueError(
-                f"loss_fn reaches the buffer {self._changed}, which a step has changed and which no checkpoint holds; "
-                "let the last layer hold that module, or make it no state (persistent=False)"
-            )
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -287,7 +258,7 @@ class Trainer:
         asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
         name = f"train_batch(normalize={str(normalize)!r})"
         call = BatchCall(name, check, reads_labels(loss_fn), loss_weight_fn, asked)
-        measured = LossMetrics(loss_fn, pipeline.seen_losses)
+        measured = LossMetrics(loss_fn)
         with ExitStack() as after, recovery.joined():
             agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
             if agreed.refit:
@@ -298,7 +269,6 @@ class Trainer:
                 agreed = drawn_one_by_one(pipeline, agreed, call, self.start_reduction, after)
             factor = loss_factor(self.pipeline, agreed, loss_weight_fn, normalize, loss_scale)
             with recovery.announcing():
-                self._look_with(loss_fn)
                 feeds = self.feeds(agreed, measured, factor, number)
                 losses = self.run(feeds, agreed.num)
                 rates = self.optimizer.rates.at(number)
@@ -354,10 +324,10 @@ class Trainer:
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
 
-        trained, labelled = set(self._parameters.values()), reads_labelled_rows(measured.loss_fn)
+        labelled = reads_labelled_rows(measured.loss_fn)
 
         def finish(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
-            loss = checked_loss(measured(output, microbatch, numbers), output, trained)
+            loss = checked_loss(measured(output, microbatch, numbers))
             return loss * factor(numbers["microbatch"])
 
         def feed(microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
@@ -378,12 +348,9 @@ class Trainer:
         self._check_parameters()
         self.zero_gradients()
         self.pipeline.set_training(True)
-        changed = watched_buffers(self._reached)
-        with kept_random_state(self.pipeline.device), kept_python_numbers():
+        with kept_random_state(self.pipeline.device):
             losses = self.pipeline.executor(num, self.start_reduction).run(feeds)
-        self._changed = self._changed or changed()
         self._check_parameters()
-        self._check_buffers_apart()
         return losses
 
     def _check_parameters(self) -> None:
@@ -405,18 +372,6 @@ class Trainer:
                 raise PipelineError(
                     f"{copy} is tied to {owner}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
-                )
-
-    def _check_buffers_apart(self) -> None:
-        """Raises: PipelineError naming a buffer that layers share, of which each rank would go on with its own."""
-        for name, (module, own) in self.pipeline.buffers_apart.items():
-            before, now = self.pipeline.recovery.state.before(module, own), module._buffers.get(own)
-            # One of another shape is a table made anew.
-            if before is not None and now is not None and before.shape == now.shape and not torch.equal(before, now):
-                raise PipelineError(
-                    f"{name} is a buffer that layers share, and the step changes it, but on several ranks, or cast or "
-                    "moved, it is not one tensor; give each layer a buffer of its own, or let layers on one rank "
-                    "(schedule.cut) share a module that holds it"
                 )
 
     def zero_gradients(self) -> None:
@@ -530,6 +485,10 @@ class ModelState:
         """This rank's persistent buffers by full name, such as BatchNorm's statistics; the first rank's of each dp."""
         return self.pipeline.buffers()
 
+    def extra_state(self) -> dict[str, Any]:
+        """The extra state of this rank's modules (`get_extra_state`), by its name in the whole model's state dict."""
+        return self.pipeline.extra_state.values()
+
     def gradient(self, name: str) -> Tensor:
         """The gradient of one of this rank's parameters, as the last step left it (a view).
 
@@ -553,21 +512,21 @@ class ModelState:
         return found
 
     def state_to_save(self) -> dict[str, LocalTensor]:
-        """The same, for a checkpoint; all ranks call it.
+        """`state` and the layers' extra state, for a checkpoint; all ranks call it.
 
-        Raises: ValueError on all ranks if one has an optimizer or a module that keeps what no checkpoint can hold.
+        Raises: ValueError on all ranks if one has an optimizer or a module with state that no checkpoint can hold.
         """
-        gather = partial(gather_json, group=self.pipeline.grid.control)
+        grid = self.pipeline.grid
+        # Ranks that see other parts of a batch may each have another; as of buffers, the first one's is saved.
+        is_first = grid.dp_rank == grid.cp_rank == grid.tp_rank == 0
 
         def state() -> dict[str, LocalTensor]:
-            check_no_extra_state(self.pipeline.stages.values())
-            self.trainer.check_loss_keeps_nothing()
-            return self.pipeline.kept_by_layers.registered(self.state()) | self.pipeline.kept_by_layers.state()
+            return self.state() | (self.pipeline.extra_state.tensors() if is_first else {})
 
-        return on_all_ranks(state, gather, ValueError, message="{error}")
+        return on_all_ranks(state, partial(gather_json, group=grid.control), ValueError, message="{error}")
 
     def state_to_load(self, found: CheckpointInfo) -> dict[str, LocalTensor]:
-        """The same, with room for all that the checkpoint has of an optimizer's state of this rank's parameters.
+        """`state`, with room for what the checkpoint has of the optimizer's state and of the layers' extra state.
 
         Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
         """
@@ -575,8 +534,9 @@ class ModelState:
         for record in found.tensors.values():
             if math.prod(record.part.shape) > most:
                 raise DamagedCheckpoint(f"checkpoint {found.path} holds {most} bytes, but {record.of} is {record}")
-        kept = self.pipeline.kept_by_layers
-        own = kept.registered(self.state(optimizer=False)) | kept.expect(found)
+        if self.pipeline.grid.rank == 0:
+            warn_of_attributes(found)
+        own = self.state(optimizer=False) | self.pipeline.extra_state.expect(found)
         if not self.pipeline.options.learns:
             return own
         engine = found.extra.get("engine") if isinstance(found.extra, dict) else None
@@ -621,7 +581,7 @@ class ModelState:
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Go on from there, after the tensors of `state` have been loaded."""
-        self.pipeline.kept_by_layers.take()
+        self.pipeline.extra_state.take()
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.load_progress(progress["optimizer"])
 

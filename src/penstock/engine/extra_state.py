@@ -1,0 +1,98 @@
+"""The extra state of layers: what their modules declare by `get_extra_state`, beside parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.checkpoint.manifest import CheckpointInfo
+from penstock.parallel.nested import pack, tensor_forms, unpack
+from penstock.runtime import Stage
+from penstock.runtime.layer_state import has_extra_state
+
+_KEY = "_extra_state"
+"""Ends its name in a state dict, as torch has it."""
+
+
+class ExtraState:
+    """The extra state of this rank's modules, by its name in the whole model's state dict.
+
+    In a checkpoint each is a text, and the tensors within it are numbered beside it: ``layers.1._extra_state.0``.
+    """
+
+    #: name -> this rank's module, of the first copy in a bidirectional model
+    _modules: dict[str, nn.Module]
+    #: name -> the module and its second copy, as far as this rank has them
+    _copies: dict[str, list[nn.Module]]
+    #: what is being loaded, until it is taken
+    _room: dict[str, Tensor]
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._modules, self._copies, self._room = {}, {}, {}
+        for stage in stages:
+            for unit_name, unit in stage.units:
+                for path, module in unit.named_modules():
+                    if has_extra_state(module):
+                        name = ".".join(filter(None, (unit_name, path, _KEY)))
+                        self._copies.setdefault(name, []).append(module)
+                        if not stage.suffix:
+                            self._modules[name] = module
+
+    def values(self) -> dict[str, Any]:
+        """Each module's extra state as it is now; None is left out."""
+        values = {name: module.get_extra_state() for name, module in self._modules.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def take_values(self, values: Mapping[str, Any]) -> None:
+        """Set those of this rank's modules, each from a copy of its own."""
+        for name in self._copies.keys() & values.keys():
+            for module in self._copies[name]:
+                module.set_extra_state(copy.deepcopy(values[name]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it for a checkpoint. Raises: ValueError naming what cannot be saved."""
+        found: dict[str, Tensor] = {}
+        for name, value in self.values().items():
+            try:
+                structure, tensors = pack(value)
+            except TypeError as error:
+                raise ValueError(f"{name}: {error}") from None
+            found[name] = torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8)
+            found |= {f"{name}.{number}": tensor for number, tensor in enumerate(tensors)}
+        return found
+
+    def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
+        """Room for what the checkpoint has of it, and for what this rank's modules need of it."""
+        records = {record.of: record for record in checkpoint.tensors.values()}
+        self._room = {
+            name: torch.empty(record.part.full_shape, dtype=getattr(torch, record.dtype))
+            for name, record in records.items()
+            if f"{name.partition(f'.{_KEY}')[0]}.{_KEY}" in self._copies
+        }
+        # Modules without anything to say, such as those of a precision that is not used, were not saved once.
+        needed = [name for name, value in self.values().items() if not _is_empty(value)]
+        return {name: torch.empty(0, dtype=torch.uint8) for name in needed} | self._room
+
+    def take(self) -> None:
+        """Set what was loaded into the room; tensors lie in host memory.
+
+        Raises: KeyError, TypeError or ValueError for what was never saved.
+        """
+        room, self._room = self._room, {}
+        for name in self._copies.keys() & room.keys():
+            structure, tensors = json.loads(bytes(room[name].tolist())), list[Tensor]()
+            for number, (dtype, shape) in enumerate(tensor_forms(structure)):
+                tensor = room.get(f"{name}.{number}", torch.empty(shape, dtype=getattr(torch, dtype)))
+                # Files have complex numbers as pairs.
+                is_pairs = getattr(torch, dtype).is_complex and not tensor.is_complex()
+                tensors.append(torch.view_as_complex(tensor) if is_pairs else tensor)
+            self.take_values({name: unpack(structure, tensors)})
+
+
+def _is_empty(value: Any) -> bool:
+    return value.numel() == 0 if isinstance(value, Tensor) else value in ("", b"", (), [], {})
