@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.e2e.scripts import free_port
 from tests.e2e.training import Started
-from tests.hostile_tokenizers import READS
+from tests.hostile_tokenizers import PANICS
 from tests.hugging_face import make_model, make_tokenizer
 
 KEY = "a-key-for-tests"
@@ -36,7 +36,7 @@ def write_model(folder: Path) -> Path:
 
 def let_tokenizer_panic(model: Path) -> Path:
     """Give a model's tokenizer a pattern that panics on `MANY`, and finds nothing in other texts."""
-    content, (hostile, _) = json.loads((model / "tokenizer.json").read_text()), READS["a pattern that backtracks"]
+    content, hostile = json.loads((model / "tokenizer.json").read_text()), PANICS["a pattern that backtracks"]
     own = [hostile["pre_tokenizer"], content["pre_tokenizer"]]
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": own}
     (model / "tokenizer.json").write_text(json.dumps(content))

@@ -15,7 +15,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.cli.output import ResultsFile
 from tests.e2e.training import write_run
-from tests.hostile_tokenizers import MANY, READS, WRITES, write
+from tests.hostile_tokenizers import MANY, PANICS, write
 from tests.hugging_face import make_model
 
 SECRET = "a secret of somebody's"
@@ -142,9 +142,9 @@ def in_model(name: str, content: bytes | str) -> Act:
     return lambda p: p.put(f"model/{name}", content)
 
 
-def tokenizer(kind: str = "a pattern that backtracks") -> Act:
+def tokenizer() -> Act:
     """A tokenizer that fails on `MANY`, of which the prompts and a file of texts are made."""
-    content = WRITES if kind == "writes" else READS[kind][0]
+    content = PANICS["a pattern that backtracks"]
     texts = json.dumps({"text": MANY, "prompt": MANY}) + "\n"
     return both(lambda p: write(p.model, content), put("many.jsonl", texts), put("many.txt", MANY * 5))
 
@@ -306,7 +306,6 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "a tokenizer of 20 GiB": (endless("model/tokenizer.json"), generate(), REFUSED),
     "an index of 20 GiB": (endless(f"model/{INDEX}"), score, REFUSED),
     # their tokenizers
-    "a tokenizer that expands a prompt": (tokenizer("a normalizer that expands"), SAY, REFUSED),
     "a tokenizer that panics on a prompt": (tokenizer(), SAY, REFUSED),
     "one that panics on a scored text": (tokenizer(), given("score", "INSIDE/model", "INSIDE/many.jsonl"), REFUSED),
     "one that panics on a text held out": (
@@ -316,12 +315,6 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
         REFUSED,
     ),
     "one that panics on a corpus": (tokenizer(), with_tokenizer("--data.corpus", "INSIDE/many.txt"), REFUSED),
-    "one that makes millions of tokens": (
-        tokenizer("one that makes millions of a letter"), with_tokenizer("--data.corpus", "INSIDE/many.txt"), REFUSED
-    ),
-    "a tokenizer that expands an answer": (
-        tokenizer("writes"), given("generate", "INSIDE/model", "b", "--max-new-tokens", "2"), REFUSED
-    ),
     # adapters
     "a deep adapter": (both(adapter(), put(ADAPTER, DEEP)), ADAPTED, REFUSED),
     "an adapter's pickle": (

@@ -14,7 +14,7 @@ from penstock.settings import SamplingParams
 from penstock.settings.declare import suggestion
 
 if TYPE_CHECKING:
-    from penstock.data.guard import ChatTemplate
+    from penstock.data.chat_template import ChatTemplate
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
@@ -88,7 +88,7 @@ class Conversation(ModelCommand):
     messages: list[dict[str, str]]
 
     def work(self) -> None:
-        from penstock.data.guard import ChatTemplate
+        from penstock.data.chat_template import ChatTemplate
 
         given, model = self.given, self.look()
         template = ChatTemplate.load(model.tokenizer_folder, given.chat_template)
@@ -132,7 +132,7 @@ class Conversation(ModelCommand):
 
     def _answer(self, engine: "Engine", line: str) -> None:
         """Print the answer to a line as it comes; one that cannot be given leaves the conversation as it was."""
-        from penstock.data.guard import GuardError
+        from penstock.data.tokenizer import TokenizationError
         from penstock.engine.generation.answers import AnswerText, GenerateOptions
 
         tokenizer, asked = self.model.tokenizer, [*self.messages, {"role": "user", "content": line}]
@@ -140,7 +140,7 @@ class Conversation(ModelCommand):
         try:
             text, _ = self.template.rendered(asked, self.given.chat_template_kwargs, add_generation_prompt=True)
             prompt = tokenizer.encode([text], special_tokens=False)[0].tolist()
-        except (GuardError, UnicodeEncodeError) as error:
+        except (TokenizationError, UnicodeEncodeError) as error:
             _note(f"the chat template or its tokenizer refuses the conversation ({error})")
             return
         room = self.model.max_generated_length() - len(prompt)

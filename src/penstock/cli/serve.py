@@ -180,7 +180,7 @@ class Serve(ModelCommand):
 
     def _parts(self, model: "ModelFolder", shape: "RingShape") -> "ServerParts":
         """The server's part on the rank of the first stage. Raises: ValueError for an unusable key or template."""
-        from penstock.data.guard import ChatTemplate
+        from penstock.data.chat_template import ChatTemplate
         from penstock.engine.generation.requests import RequestQueue
         from penstock.model import Limits
         from penstock.serve.app import ServerParts
@@ -200,8 +200,8 @@ class Serve(ModelCommand):
             end_tokens=model.end_tokens,
             sampling=model.sampling,
         )
-        if served.reader is not None:
-            served.reader.encode([""])  # so that it is there for the first request
+        if served.template is not None:
+            import transformers.utils.chat_template_utils  # noqa: F401, so that it is there for the first request
         rows, waiting = shape.num_rows, config.max_waiting
         mailboxes = Mailboxes(lambda publish: RequestQueue(rows, waiting, model.tokenizer, publish))
         return ServerParts(served, mailboxes, ServerMetrics(lambda: mailboxes.queue.counts), self._key())

@@ -21,10 +21,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from penstock.data.examples import ExampleReader, PairReader
-from penstock.data.guard import GuardError
 from penstock.data.packed import NO_LABEL
 from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
-from penstock.data.tokenizer import Tokenizer, ended, load_tokenizer, own_end_token
+from penstock.data.tokenizer import TokenizationError, Tokenizer, ended, load_tokenizer, own_end_token
 from penstock.io.files import naming, read_json_object
 
 SIDES = ("training", "validation")
@@ -263,7 +262,7 @@ class TextReader:
         while some := list(islice(documents, DOCUMENTS_AT_ONCE)):
             try:
                 encoded = self.tokenizer.encode([ended(text, self.end) for _, text in some])
-            except GuardError as error:
+            except TokenizationError as error:
                 raise CorpusError(f"{source.name}, {some[0][0]} to {some[-1][0]}: {error}") from None
             yield [EncodedDocument(name, tokens) for (name, _), tokens in zip(some, encoded, strict=True)]
 

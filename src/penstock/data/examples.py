@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from penstock.data.guard import ChatTemplate, GuardError, Rendering, TransformersTokenizer
+from penstock.data.chat_template import ChatTemplate, Rendering, TransformersTokenizer
 from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
-from penstock.data.tokenizer import ended
+from penstock.data.tokenizer import TokenizationError, ended
 from penstock.io.files import parse_json
 
 FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
@@ -215,10 +215,10 @@ class Chat:
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendering:
         tokenizer = self.reader.tokenizer
-        template = ChatTemplate(self.template, tokenizer.special_tokens, tokenizer.guard)
+        template = ChatTemplate(self.template, tokenizer.special_tokens)
         try:
             return template.rendered(messages, self.options, **arguments)
-        except GuardError as error:
+        except TokenizationError as error:
             raise CorpusError(
                 f"{self.where}: the chat template of {self.reader.name!r} refuses its messages ({error}); "
                 "change them or the template"
@@ -237,8 +237,8 @@ def encoding_of(
         return tokenizer.encode(text, special_tokens, spans)
     except UnicodeEncodeError as error:
         raise CorpusError(f"{where}: cannot be written as UTF-8 ({error.reason}); give whole characters") from None
-    except GuardError as error:
-        raise CorpusError(f"{where}: the tokenizer {tokenizer.place.path!r} fails ({error})") from None
+    except TokenizationError as error:
+        raise CorpusError(f"{where}: the tokenizer {str(tokenizer.folder)!r} fails ({error})") from None
 
 
 def _load(name: str) -> TransformersTokenizer:

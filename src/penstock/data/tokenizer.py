@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.guard import Guard, GuardError, TokenizerFiles, unpacked
 from penstock.data.sources import CorpusError
 from penstock.io.files import read_bytes, read_json_object
 
 END_ENTRY = "<|end|>"
 """How the vocabulary of `ByteTokenizer` writes its end token."""
-
-_MOST_DECODED = 1 << 15
-"""Texts of a few tokens that are kept, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +68,39 @@ class ByteTokenizer:
         """The same tokenizer, which puts nothing around a text but its end token."""
         return self
 
-    def apart(self) -> "ByteTokenizer":
-        """The same tokenizer for another thread: neither waits for a long text of the other."""
-        return self
+
+class TokenizationError(ValueError):
+    """A tokenizer or a chat template fails on what it is given; the message is the reason, in one line."""
+
+
+@contextmanager
+def tokenization(what: str | None = None) -> Iterator[None]:
+    """Raise whatever a library raises inside the block as a `TokenizationError`. what: names who fails."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TokenizationError(reason if what is None else f"{what} fails ({reason})") from None
 
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer read from a `tokenizer.json`, which works in a process of its own; optionally with an end token.
+    """A tokenizer read from a `tokenizer.json`; optionally with an end token.
 
     Its members are those of `ByteTokenizer`. special_tokens: False where it puts nothing else around any text. Methods
-    raise `GuardError` where it fails, or takes too much time or memory.
+    raise `TokenizationError` where it fails.
     """
 
-    place: TokenizerFiles
+    path: str
     fingerprint: str
     end_token_id: int | None
     vocab_size: int
+    #: that of the library
+    inner: Any = field(compare=False, repr=False)
     special_tokens: bool = True
-    guard: Guard = field(default_factory=Guard, compare=False)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -99,50 +109,26 @@ class FileTokenizer:
     def encode(self, texts: Sequence[str], special_tokens: bool = True) -> list[np.ndarray]:
         for text in texts:
             text.encode()  # raises UnicodeEncodeError
-        end = np.array(self.end_tokens, np.uint32)
-        given = {"texts": texts, "special_tokens": special_tokens and self.special_tokens}
-        arrays = (np.frombuffer(unpacked(ids), np.uint32) for ids in self._do("encode", given))
-        return [np.append(array, end) if len(end) else array for array in arrays]
+        with self._working():
+            found = self.inner.encode_batch_fast(texts, add_special_tokens=special_tokens and self.special_tokens)
+            return [np.array([*encoding.ids, *self.end_tokens], np.uint32) for encoding in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        found = self._texts.get(key := tuple(tokens))
-        if found is None:
-            [found] = self._do("decode", {"several": [key]})
-            self._texts[key] = found
-        return found
-
-    def prepare(self, several: Iterable[Sequence[int]]) -> None:
-        """Decode several at once, in one piece of work; those that fail are left to `decode`."""
-        if len(self._texts) > _MOST_DECODED:
-            self._texts.clear()
-        new = [key for key in dict.fromkeys(map(tuple, several)) if key not in self._texts]
-        with suppress(GuardError):
-            if new:
-                self._texts.update(zip(new, self._do("decode", {"several": new}), strict=True))
+        with self._working():
+            return self.inner.decode(tokens, skip_special_tokens=True)
 
     def entry(self, token: int) -> str | None:
-        return self._do("entry", {"token": token})
+        return self.inner.id_to_token(token)
 
     @cached_property
     def longest(self) -> int:
-        return self._do("longest", {})
+        return max((len(text.encode()) for text in self.inner.get_vocab()), default=1)
 
     def without_special_tokens(self) -> "FileTokenizer":
         return replace(self, special_tokens=False, fingerprint=f"{self.fingerprint}-plain")
 
-    def apart(self) -> "FileTokenizer":
-        return replace(self, guard=Guard())
-
-    @cached_property
-    def _texts(self) -> dict[tuple[int, ...], str]:
-        """The texts of tokens; answers ask again and again for that of their last few."""
-        return {}
-
-    def _do(self, work: str, arguments: Mapping[str, Any]) -> Any:
-        try:
-            return self.guard.do(work, arguments, self.place)
-        except GuardError as error:
-            raise GuardError(f"the tokenizer {self.place.path!r} fails ({error})") from None
+    def _working(self) -> AbstractContextManager[None]:
+        return tokenization(f"the tokenizer {self.path!r}")
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -167,11 +153,17 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
     if not path.is_file():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
     try:
-        content, guard = read_bytes(path), Guard()
-        place = TokenizerFiles.of(path)
+        content = read_bytes(path)
+        with tokenization():
+            import tokenizers
+
+            inner = tokenizers.Tokenizer.from_str(content.decode())
+            # A saved tokenizer may truncate or pad its input, but texts must stay complete.
+            inner.no_truncation()
+            inner.no_padding()
         # The largest id decides, since added tokens may leave gaps.
-        vocab_size = guard.do("size", {}, place)
-        end_token_id = guard.do("id", {"text": end_token}, place) if isinstance(end_token, str) and end_token else None
+        vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+        end_token_id = inner.token_to_id(end_token) if isinstance(end_token, str) and end_token else None
     except (OSError, ValueError) as error:
         raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error
     if end_token is True:
@@ -179,7 +171,7 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
     if end_token and end_token_id is None:
         raise CorpusError(f"the tokenizer {str(path)!r} has no token {end_token!r} to end documents with")
     fingerprint = hashlib.blake2b(content + str(end_token_id).encode(), digest_size=16).hexdigest()
-    return FileTokenizer(place, fingerprint, end_token_id, vocab_size, guard=guard)
+    return FileTokenizer(str(path), fingerprint, end_token_id, vocab_size, inner)
 
 
 def ended(text: str, end: str | None) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.data.guard import GuardError
+from penstock.data.tokenizer import TokenizationError
 from penstock.engine.generation.requests import TokenDelta
 from penstock.io.files import parse_json
 from penstock.serve.asked import CompletionRequest, ServedModel, read_chat, read_completion
@@ -45,11 +45,8 @@ class ServerParts:
     metrics: ServerMetrics
     key: str | None
     unread: set[Request] = field(default_factory=set)
-
-    @cached_property
-    def readers(self) -> tuple[tuple[asyncio.Lock, ServedModel], tuple[asyncio.Lock, ServedModel]]:
-        """The readers of short and of long requests: a lock, and the model with a template and tokenizer of its own."""
-        return (asyncio.Lock(), self.model), (asyncio.Lock(), self.model.apart())
+    #: held while a short or a long request is read
+    turns: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
 
 
 def application(parts: ServerParts) -> Starlette:
@@ -162,13 +159,11 @@ async def _generate(read: ReadRequest, parts: ServerParts, request: Request) -> 
     if (unfinished := sum(queue.counts) + len(parts.unread)) >= queue.max_unfinished:
         reason = f"{unfinished} answers are waiting or running, as many as there may be; try again later"
         raise RefusalError(429, reason, None, QUEUE_FULL)
-    reader, model = parts.readers[len(body) > _SHORT_BYTES]
     parts.unread.add(request)
     try:
-        # A model's template and tokenizer may take long. One at a time, as they work: those that wait must not take
-        # all threads.
-        async with reader:
-            asked = await run_in_threadpool(_read, read, body, model)
+        # A long prompt takes long: short ones pass it, and those that wait must not take all threads.
+        async with parts.turns[len(body) > _SHORT_BYTES]:
+            asked = await run_in_threadpool(_read, read, body, parts.model)
     finally:
         parts.unread.discard(request)
     mailbox = parts.mailboxes.submit(asked)
@@ -295,7 +290,7 @@ def _failing() -> Iterator[None]:
     """Refuse an answer whose tokens the tokenizer cannot write."""
     try:
         yield
-    except GuardError as error:
+    except TokenizationError as error:
         raise RefusalError(500, str(error), None, "tokenizer") from None
 
 

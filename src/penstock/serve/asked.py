@@ -12,8 +12,8 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
-from penstock.data.guard import ChatTemplate, Guard, GuardError
-from penstock.data.tokenizer import Tokenizer, TokenTexts
+from penstock.data.chat_template import ChatTemplate
+from penstock.data.tokenizer import TokenizationError, Tokenizer, TokenTexts
 from penstock.engine.generation.answers import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
@@ -63,18 +63,9 @@ class ServedModel:
             raise RefusalError(404, message, "model", "model_not_found")
 
     @cached_property
-    def reader(self) -> Tokenizer | None:
-        """The tokenizer for prompts: answers go on while it reads a long one."""
-        return None if self.tokenizer is None else self.tokenizer.apart()
-
-    def apart(self) -> "ServedModel":
-        """The same, with a template and a tokenizer for prompts of its own."""
-        return replace(self, template=None if self.template is None else replace(self.template, guard=Guard()))
-
-    @cached_property
     def longest_text(self) -> int:
         """The bytes of the longest text that may fit in the model's length: tokens as long as the longest."""
-        return self.limits.max_length * (0 if self.reader is None else self.reader.longest)
+        return self.limits.max_length * (0 if self.tokenizer is None else self.tokenizer.longest)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -394,7 +385,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> list[int]:
-    if model.reader is None:
+    if model.tokenizer is None:
         raise invalid(name, f"{name} is a text, but the model has no tokenizer; give token ids to /v1/completions")
     try:
         size = len(text.encode())
@@ -402,8 +393,8 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
         if size > _SURELY_READ_BYTES and size > model.longest_text:
             most = f"at most {model.longest_text} bytes fit in {model.limits.max_length} tokens"
             raise invalid(name, f"{name} has {size} bytes; {most}, the length of the model")
-        tokens = model.reader.encode([text], special_tokens)[0].tolist()
-    except GuardError as error:
+        tokens = model.tokenizer.encode([text], special_tokens)[0].tolist()
+    except TokenizationError as error:
         raise invalid(name, f"{name} cannot be read: {error}") from None
     if not tokens:
         raise invalid(name, f"{name} is empty; a model continues what has at least one token")
@@ -421,7 +412,7 @@ def _conversation(value: Any, model: ServedModel, switches: Mapping[str, Any]) -
     messages = [_message(f"messages[{place}]", one, model) for place, one in enumerate(value)]
     try:
         text = model.template.render(messages, switches)
-    except GuardError as error:
+    except TokenizationError as error:
         raise invalid("messages", str(error)) from None
     return _tokens("messages", text_in("messages", text), model, special_tokens=False)
 

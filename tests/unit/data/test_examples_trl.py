@@ -11,7 +11,6 @@ from penstock.data.loader import DocumentPacking
 from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, LLAMA3, MARKED_CHATML, MARKED_LLAMA3
 from tests.hugging_face import make_model, make_tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_renderer")
 TEMPLATES = {"ChatML": CHATML, "Llama 3": LLAMA3, "instructions": INSTRUCT}
 MARKED = {"ChatML": MARKED_CHATML, "Llama 3": MARKED_LLAMA3, "instructions": INSTRUCT}
 

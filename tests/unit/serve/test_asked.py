@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.data.guard import ChatTemplate
+from penstock.data.chat_template import ChatTemplate
 from penstock.data.tokenizer import ByteTokenizer, TokenTexts
 from penstock.engine.generation.requests import TokenDelta
 from penstock.model import Limits

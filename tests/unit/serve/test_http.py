@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.data.guard import ChatTemplate, Guard
+from penstock.data.chat_template import ChatTemplate
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.generation.requests import RequestQueue
 from penstock.model import Limits
@@ -27,9 +27,8 @@ from penstock.serve.mailboxes import Mailboxes
 from penstock.serve.metrics import ServerMetrics
 from penstock.serve.server import http_thread, listening_socket
 from penstock.settings import ServeConfig
-from tests.hostile_tokenizers import MANY, READS, write
+from tests.hostile_tokenizers import MANY, PANICS, write
 
-LOOP = "{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}"
 TALK = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode()
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
@@ -42,7 +41,7 @@ def serve() -> Iterator[Serve]:
     running = ExitStack()
 
     def start(tokenizer: Any = None, **settings: Any) -> int:
-        template = ChatTemplate(LOOP, {}, Guard(most_s=1))
+        template = ChatTemplate("{{ raise_exception('no') }}")
         model = ServedModel("m", ServeConfig(**settings), 0, tokenizer, template, Limits(300, 64), 2, (), {})
         waiting = settings.get("max_waiting", 1)
         boxes = Mailboxes(lambda publish: RequestQueue(1, waiting, None, publish))
@@ -255,9 +254,6 @@ class Slow:
 
     longest = 1 << 20
 
-    def apart(self) -> "Slow":
-        return Slow()
-
     def encode(self, texts: list[str], special_tokens: bool) -> list[torch.Tensor]:
         time.sleep(1.0 if len(texts[0]) > 1000 else 0.0)
         return [torch.zeros(0, dtype=torch.long)]
@@ -336,39 +332,12 @@ def test_more_connections_than_there_may_be_are_refused_in_the_form_of_all_error
         connection.close()
 
 
-def test_a_template_without_end_is_refused_while_others_are_answered(serve: Serve) -> None:
-    port, answers = serve(), []
-    chats = [
-        threading.Thread(target=lambda: answers.append(ask(port, "POST", "/v1/chat/completions", TALK)))
-        for _ in range(2)
-    ]
-    for chat in chats:
-        chat.start()
-    num_healthy = 0
-    while any(chat.is_alive() for chat in chats):
-        assert ask(port, "GET", "/health")[0] == 200
-        num_healthy += not answers
-        time.sleep(0.05)
-    for chat in chats:
-        chat.join()
-    assert num_healthy > 1
-    assert [status for status, _ in answers] == [400, 400]
-    for _, content in answers:
-        assert content["error"]["message"].endswith("refuses the messages (it computes for more than 1 s)")
-
-
 @pytest.mark.shows(167)
-@pytest.mark.parametrize("kind", ["a normalizer that expands", "a pattern that backtracks"])
-def test_a_prompt_on_which_the_tokenizer_fails_is_refused(serve: Serve, tmp_path: Path, kind: str) -> None:
-    port = serve(load_tokenizer(str(write(tmp_path, READS[kind][0]))))
-    refused: list[tuple[int, Any]] = []
-    body = json.dumps({"model": "m", "prompt": MANY}).encode()
-    asking = threading.Thread(target=lambda: refused.append(ask(port, "POST", "/v1/completions", body)))
-    asking.start()
-    while asking.is_alive():
-        assert ask(port, "GET", "/health")[0] == 200
-        time.sleep(0.05)
-    [(status, content)] = refused
+def test_a_prompt_on_which_the_template_or_the_tokenizer_fails_is_refused_alone(serve: Serve, tmp_path: Path) -> None:
+    port = serve(load_tokenizer(str(write(tmp_path, PANICS["a pattern that backtracks"]))))
+    status, content = ask(port, "POST", "/v1/chat/completions", TALK)
+    assert (status, content["error"]["message"]) == (400, "the model's chat template refuses the messages (no)")
+    status, content = ask(port, "POST", "/v1/completions", json.dumps({"model": "m", "prompt": MANY}).encode())
     assert (status, content["error"]["param"], content["error"]["type"]) == (400, "prompt", "invalid_request_error")
     assert content["error"]["message"].startswith("prompt cannot be read: the tokenizer ")
     # A text that it can read is told its length, as ever.

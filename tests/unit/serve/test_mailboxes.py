@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 import pytest
 
-from penstock.data.guard import GuardError
+from penstock.data.tokenizer import TokenizationError
 from penstock.engine.generation.requests import RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import CompletionRequest
@@ -60,7 +60,7 @@ class Fails:
 
     def decode(self, tokens: list[int]) -> str:
         if 1 in tokens:
-            raise GuardError("the tokenizer fails")
+            raise TokenizationError("the tokenizer fails")
         return "a" * len(tokens)
 
 

@@ -186,15 +186,13 @@ class AnswerText:
     #: characters of the text that have been shown
     _shown: int = field(default=0, init=False)
 
-    def decoded_for(self, token: int) -> tuple[list[int], list[int]]:
-        """The tokens before a next one, and with it, that `add` decodes."""
-        return self._tokens[self._begin : self._end], [*self._tokens[self._begin :], token]
-
     def add(self, token: int) -> str:
         """Add a token; returns the text that can be shown from now on."""
         if self.tokenizer is None or self.stopped:
             return ""
-        before, now = map(self.tokenizer.decode, self.decoded_for(token))
+        # Added once it has been decoded, since a tokenizer may fail.
+        before = self.tokenizer.decode(self._tokens[self._begin : self._end])
+        now = self.tokenizer.decode([*self._tokens[self._begin :], token])
         self._tokens.append(token)
         num_held = len(self._tokens) - self._end
         if len(now) <= len(before) or (now.endswith(_UNFINISHED) and num_held < _MAX_HELD_TOKENS):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock import schedule
-from penstock.data.guard import GuardError
-from penstock.data.tokenizer import FileTokenizer
+from penstock.data.tokenizer import TokenizationError
 from penstock.engine.generation.answers import AnswerText, Decodes
 from penstock.engine.training.microbatches import check_callable
 from penstock.runtime.recovery import Alarm
@@ -241,11 +240,9 @@ class RequestQueue:
         """Publish new tokens with their text, and end answers that hold one of their stop strings."""
         deltas: list[TokenDelta] = []
         with self._changed:
-            found = [(sequence, text) for sequence in grown if (text := self._texts.get(sequence.number)) is not None]
-            if isinstance(self.tokenizer, FileTokenizer):
-                pairs = (text.decoded_for(sequence.last_token) for sequence, text in found)
-                self.tokenizer.prepare(tokens for pair in pairs for tokens in pair)
-            for sequence, text in found:
+            for sequence in grown:
+                if (text := self._texts.get(sequence.number)) is None:
+                    continue
                 token, ending = sequence.generated[-1], sequence.ending
                 shown, failure = "", None
                 try:
@@ -254,7 +251,7 @@ class RequestQueue:
                         ending = Ending.STOPPED
                         self._stopped.append(sequence.number)
                     shown += "" if ending is None else text.finish()
-                except GuardError as error:
+                except TokenizationError as error:
                     failure = str(error)
                     if ending is None:
                         ending = Ending.STOPPED
