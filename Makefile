@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-gpu test-ray test-lm-eval test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
+.PHONY: install setup demo test test-oldest test-gpu test-ray test-lm-eval test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -54,6 +54,17 @@ pytest: .venv/compiled
 # The same with every case of a product, of which the tests otherwise take as many as show each pair once.
 pytest-whole: .venv/compiled
 	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+
+# With the lowest releases that pyproject.toml allows, in an environment of their own (5 GB: torch comes with CUDA there).
+# ARGS="tests/unit tests/e2e/test_rehearse.py" chooses.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+.venv-oldest/installed: pyproject.toml tools/oldest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) tools/oldest.py > .venv-oldest/requirements.txt
+	.venv-oldest/bin/python -m pip install --quiet --no-compile --requirement .venv-oldest/requirements.txt --editable .
+	@touch $@
 
 # Those of the site, the browser and clusters, which else run only when what they are about has changed; those that pass
 # are noted in tests/subjects.json, which belongs into the commit.

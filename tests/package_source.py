@@ -40,6 +40,30 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in names)
 
 
+@cache
+def names_of(path: Path, library: str) -> frozenset[str]:
+    """Every name of a library that a file uses or imports, dotted from the library on: `torch.cuda.graph`."""
+    places, found = {}, set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            own = {alias.asname or library: alias.name if alias.asname else library for alias in node.names}
+            whole = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            own = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            whole = list(own.values())
+        else:
+            continue
+        places |= {name: place for name, place in own.items() if place.partition(".")[0] == library}
+        found |= {name for name in whole if name.partition(".")[0] == library}
+    for node in ast.walk(tree_of(path)):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id in places:
+            found.add(".".join([places[node.id], *parts]))
+    return frozenset(found)
+
+
 def _name_of(function: ast.expr) -> str | None:
     """The last part of a called function's name."""
     return getattr(function, "attr", None) or getattr(function, "id", None)

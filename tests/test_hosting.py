@@ -12,12 +12,14 @@ def test_the_workflow_runs_the_whole_check_on_every_python_that_the_package_name
     # YAML 1.1 reads the key "on" as true.
     workflow = yaml.safe_load((HOST / "workflows/check.yml").read_text())
     assert {"push", "pull_request"} <= set(workflow[True])
-    (job,) = workflow["jobs"].values()
+    job, oldest = workflow["jobs"]["check"], workflow["jobs"]["oldest"]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     project = tomllib.loads((HOST.parent / "pyproject.toml").read_text())["project"]
     named = [words.rpartition(" ")[2] for words in project["classifiers"] if "Python :: 3." in words]
     assert job["strategy"]["matrix"]["python"] == named
     assert f">={named[0]}" == project["requires-python"]
+    assert [step["run"] for step in oldest["steps"] if "run" in step] == ["make test-oldest"]
+    assert [step["with"]["python-version"] for step in oldest["steps"] if "with" in step] == named[:1]
     assert workflow["permissions"] == {"contents": "read"}
 
 

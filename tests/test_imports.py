@@ -1,13 +1,19 @@
 """Holds every import of the package to the table of rooms, and the torch-free rooms to the standard library."""
 
 import ast
+import re
 import subprocess
 import sys
+from functools import reduce
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import LIBRARIES
 from tests import package_source
-from tests.package_source import FILES, PACKAGE, imports_of, room_of
+from tests.package_source import FILES, PACKAGE, imports_of, names_of, room_of
 
 # A room may import itself and what stands beside it here; all else is an error. One way only: no cycles.
 MAY_IMPORT = {
@@ -126,6 +132,78 @@ def test_torch_free_rooms_import_where_nothing_is_installed(room: str):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
+
+
+def test_every_library_is_named_in_a_sentence_where_it_is_missing():
+    found = {name.partition(".")[0] for path in FILES for _, name in imports_of(path)}
+    assert found - sys.stdlib_module_names - {"penstock"} <= LIBRARIES
+
+
+WITHOUT = """
+import importlib, sys
+
+import torch, torch.utils.flop_counter
+
+for name in sys.argv[1].split():
+    assert name not in sys.modules
+    sys.modules[name] = None
+for name in sys.argv[2].split():
+    importlib.import_module(name)
+"""
+
+
+def test_modules_import_without_what_few_of_their_functions_need():
+    kept = {"torch", "numpy", "safetensors"}
+    # These two rooms exist for their libraries; they are imported by the commands that draw and serve.
+    own = [path for path in FILES if room_of(path) not in ("draw", "serve")]
+    places = [path.parent if path.name == "__init__.py" else path.with_suffix("") for path in own]
+    modules = [".".join(place.relative_to(PACKAGE.parent).parts) for place in places]
+    arguments = [" ".join(LIBRARIES - kept), " ".join(modules)]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+TORCH_NAMES = Path(__file__).with_name("torch_names.txt")
+_PLAIN = {"torch", "torch.cuda", "torch.distributed", "torch.nn", "torch.nn.functional"}
+
+
+def new_or_private(name: str) -> str | None:
+    """What of a name another release may lack, up to its class; None for one of the places that stay as they are."""
+    parts = name.split(".")
+    of_class = [place for place, part in enumerate(parts) if part[0].isupper() and part != "_C"]
+    place = ".".join(parts[: of_class[0]] if of_class else parts[:-1])
+    private = [n for n, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
+    if place in _PLAIN and not private:
+        return None
+    return ".".join(parts[: max([of_class[0] if of_class else len(parts), *private]) + 1])
+
+
+def test_names_of_torch_are_those_of_the_lowest_release():
+    used = {name for path in FILES for name in map(new_or_private, names_of(path, "torch")) if name is not None}
+    used = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
+    recorded = set(TORCH_NAMES.read_text().split())
+    assert used - recorded == set(), (
+        f"not in {TORCH_NAMES.name}: if the lowest release of torch that pyproject.toml allows has it, as `make "
+        "test-oldest ARGS=tests/test_imports.py` shows, write it down there; else look for it before you use it"
+    )
+    assert recorded - used == set(), f"{TORCH_NAMES.name} holds names that nothing uses"
+
+
+def test_the_lowest_release_of_torch_has_the_names():
+    lowest = re.search(r'"torch>=([\d.]+)', Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+    assert lowest is not None
+    if not version("torch").startswith(lowest[1]):
+        pytest.skip(f"this is torch {version('torch')}; make test-oldest installs {lowest[1]}")
+    for name in TORCH_NAMES.read_text().split():
+        parts = name.split(".")
+        modules = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        for module in modules:
+            try:
+                found = import_module(module)
+            except ModuleNotFoundError:
+                continue
+            reduce(getattr, parts[module.count(".") + 1 :], found)
+            break
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["schedule", "list"]])

@@ -15,6 +15,9 @@ from penstock.settings import LearningRate, OptimizerConfig, OptimizerName
 from tests.dist.launch import run_ranks
 from tests.hugging_face import SIZES, VOCAB_SIZE, make_model, make_tokenizer
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="TRL is not installed: it needs newer libraries than Penstock does"
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSE = 1e-5
 BETAS = (0.1, 0.7)

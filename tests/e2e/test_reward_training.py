@@ -74,6 +74,7 @@ def words(base: Path, corpus: Path, output: Path, pp: int) -> list[str]:
 
 def losses_of_trl(base: Path, rows: list[dict[str, Any]], output: Path) -> Iterator[float]:
     """The loss of each step of a loop with TRL's token ids, collator and loss on the same pairs."""
+    pytest.importorskip("trl", reason="TRL is not installed: it needs newer libraries than Penstock does")
     from datasets import Dataset
     from trl.trainer.reward_config import RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer

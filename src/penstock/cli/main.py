@@ -29,6 +29,10 @@ COMMANDS = {
 
 _MAX_LENGTH = 2000
 
+LIBRARIES = frozenset({"datasets", "filelock", "h11", "matplotlib", "numpy", "peft", "rich", "safetensors", "shtab"})
+LIBRARIES |= {"starlette", "tensorboard", "tokenizers", "tomli_w", "torch", "transformers", "uvicorn", "wandb"}
+"""Each is imported where it is used, so that a command does without those of others."""
+
 HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and
 drawn before they run. The object that was proved is the one that runs."""
 
@@ -108,8 +112,9 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
             raise
         say(in_plain_words(words_of(error)))
         return FAILED
-    except (ValueError, OSError) as error:
-        if os.environ.get("PENSTOCK_TRACEBACK"):
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        is_fault = isinstance(error, ModuleNotFoundError) and library_of(error) not in LIBRARIES
+        if is_fault or os.environ.get("PENSTOCK_TRACEBACK"):
             raise
         from penstock.cli.processes.meeting import leave_report_to_first
 
@@ -173,8 +178,16 @@ def in_plain_words(text: str) -> str:
     )
 
 
-def sentence(error: ValueError | OSError) -> str:
-    """The error's message, with the file if there is one."""
+def library_of(error: ModuleNotFoundError) -> str:
+    """The name by which the missing library is imported."""
+    return (error.name or "").partition(".")[0]
+
+
+def sentence(error: ValueError | OSError | ModuleNotFoundError) -> str:
+    """The error's message, with the file if there is one, or with the package that is missing."""
+    if isinstance(error, ModuleNotFoundError):
+        package = library_of(error).replace("_", "-")
+        return f"this needs the library {package}, which is not installed; install it with pip install {package}"
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, UnfitFileError):
         # Some libraries open files by their path's bytes.
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -87,7 +87,8 @@ def test_files_that_were_cut_short_are_named(folder: Path) -> None:
 
 def test_wrong_shapes_missing_and_surplus_tensors_are_named(folder: Path) -> None:
     path = first_file(folder)
-    tensors = load_file(path)
+    # Not mapped from the file, which is written again.
+    tensors = load(path.read_bytes())
     name = min(tensors)
     save_file(tensors | {name: torch.zeros(3, 5)}, path)
     assert name in refusal(folder)
