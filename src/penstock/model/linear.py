@@ -10,13 +10,14 @@ Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+from torch.utils._python_dispatch import _disable_current_modes
 
 _FEW_ROWS = 8
 """The number of rows for which a packed order is chosen; it serves any other number as well."""
@@ -118,9 +119,44 @@ class OneDnnMatmul(Matmul):
         return PackedWeights.of(partial(_onednn_output, weight_OI=packed, bias_O=bias_O), packed, bias_O)
 
 
+@dataclass(frozen=True)
+class PaddedMatmul(OneDnnMatmul):
+    """`OneDnnMatmul`, but outputs in fp32 are PyTorch's own choice, of whole fours of rows.
+
+    For releases whose oneDNN adds up a row in an order that depends on the number of rows, as 3.10 does on processors
+    without AVX-512.
+    """
+
+    def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if x.dtype is not torch.float32 or x.device.type != "cpu":
+            return super().output(x, weight_OI, bias_O)
+        num_rows = x.shape[:-1].numel()
+        if num_rows % 4 == 0:
+            return F.linear(x, weight_OI, bias_O)
+        padded_TI = F.pad(x.reshape(num_rows, -1), (0, 0, 0, -num_rows % 4))
+        return F.linear(padded_TI, weight_OI, bias_O)[:num_rows].view(*x.shape[:-1], -1)
+
+    def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
+        return None if weight_OI.dtype is torch.float32 else super().packed(weight_OI, bias_O)
+
+
 def fastest_matmul() -> Matmul:
     """oneDNN's products if this build of PyTorch has them, else PyTorch's own choice."""
-    return OneDnnMatmul() if hasattr(torch.ops.mkldnn, "_linear_pointwise") else TORCH
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return TORCH
+    onednn, padded = OneDnnMatmul(), PaddedMatmul()
+    return next((own for own in (onednn, padded) if _rows_are_apart(own, torch.float32)), onednn)
+
+
+@cache
+def _rows_are_apart(matmul: Matmul, dtype: torch.dtype) -> bool:
+    """True if a row of the output has the same bits among any number of rows, as this release and processor compute."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    # A layer may be made where tensors have no data.
+    with _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        x_TI, weight_OI = (torch.randn(size, 64, generator=generator, device="cpu").to(dtype) for size in (40, 48))
+        whole_TO = matmul.output(x_TI, weight_OI, None)
+        return all(torch.equal(matmul.output(x_TI[:n], weight_OI, None), whole_TO[:n]) for n in range(1, len(x_TI)))
 
 
 def _has_onednn(x: Tensor) -> bool:
@@ -472,7 +508,10 @@ def is_plain(layer: nn.Module) -> bool:
 
 def has_apart_rows(layer: "Linear") -> bool:
     """True if a row of the plain layer's output has the same bits whatever other rows there are."""
-    return layer.fixed is not None or (isinstance(layer.matmul, OneDnnMatmul) and _has_onednn(layer.weight))
+    if layer.fixed is not None:
+        return True
+    has_onednn = isinstance(layer.matmul, OneDnnMatmul) and _has_onednn(layer.weight)
+    return has_onednn and _rows_are_apart(layer.matmul, layer.weight.dtype)
 
 
 def bare(module: nn.Module) -> bool:

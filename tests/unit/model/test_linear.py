@@ -21,8 +21,9 @@ from penstock.model import (
     defer,
     share_casts,
 )
+from penstock.model import linear as linear_file
 from penstock.model.lanes import recomputed
-from penstock.model.linear import TORCH, fastest_matmul, switch_linears
+from penstock.model.linear import TORCH, Matmul, PaddedMatmul, fastest_matmul, has_apart_rows, switch_linears
 from penstock.settings import ModelConfig
 
 MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)
@@ -351,11 +352,11 @@ def test_an_error_in_backward_leaves_the_owner_as_it_was() -> None:
     assert owner.queue is None
 
 
+@pytest.mark.parametrize("fast", [fastest_matmul(), PaddedMatmul()])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 64])
-def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> None:
+def test_the_fastest_products_agree_with_double_precision(num_tokens: int, fast: Matmul) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(num_tokens, 48), torch.randn(32, 48), torch.randn(num_tokens, 32)
-    fast = fastest_matmul()
     for name, operands in {
         "output": (x, weight, torch.randn(32)),
         "input_gradient": (grad, weight),
@@ -363,6 +364,30 @@ def test_the_fastest_products_agree_with_double_precision(num_tokens: int) -> No
     }.items():
         exact = getattr(TORCH, name)(*(operand.double() for operand in operands))
         torch.testing.assert_close(getattr(fast, name)(*operands).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_an_output_has_the_same_bits_among_any_number_of_rows() -> None:
+    layer = Linear(96, 33, True, fastest_matmul())
+    assert has_apart_rows(layer)
+    x = torch.randn(70, 96)
+    whole = layer(x)
+    assert all(
+        torch.equal(layer(x[first : first + n]), whole[first : first + n]) for n in range(71) for first in (0, 3)
+    )
+
+
+def test_where_onednn_adds_up_by_the_number_of_rows_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x, weight_OI, bias_O) * (1 + 1e-6 * len(x))
+
+    monkeypatch.setattr(linear_file, "_onednn_output", by_rows)
+    linear_file._rows_are_apart.cache_clear()
+    try:
+        chosen = fastest_matmul()
+        assert isinstance(chosen, PaddedMatmul) or not linear_file._rows_are_apart(PaddedMatmul(), torch.float32)
+        assert has_apart_rows(Linear(8, 8, matmul=chosen)) == isinstance(chosen, PaddedMatmul)
+    finally:
+        linear_file._rows_are_apart.cache_clear()
 
 
 @pytest.mark.parametrize("products", [TORCH, fastest_matmul()])
