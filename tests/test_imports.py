@@ -186,7 +186,6 @@ def test_names_of_torch_are_those_of_the_lowest_release():
         f"not in {TORCH_NAMES.name}: if the lowest release of torch that pyproject.toml allows has it, as `make "
         "test-oldest ARGS=tests/test_imports.py` shows, write it down there; else look for it before you use it"
     )
-    assert recorded - used == set(), f"{TORCH_NAMES.name} holds names that nothing uses"
 
 
 def test_the_lowest_release_of_torch_has_the_names():
