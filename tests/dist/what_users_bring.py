@@ -2168,7 +2168,7 @@ CASES |= {
 CASES["computed weights, recomputed"] = Case(COMPUTED, options={"recompute": "full"})
 
 
-# ---- parameters that are given other memory, another form, or a successor
+# ---- parameters that are given other memory or another form
 
 
 class Rebinds(Block):
@@ -2181,12 +2181,6 @@ class Rebinds(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.scale.data = self.scale.data.clamp(max=0.9)
         return super().forward(x) * self.scale
-
-
-class Replaces(Rebinds):
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale = nn.Parameter(self.scale.detach().clamp(max=0.9))
-        return Block.forward(self, x) * self.scale
 
 
 class Widens(Rebinds):
@@ -2220,9 +2214,6 @@ REBOUND = {
         model(*[Block] * 4),
         between=partial(rebind, lambda own: own[:4].clone()),
         refused="up.weight was given the form [4, 8] of torch.float32, but is trained as [16, 8] of torch.float32",
-    ),
-    "that another replaces in forward": Case(
-        model(*[Replaces] * 4), refused="scale was replaced by another parameter, or taken away"
     ),
     "of another dtype in forward": Case(
         model(*[Widens] * 4), refused="scale was given the form [8] of torch.float64, but is trained as [8]"

@@ -121,8 +121,6 @@ class Trainer:
     #: this rank's parameters by full name; and by parameter, True if it required a gradient when ranks last compared
     _parameters: Mapping[str, nn.Parameter]
     _required: list[bool]
-    #: where modules hold the trained parameters, by name
-    _held: Sequence[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
     #: full names of all that is trained, on any rank
     _names: set[str]
     #: undoes the optimizer's step, while some rank may still fail in it
@@ -181,15 +179,6 @@ class Trainer:
             return optimizer
 
         self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
-        trained = {place.parameter for of_stage in self.gradients.values() for place in of_stage.places}
-        self._held = [
-            (part._parameters, own, parameter)
-            for stage in pipeline.stages.values()
-            for _, unit in stage.units
-            for part in unit.modules()
-            for own, parameter in part._parameters.items()
-            if parameter in trained
-        ]
 
     def refit(self, seen: Mapping[str, int] | None = None) -> None:
         """Give gradients and optimizer state to exactly the parameters that require a gradient now.
@@ -354,18 +343,9 @@ class Trainer:
         return losses
 
     def _check_parameters(self) -> None:
-        """Raises: PipelineError naming a trained parameter whose place another has taken, or of another form or tie."""
+        """Raises: PipelineError naming a trained parameter of another form, or one that has parted from its owner."""
         for buckets in self.gradients.values():
             buckets.check_forms()
-        if any(held.get(own) is not parameter for held, own, parameter in self._held):
-            present = set(self.pipeline.parameters().values())
-            # Pruning and parametrizations give a parameter another name.
-            trained = {name: own for name, own in self._parameters.items() if name in self._names}
-            if gone := next((name for name, own in trained.items() if own not in present), ""):
-                raise PipelineError(
-                    f"{gone} was replaced by another parameter, or taken away, so that the optimizer's steps no longer "
-                    "reach it; write into it in place, as with p.data.copy_(...)"
-                )
         for copy, owner in self.pipeline.loans.items():
             one, other = self._parameters[copy], self._parameters[owner]
             if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
