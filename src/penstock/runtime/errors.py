@@ -1,7 +1,7 @@
 """The errors that a rank raises because of other ranks, or of the way to them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -58,7 +58,6 @@ class Deadlock(PipelineError):
 
 
 _LAYER = "in the layer "
-_CHANGED_IN_PLACE = re.compile(r"inplace operation: \[[\w.]+ (\[[\d, ]*\])\].* is at version (\d+)")
 
 
 # How Python, torch and einops say that a tensor has fewer dimensions than a layer takes, or more rows.
@@ -110,23 +109,13 @@ def is_of_link(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(name in words_of(error) for name in names)
 
 
-def name_changed(
-    error: RuntimeError, kept: Iterable[tuple[str, Tensor]], layers: Sequence[str], changing: Sequence[str]
-) -> None:
-    """Raise torch's error of a tensor that was changed in place anew, with who is at fault; for any other do nothing.
+def name_changing(error: RuntimeError, layers: Sequence[str], changing: Sequence[str]) -> None:
+    """Raise autograd's error of a tensor that was changed in place anew, with the layers; for any other do nothing.
 
-    kept: parameters and buffers of the stage whose backward failed, by name. layers: its layers. changing: those of
-    them that have changed their input in place.
+    layers: those of the stage whose backward failed. changing: those of them that have changed their input in place.
 
     Raises: RuntimeError.
     """
-    found = _CHANGED_IN_PLACE.search(words_of(error))
-    if found is None:
-        return
-    which = [name for name, own in kept if str(list(own.shape)) == found[1] and own._version == int(found[2])]
-    named = f"a tensor that the layers from {layers[0]} to {layers[-1]} need for their backward"
-    by = f", by {' or '.join(changing) or 'one of them'}"
-    if which:
-        named, by = " or ".join(which), " by a forward after the one whose backward is due"
-    reason = words_of(error).partition(" Hint:")[0]
-    raise RuntimeError(f"{named} was changed in place{by}; let the layer work on a copy ({reason})") from error
+    if "inplace operation" in words_of(error):
+        who = " or ".join(changing) or f"one of the layers {layers[0]} to {layers[-1]}"
+        raise RuntimeError(f"{who} changes in place what a backward needs; let it work on a copy ({error})") from error

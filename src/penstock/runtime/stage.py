@@ -37,7 +37,7 @@ from penstock.model import (
     pack_joint,
     recomputed,
 )
-from penstock.runtime.errors import PipelineError, name_changed, note_layer, shape_given
+from penstock.runtime.errors import PipelineError, name_changing, note_layer, shape_given
 from penstock.runtime.layer_state import BufferHistory, BufferValues
 from penstock.runtime.message import GIVEN, Form, Message
 from penstock.runtime.trace import named_context, profiler_is_active
@@ -620,8 +620,7 @@ class Stage:
                 grad = lane.result
         except RuntimeError as error:
             changing = [call.name for call in self.calls if call.changes_input]
-            kept = (*self.named_parameters(), *self.named_buffers())
-            name_changed(error, kept, [name for name, _ in self.units], changing)
+            name_changing(error, [name for name, _ in self.units], changing)
             raise
         return Message(grad) if isinstance(grad, tuple) else grad
 
