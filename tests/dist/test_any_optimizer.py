@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Layout, MicroBatchSpec, PackedBatch, StepError
+from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import LocalTensor
-from penstock.settings import ConfigError, ModelConfig, OptimizerConfig, ParameterGroup, Precision
+from penstock.settings import ConfigError, Division, ModelConfig, OptimizerConfig, ParameterGroup, Precision
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 from tests.dist.users_optimizers import History, Prodigy, ScheduleFree, Shampoo
@@ -54,7 +51,7 @@ FACTORIES: dict[str, Factory] = {
     "schedule-free": ScheduleFree,
     "shampoo": partial(Shampoo, rate=torch.tensor(0.05)),
 }
-# Each steps all parameters jointly.
+# Each steps all parameters jointly, and says so.
 JOINT: dict[str, Factory] = {"prodigy": Prodigy, "history": History}
 MUON_AND_ADAMW = OptimizerConfig(
     learning_rate=0.01,
@@ -184,135 +181,29 @@ def joined(rank: int, cases: list[Case]) -> list[list[str]]:
     return found
 
 
-def refused(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
-    """What each joint optimizer is refused with, and the weights that have moved nevertheless."""
+def refused(rank: int, cases: list[Case]) -> list[str]:
+    """The sentences with which joint optimizers are refused, one declared by its class and one by the settings."""
     found = []
     for case in cases:
-        for factory in JOINT.values():
-            engine = opened(case, factory)
-            before = {name: p.detach().clone() for name, p in engine.parameters().items()}
-            with pytest.raises(StepError) as caught:
-                one_step(engine)
-            moved = [name for name, p in engine.parameters().items() if not torch.equal(p, before[name])]
-            found.append((str(caught.value), moved))
-            closed(engine)
-    return found
-
-
-def refused_for_one_parameter(rank: int) -> list[str]:
-    """What joint optimizers are refused with where each rank steps one parameter, so that none meets another."""
-    found = []
-    for factory in (Prodigy, lambda groups: History(groups)):
-        torch.manual_seed(0)
-        layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)]
-        engine = Engine.from_layers(layers, WIDTH, Layout(pp=2), optimizer=factory, device="cpu")
-        with pytest.raises(StepError) as caught:
-            for _ in range(3):
-                # What is of all parameters may be alike at first.
-                one_step(engine)
-        found.append(str(caught.value))
-        closed(engine)
+        for optimizer in (Prodigy, OptimizerConfig(factory=partial(torch.optim.SGD, lr=0.1), divides=Division.MODEL)):
+            with pytest.raises(ConfigError) as caught:
+                opened(case, optimizer)
+            found.append(str(caught.value))
     return found
 
 
 @pytest.mark.shows(162)
-def test_an_optimizer_that_joins_parameters_trains_where_one_rank_has_all_and_is_refused_elsewhere() -> None:
+def test_an_optimizer_declared_to_step_the_model_trains_where_one_rank_has_all_and_is_refused_elsewhere() -> None:
     assert run_ranks(1, joined, [Case(Layout())], timeout_s=60.0) == [[[]] * 2]
     assert run_ranks(2, joined, [Case(Layout(dp=2))], timeout_s=60.0) == [[[]] * 2] * 2
     split = [Case(Layout(pp=2)), Case(Layout(dp=2), zero=True)]
     for of_rank in run_ranks(2, refused, split, timeout_s=60.0):
-        assert [moved for _, moved in of_rank] == [[]] * 4
-        for (text, _), factory in zip(of_rank, [*JOINT.values()] * 2, strict=True):
-            assert f"the optimizer {factory.__name__} steps parameters jointly (" in text  # type: ignore[attr-defined]
-            assert "it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false" in text
-    for prodigy, history in run_ranks(2, refused_for_one_parameter, timeout_s=60.0):
-        numbers = r"[\d.e-]+ on rank 0 and [\d.e-]+ on 1, but"
-        assert re.search(rf"Prodigy keeps '(d_numerator|d|d_max)' of group 0, which after a step is {numbers}", prodigy)
-        own = r"'(last|moved)' of optimizer 0 rather than in the state of each parameter"
-        assert re.search(rf"History keeps {own}, which after a step is a Tensor, another on rank 1 than on 0,", history)
-
-
-class Noisy(torch.optim.Optimizer):
-    """Wraps another, counts its steps in an attribute that it makes in the first, and may add noise."""
-
-    adds_noise = False
-
-    def __init__(self, params: Any, lr: float) -> None:
-        self.inner = torch.optim.SGD(params, lr=lr, momentum=0.9)
-        super().__init__(self.inner.param_groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.num_steps = getattr(self, "num_steps", 0) + 1
-        for p in self.param_groups[0]["params"]:
-            p.mul_(1 + 0.1 * self.num_steps)
-            if self.adds_noise:
-                p.add_(torch.randn_like(p))
-
-
-@pytest.mark.shows(162)
-def test_a_step_that_draws_from_torchs_generator_is_refused_as_if_it_had_not_been_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, plain = (opened(Case(Layout()), partial(Noisy, lr=0.1)) for _ in range(2))
-    for _ in range(NUM_STEPS):
-        state = torch.get_rng_state()
-        monkeypatch.setattr(Noisy, "adds_noise", True)
-        with pytest.raises(ConfigError, match="the optimizer Noisy draws random numbers in its step from torch's"):
-            one_step(engine)
-        assert torch.equal(torch.get_rng_state(), state)
-        monkeypatch.setattr(Noisy, "adds_noise", False)
-        assert one_step(engine) == one_step(plain)
-    ours = engine.parameters()
-    assert [name for name, p in plain.parameters().items() if not torch.equal(p, ours[name])] == []
-    closed(engine)
-    closed(plain)
-
-
-class Drawing(torch.optim.SGD):
-    """Scales its gradients by numbers of Python's or NumPy's, or of a generator of NumPy's that it keeps."""
-
-    def __init__(self, params: Any, source: str) -> None:
-        super().__init__(params, lr=0.1)
-        self.source, self.own = source, numpy.random.default_rng(1)
-
-    def step(self, closure: Any = None) -> None:
-        draw = {"python": random.random, "numpy": numpy.random.rand, "own": self.own.random}[self.source]
-        for p in self.param_groups[0]["params"]:
-            p.grad.mul_(1 + float(draw()))
-        super().step()
-
-
-def drawn(rank: int, case: Case, source: str) -> str:
-    """What a step that draws is refused with, whereupon nothing has moved; "" where it is taken."""
-    engine = opened(case, partial(Drawing, source=source))
-    before = [own.detach().clone() for own in engine.parameters().values()]
-    numbers = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[union-attr,index]
-    try:
-        one_step(engine)
-        return ""
-    except StepError as error:
-        assert all(map(torch.equal, engine.parameters().values(), before))
-        assert numbers == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[union-attr,index]
-        return str(error)
-    finally:
-        closed(engine)
-
-
-def drawn_by_each(rank: int, given: list[tuple[Case, str]]) -> list[str]:
-    return [drawn(rank, *own) for own in given]
-
-
-@pytest.mark.shows(162)
-def test_a_step_that_draws_from_pythons_or_numpys_generator_is_refused_where_several_ranks_step() -> None:
-    copies, zero, stages = Case(Layout(dp=2)), Case(Layout(dp=2), zero=True), Case(Layout(pp=2))
-    given = [(copies, "python"), (copies, "numpy"), (zero, "python"), (stages, "numpy"), (zero, "own"), (stages, "own")]
-    for found in run_ranks(2, drawn_by_each, [*given, (copies, "own")], timeout_s=60.0):
-        assert found.pop() == "", "copies of a generator of its own give copies of the weights the same numbers"
-        for text in found:
-            assert "the optimizer Drawing draws random numbers in its step from torch's generator, Python's or" in text
-    assert [drawn(0, Case(Layout()), source) for source in ("python", "numpy", "own")] == [""] * 3
+        assert len(of_rank) == 4
+        for text, name in zip(of_rank, ["Prodigy", "SGD"] * 2, strict=True):
+            assert text.startswith(
+                f'the optimizer {name} steps all parameters together (divides = "model"), but several'
+            )
+            assert text.endswith("it can train with pp = 1, tp = 1, ep = 1 and optimizer.zero = false")
 
 
 def test_groups_named_in_settings_step_bit_for_bit_as_two_optimizers_of_torch() -> None:

@@ -80,6 +80,8 @@ class Shampoo(torch.optim.Optimizer):
 class Prodigy(torch.optim.Optimizer):
     """Prodigy, whose running estimate is of all parameters. Source: arXiv 2306.06101, algorithm 4."""
 
+    divides = "model"
+
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr, "d": 1e-3, "d0": 1e-3, "d_max": 1e-3, "d_numerator": 0.0, "k": 0})
 
@@ -112,6 +114,8 @@ class Prodigy(torch.optim.Optimizer):
 
 class History(torch.optim.Optimizer):
     """L-BFGS without a line search, whose history is in attributes. Source: Nocedal 1980, algorithm of section 2."""
+
+    divides = "model"
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

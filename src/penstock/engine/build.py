@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.optimizer.groups import Division, ParameterGroups
+from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.optimizer.steppers import OwnedState
 from penstock.engine.options import EngineOptions
 from penstock.model import (
@@ -36,7 +36,16 @@ from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, laid_out, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
 from penstock.runtime.host_memory import give_back_freed_memory
-from penstock.settings import CompileMode, ConfigError, Layout, ModelConfig, ParameterGroup, Precision, Quantize
+from penstock.settings import (
+    CompileMode,
+    ConfigError,
+    Division,
+    Layout,
+    ModelConfig,
+    ParameterGroup,
+    Precision,
+    Quantize,
+)
 from penstock.settings.declare import check_argument
 
 SECOND_COPY = "@2"
@@ -261,7 +270,7 @@ def stepped_whole(
     """
     found = {}
     for name, parameter in parameters.items():
-        if groups.division(name, parameter) is Division.PARAMETERS:
+        if groups.division(name, parameter) is not Division.ELEMENTS:
             if name in shards:
                 rule = groups.rules[groups.number(name, parameter)]
                 raise ValueError(

@@ -394,6 +394,14 @@ class OptimizerName(NamedValue):
     SGD = "sgd"
 
 
+class Division(NamedValue):
+    """The finest parts of a model that an optimizer steps each by itself, as it would step them together."""
+
+    ELEMENTS = "elements"
+    PARAMETERS = "parameters"
+    MODEL = "model"
+
+
 @dataclass(frozen=True)
 class Arguments(TableValue):
     """Further arguments of an optimizer's class, by name.
@@ -678,6 +686,9 @@ class OptimizerConfig(Settings, section="optimizer"):
     )
     #: makes an optimizer of any class from torch's parameter groups, in place of `name`; not a setting of a run
     factory: Callable[[Any], Any] | None = None
+    #: how the step of the factory's optimizer may be divided among ranks; None for its class's own attribute `divides`,
+    #: what is known of a class of torch or torchao, or "parameters"; not a setting of a run
+    divides: Division | None = None
     #: makes a scheduler of torch.optim.lr_scheduler from an optimizer; not a setting of a run
     scheduler: Callable[[Any], Any] | None = None
 
@@ -716,6 +727,8 @@ class OptimizerConfig(Settings, section="optimizer"):
                     f"optimizer.groups: {named[0].pattern!r} asks for {named[0].name}, but a factory makes the "
                     "optimizer of all groups; leave one of them out"
                 )
+        elif self.divides is not None:
+            raise ConfigError("optimizer.divides describes the optimizer of a factory, and there is none")
         elif self.learning_rate is None or self.weight_decay is None:
             raise ConfigError("only an optimizer that a factory makes has a learning rate and a weight decay by itself")
         if self.scheduler is not None and isinstance(self.learning_rate, LearningRate):

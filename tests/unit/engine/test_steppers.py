@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.optimizer.groups import Division, ParameterGroups
+from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.optimizer.optimizer import Optimizer
-from penstock.engine.optimizer.steppers import BY_ELEMENTS, STEPPERS, Block, FlatStepper, Values
+from penstock.engine.optimizer.steppers import DIVISIONS, STEPPERS, Block, FlatStepper, Values
 from penstock.parallel import GradientBuckets
-from penstock.settings import Arguments, ConfigError, LearningRate, OptimizerConfig, OptimizerName, WeightDecay
+from penstock.settings import (
+    Arguments,
+    ConfigError,
+    Division,
+    LearningRate,
+    OptimizerConfig,
+    OptimizerName,
+    WeightDecay,
+)
 
 # The settings know the names of torch.optim alone; the tests have no file that adds one to them.
 NAME = OptimizerName.SGD
@@ -91,12 +99,13 @@ def test_zero_learns_of_it_from_the_table() -> None:
     assert [rule.division for rule in ParameterGroups(CONFIG).rules] == [Division.ELEMENTS] * 2
 
 
-@pytest.mark.parametrize("kind", sorted(BY_ELEMENTS, key=str))
-def test_torchs_optimizers_that_are_declared_to_step_elements_do(kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("name", [name for name, own in DIVISIONS.items() if own is Division.ELEMENTS])
+def test_torchs_optimizers_that_are_declared_to_step_elements_do(name: str) -> None:
+    kind = getattr(torch.optim, name.removeprefix("torch."))
     generator = torch.Generator().manual_seed(0)
     value, *of_steps = (torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     whole, parts = nn.Parameter(value.clone()), [nn.Parameter(p.clone()) for p in value.flatten().split(20)]
-    together, apart = kind([whole], lr=0.01), kind(parts, lr=0.01)  # type: ignore[call-arg]
+    together, apart = kind([whole], lr=0.01), kind(parts, lr=0.01)
     for gradient in of_steps:
         whole.grad = gradient.clone()
         for part, own in zip(parts, gradient.flatten().split(20), strict=True):
@@ -105,6 +114,58 @@ def test_torchs_optimizers_that_are_declared_to_step_elements_do(kind: type[torc
         apart.step()
     torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach().flatten(), rtol=1e-12, atol=1e-14)
     assert not torch.equal(whole, value)
+
+
+def test_every_optimizer_of_torch_stands_in_the_table() -> None:
+    bases = {"Optimizer"}
+    classes = {name for name, own in vars(torch.optim).items() if isinstance(own, type)} - bases
+    assert {name.removeprefix("torch.") for name in DIVISIONS if name.startswith("torch.")} == classes
+
+
+class Unknown(torch.optim.SGD):
+    """Another class, of which nothing is known."""
+
+
+class Declared(Unknown):
+    divides = "elements"
+
+
+class Misspelt(Unknown):
+    divides = "tensors"
+
+
+def hooked(groups: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(groups)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.shows(106)
+@pytest.mark.parametrize(
+    ("factory", "settings", "expected"),
+    [
+        (torch.optim.SGD, {}, Division.ELEMENTS),
+        (torch.optim.Muon, {}, Division.PARAMETERS),
+        (Unknown, {}, Division.PARAMETERS),
+        (hooked, {}, Division.PARAMETERS),
+        (Declared, {}, Division.ELEMENTS),
+        (Declared, {"divides": "model"}, Division.MODEL),
+        (torch.optim.SGD, {"divides": "parameters"}, Division.PARAMETERS),
+    ],
+)
+def test_a_division_is_declared_by_settings_or_class_or_known_of_torchs_classes_or_by_parameters(
+    factory: Any, settings: dict[str, Any], expected: Division
+) -> None:
+    assert ParameterGroups(OptimizerConfig(factory=factory, **settings)).rules[0].division is expected
+
+
+def test_a_division_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Misspelt\.divides = 'tensors': expected .*\"parameters\""):
+        _ = ParameterGroups(OptimizerConfig(factory=Misspelt)).rules[0].division
+    with pytest.raises(ConfigError, match=r"optimizer\.divides = 'tensors'"):
+        OptimizerConfig(factory=Unknown, divides="tensors")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"optimizer\.divides describes the optimizer of a factory"):
+        OptimizerConfig(divides=Division.MODEL)
 
 
 def test_a_scheduler_changes_its_hyperparameters() -> None:

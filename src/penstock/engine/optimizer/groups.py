@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from penstock.engine.optimizer.steppers import STEPPERS, Division, GroupRule, OptimizerKind, Values, sample
+from penstock.engine.optimizer.steppers import STEPPERS, GroupRule, OptimizerKind, Values, sample
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.declare import type_in_words
-from penstock.settings.training import Course
+from penstock.settings.training import Course, Division
 
 # ---- The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide
 
@@ -46,7 +46,7 @@ class ParameterGroups:
             while isinstance(named, partial):
                 named = named.func
             label = getattr(named, "__name__", str(named))
-            kind = OptimizerKind(label, partial(_made, config.factory, label))
+            kind = OptimizerKind(label, partial(_made, config.factory, label), divides=config.divides)
             return tuple(_rule(config, kind, pattern) for pattern in self.patterns)
         names = [OptimizerName(pattern.name or config.name) for pattern in self.patterns]
         arguments = [

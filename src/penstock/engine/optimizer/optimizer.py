@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.optimizer.form import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
 from penstock.engine.optimizer.steppers import Block, FlatStepper, OwnedState, SetAside, StateName, Stored, Values
-from penstock.engine.optimizer.torch_stepper import TorchStepper, needs_one_rank, steppers_for
+from penstock.engine.optimizer.torch_stepper import TorchStepper, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
@@ -253,25 +253,6 @@ class Optimizer:
     def kinds(self) -> str:
         """The optimizers by the names of their classes, which tell whose state a checkpoint has."""
         return ", ".join(sorted({rule.made_as for rule in self.groups.rules}))
-
-    def compared(self) -> dict[str, tuple[str, str]]:
-        """The values that ranks which step one optimizer must agree on after a step; see `check_alike`."""
-        steppers = [own for own in self._steppers if isinstance(own, TorchStepper)]
-        return {key: text for own in steppers for key, text in own.compared().items()}
-
-    def check_alike(self, by_rank: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Refuse an optimizer that keeps of all parameters what depends on those of a rank. Raises: ConfigError."""
-        first: dict[str, tuple[int, Sequence[str]]] = {}
-        for rank, theirs in enumerate(by_rank):
-            for key, (text, shown) in theirs.items():
-                other, (known, was) = first.setdefault(key, (rank, (text, shown)))
-                if known != text:
-                    label, what = key.split(" ", 1)
-                    unlike = f"is {was} on rank {other} and {shown} on {rank}"
-                    if shown == was:
-                        unlike = f"is {shown}, another on rank {rank} than on {other}"
-                        what = f"{what} rather than in the state of each parameter"
-                    raise needs_one_rank(label, f"{what}, which after a step {unlike}")
 
     def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes on this rank; returns a function that puts it back."""

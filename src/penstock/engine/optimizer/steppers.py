@@ -6,7 +6,6 @@ checkpoints and memory estimates follow from the state it names.
 
 from __future__ import annotations
 
-import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
 from penstock.runtime.layer_state import KeptState
 from penstock.settings import ConfigError
-from penstock.settings.training import Course
+from penstock.settings.declare import match, mismatch
+from penstock.settings.training import Course, Division
 
 Values = Mapping[str, Any]
 """A group's hyperparameters under torch's names: `lr`, `weight_decay`, `betas` and the like."""
@@ -159,13 +158,6 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from torch's parameter groups."""
 
 
-class Division(enum.Enum):
-    """The finest parts of which an optimizer steps each by itself, as it would step them together."""
-
-    ELEMENTS = enum.auto()
-    PARAMETERS = enum.auto()
-
-
 @dataclass(frozen=True, eq=False)
 class OptimizerKind:
     """An optimizer that steps one or several groups."""
@@ -176,6 +168,8 @@ class OptimizerKind:
     make: Make
     #: the rule of the package's own, which steps flat buckets
     stepper: type[FlatStepper] | None = None
+    #: how its step may be divided, as the settings declare it
+    divides: Division | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,10 +195,10 @@ class GroupRule:
 
     @cached_property
     def division(self) -> Division:
-        """The parts that the optimizer steps independently: of torch's, as declared here; of others, parameters.
+        """The parts that the optimizer steps independently; see `OptimizerConfig.divides`.
 
         Raises:
-            ConfigError: it cannot be made, or steps by more than the gradients; named with the reason.
+            ConfigError: it cannot be made, steps by more than the gradients, or declares what is no division.
         """
         if self.kind.stepper is not None:
             return Division.ELEMENTS
@@ -214,17 +208,35 @@ class GroupRule:
                 f"the optimizer {self.made_as} {reason}; give one whose step takes nothing but parameters with "
                 "their gradients"
             )
-        is_by_elements = type(optimizer) in BY_ELEMENTS and is_torchs(optimizer)
-        return Division.ELEMENTS if is_by_elements else Division.PARAMETERS
+        declared = self.kind.divides or getattr(type(optimizer), "divides", None)
+        is_one, declared = match(Division | None, declared)
+        if not is_one:
+            raise ConfigError(mismatch(f"{self.made_as}.divides", declared, Division))
+        return declared or known_division(optimizer) or Division.PARAMETERS
 
 
-BY_ELEMENTS = frozenset(
-    getattr(torch.optim, name)
-    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-)
-"""Torch's optimizers that step each element by itself. A subclass may do otherwise."""
-BY_PARAMETERS = frozenset({torch.optim.Adafactor, torch.optim.Muon})
-"""Torch's optimizers that step each parameter by itself."""
+_OF_TORCH = {
+    Division.ELEMENTS: "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD",
+    Division.PARAMETERS: "Adafactor Muon SparseAdam",
+    Division.MODEL: "LBFGS",
+}
+# Blocks of quantized state, and rounding by chance, are of a parameter and its shape.
+_OF_TORCHAO = {Division.PARAMETERS: "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW"}
+DIVISIONS: Mapping[str, Division] = {
+    f"{package}.{name}": division
+    for package, table in (("torch", _OF_TORCH), ("torchao", _OF_TORCHAO))
+    for division, names in table.items()
+    for name in names.split()
+}
+"""Package and class of each optimizer of torch and torchao -> how its step may be divided. A subclass may differ."""
+
+
+def known_division(optimizer: torch.optim.Optimizer) -> Division | None:
+    """The division of an optimizer of torch or torchao; None for any other, and for one with hooks on its step."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    kind = type(optimizer)
+    return DIVISIONS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
 
 
 def sample(kind: OptimizerKind, rules: Sequence[GroupRule]) -> torch.optim.Optimizer:
@@ -256,18 +268,6 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
     if any(own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY) for own in needed):
         return f"steps with a {needed[0].name} that computes the loss anew, which no step of a pipeline can"
     return None
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """True for one of torch's whose step is torch's alone: without hooks, and with nothing in a method's place."""
-    kind = type(optimizer)
-    return (
-        kind in BY_ELEMENTS | BY_PARAMETERS
-        and kind.step.__module__.startswith("torch.")
-        and not any(callable(getattr(kind, name, None)) for name in vars(optimizer))
-        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-    )
 
 
 # ---- The state of parameters that are frozen

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.engine.optimizer.form import (
@@ -25,7 +24,6 @@ from penstock.engine.optimizer.form import (
     put_together,
     taken_apart,
 )
-from penstock.engine.optimizer.independence import Origins
 from penstock.engine.optimizer.steppers import (
     Block,
     FlatStepper,
@@ -35,18 +33,14 @@ from penstock.engine.optimizer.steppers import (
     StateName,
     Stored,
     Values,
-    is_torchs,
+    known_division,
     with_rates_of_its_own,
 )
-from penstock.model import is_generator, kept_random_state
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime.layer_state import KeptState, has_state
-from penstock.settings import ConfigError
-from penstock.settings.declare import type_in_words
+from penstock.settings import ConfigError, Division
 
-# Larger values are no running values, which all ranks have alike.
-_MOST_COMPARED = 64
 _PARAMETER = "a parameter"
 # Functions and modules are no state.
 _NO_STATE = (type, ModuleType)
@@ -64,8 +58,8 @@ class TorchStepper:
     _rules: Mapping[int, GroupRule]
     #: stands for a parameter in the names of its attributes
     _owner: str
-    #: True where several ranks step the parameters, each its own
-    _is_split: bool
+    #: True for one of torch or torchao, which leaves gradients and the memory of parameters as they are
+    _is_known: bool
     #: what is stepped, by name
     _stepped: Mapping[str, _Stepped]
     #: the names, by identity
@@ -73,23 +67,19 @@ class TorchStepper:
     _optimizer: torch.optim.Optimizer
     #: the groups, by owner, and the attributes, as they were made
     _as_made: Mapping[str, AsMade]
-    #: by identity, the parameters of each of the optimizer's groups
-    _as_given: Sequence[Sequence[int]]
     #: the keys of the groups that rates set
     _set: set[str]
-    #: sees in each step whether parameters meet, where several ranks step them
-    _origins: Origins
     #: what `state` or `expect` gave last, which may have been written to
     _listed: dict[StateName, OwnedState] | None
 
     def __init__(
-        self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block], is_split: bool
+        self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block]
     ) -> None:
-        self._rules, self._owner, self._is_split = rules, f"{OPTIMIZER}{number}", is_split
+        self._rules, self._owner = rules, f"{OPTIMIZER}{number}"
         self._stepped = {place.name: _Stepped.of(block, place) for block in blocks for place in block.places}
         self._names = {id(one.parameter): name for name, one in self._stepped.items()}
-        self._optimizer, self._set, self._listed, self._origins = self._made(kind), set(), None, Origins()
-        self._as_given = [[id(own) for own in group["params"]] for group in self._optimizer.param_groups]
+        self._optimizer, self._set, self._listed = self._made(kind), set(), None
+        self._is_known = known_division(self._optimizer) is not None
         self._as_made = {
             owner: AsMade.of(values, self._names, self._known()) for owner, values in self._beside().items()
         }
@@ -101,61 +91,15 @@ class TorchStepper:
                 # As torch's schedulers do.
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
         self._listed = None
-        self._give_gradients()
-        is_users, device = not is_torchs(self._optimizer), next(iter(self._stepped.values())).parameter.device
-        own = filter(is_generator, self._attributes().values() if self._is_split else ())
-        # Alone it may go on with Python's numbers, as in a loop of its own.
-        apart = is_users and dist.is_initialized() and dist.get_world_size() > 1
-        with kept_random_state(device, [*own], pythons=apart) as were_drawn_from:
-            if self._is_split and is_users:
-                self._watched_step()
-            else:
-                self._optimizer.step()
-            if were_drawn_from():
-                whose = "torch's generator, Python's or NumPy's" if apart else "torch's generator"
-                raise ConfigError(
-                    f"the optimizer {self._label} draws random numbers in its step from {whose}, or from one that it "
-                    "keeps, so that they depend on the layout; it can draw them from a torch.Generator that it makes "
-                    "for each parameter and step"
-                )
-        if is_users:
-            self._take_back()
-
-    def _give_gradients(self) -> None:
-        """Give each parameter its gradient, and one that is not torch's a copy, since it may keep it."""
-        is_safe = is_torchs(self._optimizer)
         for one in self._stepped.values():
-            one.parameter.grad = one.gradient if is_safe else one.gradient.clone()
-
-    def _watched_step(self) -> None:
-        """Step, and see that parameters do not meet in it. Raises: ConfigError if they do."""
-        parameters = {name: one.parameter for name, one in self._stepped.items()}
-        self._origins.begin(parameters, self._optimizer.state)
-        with self._origins as origins:
-            self._optimizer.step()
-        if origins.joined is not None:
-            first, second = origins.joined
-            raise needs_one_rank(self._label, f"steps parameters jointly ({first} and {second} meet in it)")
-
-    def _take_back(self) -> None:
-        """Move parameters that were given other memory in the step back to theirs. Raises: ConfigError."""
-        groups = [[id(own) for own in group["params"]] for group in self._optimizer.param_groups]
-        if groups != self._as_given:
-            raise ConfigError(
-                f"the optimizer {self._label} changes which parameters its groups have in its step, so that no rate "
-                "and no checkpoint finds them; optimizer.groups divides parameters into groups by name"
-            )
-        for name, one in self._stepped.items():
-            parameter, values = one.parameter, one.values
-            if parameter.shape != values.shape or parameter.dtype != values.dtype:
-                raise ConfigError(
-                    f"the optimizer {self._label} makes {name} {list(parameter.shape)} of {parameter.dtype} in its "
-                    f"step; it is {list(values.shape)} of {values.dtype}"
-                )
-            if parameter.data_ptr() != values.data_ptr() or parameter.stride() != values.stride():
-                values.copy_(parameter.detach())
-                parameter.data = values
-            parameter.grad = None
+            # A user's own may keep its gradients, as it may where a plain loop sets them to None.
+            one.parameter.grad = one.gradient if self._is_known else one.gradient.clone()
+        self._optimizer.step()
+        for one in () if self._is_known else self._stepped.values():
+            if one.parameter.data_ptr() != one.values.data_ptr() or one.parameter.stride() != one.values.stride():
+                one.values.copy_(one.parameter)
+                one.parameter.data = one.values
+            one.parameter.grad = None
 
     # ---- what it keeps
 
@@ -181,8 +125,6 @@ class TorchStepper:
                 found[kind, name] = OwnedState(one.place, value.reshape(-1)) if is_like else OwnedState(None, value)
         for owner, values in self._shared().items():
             for kind, value in self._apart(values, None, owner, memory).items():
-                if self._is_split and kind != FORM and value.numel() > _MOST_COMPARED:
-                    raise needs_one_rank(self._label, f"keeps {kind.partition('/')[0]!r} of all parameters together")
                 found[kind, owner] = OwnedState(None, value)
         return found
 
@@ -237,14 +179,8 @@ class TorchStepper:
 
     def snapshot(self) -> Callable[[], None]:
         optimizer = self._optimizer
-        own = [optimizer.state, optimizer.param_groups] if is_torchs(optimizer) else [optimizer]
-        before = KeptState.of_values([*(one.parameter for one in self._stepped.values()), *own]).hold()
-
-        def restore() -> None:
-            before.restore()
-            self._origins = Origins()
-
-        return restore
+        own = [optimizer.state, optimizer.param_groups] if self._is_known else [optimizer]
+        return KeptState.of_values([*(one.parameter for one in self._stepped.values()), *own]).hold().restore
 
     @property
     def state_bytes(self) -> int:
@@ -253,18 +189,6 @@ class TorchStepper:
         except ConfigError:
             own = self._optimizer.state.values()
             return sum(value.nbytes for values in own for value in values.values() if isinstance(value, Tensor))
-
-    def compared(self) -> dict[str, tuple[str, str]]:
-        """The values that ranks which step its parameters must agree on, as text, and what they are in a sentence."""
-        found = {}
-        for owner, values in self._shared().items() if self._is_split else ():
-            for key, value in values.items():
-                noted = _Noted.of(value, self._names)
-                if noted.tensors is not None:
-                    shown = str(value) if isinstance(value, int | float) else type_in_words(value)
-                    text = " ".join([noted.form or "", *map(_text, noted.tensors.values())])
-                    found[f"{self._label} keeps {key!r} of {owner}"] = text, shown
-        return found
 
     @property
     def _label(self) -> str:
@@ -283,7 +207,7 @@ class TorchStepper:
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that it has beside those of torch's base class."""
-        if is_torchs(self._optimizer):
+        if self._is_known:
             return {}
         plain = vars(torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {})).keys() - {"defaults"}
         return {key: value for key, value in vars(self._optimizer).items() if key not in plain}
@@ -413,13 +337,6 @@ def _with_form(values: Mapping[str, Any], parameters: Mapping[int, str]) -> dict
     return found
 
 
-def _text(tensor: Tensor) -> str:
-    """A tensor's values, or of a large one its shape and their sum."""
-    if tensor.numel() <= _MOST_COMPARED:
-        return str(tensor.tolist())
-    return f"a tensor of shape {list(tensor.shape)} and sum {tensor.to(torch.complex128).sum().item()}"
-
-
 @dataclass(frozen=True, eq=False)
 class AsMade:
     """Values as they were made: copies of those that have a form, and notes of all."""
@@ -444,24 +361,28 @@ class AsMade:
         return found
 
 
-def needs_one_rank(label: str, what: str) -> ConfigError:
-    """The error of an optimizer that does what cannot be divided among ranks."""
-    return ConfigError(
-        f"the optimizer {label} {what}, but several ranks step parameters here, each its own; it can train with "
-        "pp = 1, tp = 1, ep = 1 and optimizer.zero = false"
-    )
-
-
 def steppers_for(
     rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool
 ) -> list[FlatStepper | TorchStepper]:
-    """The update rules of these blocks, one for each optimizer among the groups; `is_split` as in `TorchStepper`."""
-    found: list[FlatStepper | TorchStepper] = []
+    """The update rules of these blocks, one for each optimizer among the groups.
+
+    is_split: True where several ranks step the model's parameters, each its own.
+
+    Raises: ConfigError for an optimizer that steps all parameters together, where they are split.
+    """
+    steppers: list[FlatStepper | TorchStepper] = []
     for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
-        own = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
-        theirs = [block for block in blocks if block.group in own]
+        rules_of_kind = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
+        blocks_of_kind = [block for block in blocks if block.group in rules_of_kind]
+        rule = next(iter(rules_of_kind.values()))
+        if is_split and rule.division is Division.MODEL:
+            raise ConfigError(
+                f'the optimizer {rule.made_as} steps all parameters together (divides = "model"), but several ranks '
+                "step parameters here, each its own; it can train with pp = 1, tp = 1, ep = 1 and "
+                "optimizer.zero = false"
+            )
         if kind.stepper is not None:
-            found.append(kind.stepper(theirs))
-        elif any(block.places for block in theirs):
-            found.append(TorchStepper(kind, own, index, theirs, is_split))
-    return found
+            steppers.append(kind.stepper(blocks_of_kind))
+        elif any(block.places for block in blocks_of_kind):
+            steppers.append(TorchStepper(kind, rules_of_kind, index, blocks_of_kind))
+    return steppers

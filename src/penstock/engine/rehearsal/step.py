@@ -25,7 +25,7 @@ from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.folders.runs import tokenizer_of
-from penstock.engine.optimizer.groups import Division, ParameterGroups
+from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
@@ -43,7 +43,7 @@ from penstock.schedule import Placement
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
-from penstock.settings import ConfigError, Groups, Layout, Precision, RunConfig, read_config
+from penstock.settings import ConfigError, Division, Groups, Layout, Precision, RunConfig, read_config
 from penstock.settings.declare import checked, words_of
 
 # ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
@@ -281,7 +281,7 @@ class RehearsedRun:
         """
         layout, options = self.engine.layout, self.engine.options
         rules = ParameterGroups(options.optimizer).rules if options.optimizer.zero else ()
-        owns_whole = any(rule.division is Division.PARAMETERS for rule in rules)
+        owns_whole = any(rule.division is not Division.ELEMENTS for rule in rules)
         sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
         first: dict[Hashable, int] = {}
         found = []

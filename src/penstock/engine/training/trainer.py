@@ -411,8 +411,7 @@ class Trainer:
             update = optimizer.update(norm, number, rates)
             # Nobody drops the copy before all have stepped.
             with pipeline.recorder.collective("finish the optimizer's step"):
-                views = gather_json(optimizer.compared(), pipeline.grid.control)
-            optimizer.check_alike(views)
+                gather_json(None, pipeline.grid.control)
         self._put_back = None
         return update
 
