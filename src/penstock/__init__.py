@@ -7,6 +7,9 @@ fetched from their rooms when first asked for.
 import os
 import sys
 from importlib import import_module
+from itertools import takewhile
+from time import sleep
+from traceback import extract_tb
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -133,16 +136,26 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_ROOM_OF])
 
 
-def _tell(kind: type[BaseException], error: BaseException, traceback: "TracebackType | None") -> None:
-    """Print an exception that ends this process: of several ranks one does, without the package's own calls."""
-    try:
-        if "torch" not in sys.modules and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            sys.__excepthook__(kind, error, traceback)
-        else:
-            import_module("penstock.runtime.uncaught").tell(error)
-    except Exception:
-        sys.__excepthook__(kind, error, traceback)
+def _tell(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+    """Print an exception that ends this process: whole, or where another rank has failed in one line."""
+    if getattr(error, "is_of_other_rank", False):
+        *_, call = takewhile(lambda call: not call.filename.startswith(__path__[0]), extract_tb(trace))
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        sys.stderr.write(f"{kind.__name__}: {said} ({call.filename}, line {call.lineno})\n")
+        # Agents of torchrun begin their report with whoever ends first.
+        sleep(_LINGER_S)
+        return
+    sys.__excepthook__(kind, error, trace)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        try:
+            raise error
+        except BaseException:
+            get_error_handler().record_exception(error)
+
+
+_LINGER_S = 1.0
 
 # One of the user's own stands; torch's only puts the rank before each line, and comes with the process group.
 if sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__ == "torch.distributed.distributed_c10d":

@@ -104,7 +104,9 @@ def shown_to_all_ranks(
     for rank, (_, failure) in enumerate(views):
         if failure is not None:
             number, kind, text = failure
-            raise (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
+            raised = (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
+            raised.is_of_other_rank = True  # pyright: ignore[reportAttributeAccessIssue]
+            raise raised
     return result, [theirs for theirs, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
 
 

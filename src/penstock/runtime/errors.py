@@ -17,6 +17,9 @@ class PipelineError(RuntimeError):
     (True, True)
     """
 
+    is_of_other_rank = False
+    """True where another rank has failed, whose own exception says more."""
+
 
 class TransportError(PipelineError):
     """A message was not sent or did not arrive; the message names the link, the action and the time waited.
@@ -25,6 +28,8 @@ class TransportError(PipelineError):
     Traceback (most recent call last):
     penstock.runtime.errors.TransportError: activations from rank 0 to rank 1 did not arrive
     """
+
+    is_of_other_rank = True
 
 
 class MessageMismatch(PipelineError):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -129,9 +129,6 @@ class Alarm:
 class Recovery:
     """One rank's part in ending a failed step on all ranks alike; every rank of `group` makes one at the same point."""
 
-    #: those of this process
-    of_process: ClassVar[weakref.WeakSet[Recovery]] = weakref.WeakSet()
-
     #: all ranks of the engine, on host memory; None for one that is alone
     group: InitVar[dist.ProcessGroup | None]
     #: knows what the rank is doing
@@ -183,7 +180,6 @@ class Recovery:
             self._watch.start()
             # At the interpreter's end too: a thread inside the store would then abort the process.
             self._end_watch = weakref.finalize(self, self._watch.end, self._store)
-            self.of_process.add(self)
 
     def covers(self, communicator: Communicator) -> None:
         """Cut and renew this communicator too; all ranks that share it call this in the same order."""
@@ -250,7 +246,7 @@ class Recovery:
             if not isinstance(error, Exception):
                 raise
             self._recover(failure, error)
-            raise StepError(str(failure)) from error
+            raise self._step_error(failure) from error
 
     @contextmanager
     def announcing(self, stepping: bool = False) -> Iterator[None]:
@@ -274,12 +270,7 @@ class Recovery:
 
     # ---- announcing a failure, and hearing of it
 
-    def leave(self, error: BaseException) -> None:
-        """Let no rank wait for this one, which an error outside of the engine's calls ends."""
-        if not self.lost:
-            answer_of_store(lambda: self._announce(error, left=True) is None, _ANSWER_S)
-
-    def _announce(self, error: BaseException, left: bool = False) -> None:
+    def _announce(self, error: BaseException) -> None:
         """Write the failure for every rank, unless another rank was first."""
         assert self._store is not None
         if self.alarm.failure is not None or self._store.add(f"{self._generation}/claims", 1) > 1:
@@ -291,7 +282,7 @@ class Recovery:
             self.recorder.doing,
             type(error).__name__,
             "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED],
-            left=left or not isinstance(error, Exception),
+            left=not isinstance(error, Exception),
             stepped=self._stepping,
         )
         text = json.dumps(asdict(failure))
@@ -334,7 +325,7 @@ class Recovery:
         self.state.restore()
         if failure.left:
             self.lost = f"this engine cannot go on, since {failure}; start all processes again"
-            raise StepError(str(failure)) from error
+            raise self._step_error(failure) from error
         self._generation += 1
         try:
             for communicator in self.communicators:
@@ -351,6 +342,11 @@ class Recovery:
         self._call(self._redo)
         if failure.stepped:
             self.uncertain = str(failure)
+
+    def _step_error(self, failure: Failure) -> StepError:
+        error = StepError(str(failure))
+        error.is_of_other_rank = failure.rank != self._rank
+        return error
 
     def _meet(self) -> None:
         """Wait until all ranks have come here: one that failed again at once would cut what others still make."""
