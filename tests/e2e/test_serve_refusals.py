@@ -3,14 +3,12 @@
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.serve.server import allow_connections
 from tests.e2e.serving import KEY, MAX_LENGTH, Served, let_tokenizer_panic, serving, write_model
 from tests.hostile_tokenizers import MANY
 
@@ -246,52 +244,6 @@ def test_who_leaves_in_the_middle_costs_nothing_and_idle_connections_stop_nobody
         connection.close()
     served.wait_for("answers_running", 0)
     assert served.figure("cancelled_answers_total") > before
-
-
-@pytest.mark.shows(166)
-def test_a_thousand_idle_connections_of_one_client_stop_no_other_and_end(served: Served, good: str) -> None:
-    """Of every kind that waits: without a word, with half a request, after an answer, and half closed."""
-    allow_connections(1200)
-    health, half = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
-    with contextlib.ExitStack() as stack:
-
-        def connected(source: str) -> socket.socket:
-            place = ("127.0.0.1", served.port)
-            return stack.enter_context(socket.create_connection(place, timeout=30, source_address=(source, 0)))
-
-        # One byte after an answer, slow headers after an answer, and nothing at all.
-        kept = [connected("127.0.0.2") for _ in range(3)]
-        for connection, more in zip(kept, (b"G", half, b""), strict=True):
-            connection.sendall(health)
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-            connection.sendall(more)
-        closed = connected("127.0.0.2")
-        closed.sendall(half)
-        closed.shutdown(socket.SHUT_WR)
-        idle = [connected("127.0.0.3") for _ in range(1100)]
-        for connection in idle[::2]:
-            with contextlib.suppress(ConnectionError):  # those that were refused may have gone
-                connection.sendall(half)
-        assert answer(served) == good
-        start_s = time.monotonic()
-        for connection in (*kept, closed, *idle):
-            with contextlib.suppress(ConnectionError):
-                while connection.recv(1 << 16):
-                    pass
-        assert time.monotonic() - start_s < 15
-    assert answer(served) == good
-
-
-@pytest.mark.shows(166)
-@pytest.mark.parametrize("path", [COMPLETIONS, "/health", "/nowhere"])
-def test_a_request_with_two_lengths_is_refused(served: Served, good: str, path: str) -> None:
-    two = head(4, path).replace(b"content-length: 4", b"content-length: 4\r\ntransfer-encoding: chunked")
-    two = two.replace(b"connection: close\r\n", b"")
-    # What follows is a request to one of the two lengths, and must never be read as one.
-    got = raw(served, two + b"0\r\n\r\n" + head(0, "/health").replace(b"POST", b"GET"))
-    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1
-    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
-    assert answer(served) == good
 
 
 @pytest.mark.shows(167)

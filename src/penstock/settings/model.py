@@ -583,8 +583,5 @@ class ServeConfig(Settings, section="serve"):
     max_choices: int = setting(16, "Answers of one request, at most.", AT_LEAST_1)
     max_body_bytes: int = setting(1 << 20, "Bytes of a request, at most.", AT_LEAST_1)
     max_connections: int = setting(1024, "Connections at the same time, at most; others are refused (503).", AT_LEAST_1)
-    max_connections_per_address: int = setting(
-        256, "Those of them from one address, such as that of a proxy, at most.", AT_LEAST_1
-    )
     log_requests: bool = setting(True, "Write a line for each request on standard error.")
     drain_s: float = setting(60.0, "Seconds that running answers may take once the server is told to end.", ABOVE_0)

@@ -1,6 +1,5 @@
-"""The HTTP side of a server without a model: slow and idle clients, and templates without end, stop nobody."""
+"""The HTTP side of a server without a model: idle connections, slow bodies and long prompts stop nobody."""
 
-import asyncio
 import http.client
 import json
 import resource
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,14 +75,6 @@ def wait_for(happens: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_who_does_not_finish_the_headers_is_dropped(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_HEADERS_S", 0.2)
-    port = serve()
-    for sent in (b"", HALF):
-        with connect(port, sent) as connection:
-            assert connection.recv(1) == b""
-
-
 def answered(port: int) -> socket.socket:
     """A connection that has had an answer and is kept."""
     connection = connect(port, HEALTH)
@@ -93,160 +83,6 @@ def answered(port: int) -> socket.socket:
         got += connection.recv(1 << 16)
     assert got.startswith(b"HTTP/1.1 200 ")
     return connection
-
-
-def is_ended(connection: socket.socket, sends: bytes, within_s: float = 20.0) -> bool:
-    """True once the server has ended a connection on which a byte is sent now and then."""
-    deadline = time.monotonic() + within_s
-    connection.settimeout(0.05)
-    while time.monotonic() < deadline:
-        try:
-            connection.sendall(sends[:1])
-            sends = sends[1:]
-            if connection.recv(1 << 16) == b"":
-                return True
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"G",
-        HALF + b"x: " + b"y" * 1000,
-        # A body of which nobody wants to know more.
-        b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + b"y" * 400,
-    ],
-    ids=["a byte after an answer", "slow headers", "a slow body after its answer"],
-)
-def test_each_request_of_a_connection_is_timed(serve: Serve, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(server, "_HEADERS_S", 0.3)
-    port = serve()
-    with answered(port) as connection:
-        assert is_ended(connection, sent)
-
-
-def test_half_open_connections_are_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a client that sends no more, and of one that asks and asks and never reads."""
-    monkeypatch.setattr(server, "_TAKING_S", 0.3)
-    port = serve()
-    with answered(port) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1) == b""
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.connect(("127.0.0.1", port))
-        connection.settimeout(20)
-        with pytest.raises(ConnectionError):
-            while True:
-                connection.sendall(HEALTH.replace(b"health", b"metrics") * 100)
-
-
-def test_a_stream_that_nobody_reads_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-        async def write() -> None:
-            while True:
-                await send({"type": "http.response.body", "body": b"x" * 4096, "more_body": True})
-
-        writing = asyncio.create_task(write())
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        writing.cancel()
-        ended.set()
-
-    monkeypatch.setattr(server, "_TAKING_S", 0.3)
-    monkeypatch.setattr(server, "application", lambda parts: endless)
-    with connect(serve(), HEALTH):
-        assert ended.wait(60)
-
-
-def test_a_client_that_comes_back_in_time_keeps_its_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_HEADERS_S", 0.6)
-    with answered(serve()) as connection:
-        for _ in range(3):
-            time.sleep(0.4)
-            # Two at once, of which the second waits for the answer to the first.
-            connection.sendall(HEALTH * 2)
-            got = b""
-            while got.count(b"HTTP/1.1 200 ") < 2:
-                got += connection.recv(1 << 16)
-
-
-def test_a_body_may_take_longer_than_headers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_HEADERS_S", 0.3)
-    with connect(serve(), HALF + b"content-length: 2\r\n\r\n{") as connection:
-        time.sleep(0.6)
-        connection.sendall(b"}")
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
-
-
-def test_a_host_that_has_gone_without_a_word_is_asked_after(serve: Serve) -> None:
-    with listening_socket("127.0.0.1", 0) as listener, connect(listener.getsockname()[1], b""):
-        taken, _ = listener.accept()
-        with taken:
-            assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
-
-
-def test_one_address_leaves_places_to_others(serve: Serve) -> None:
-    port = serve(max_connections=5, max_connections_per_address=3)
-    held = [connect(port, HALF) for _ in range(3)]
-    wait_for(lambda: ask(port, "GET", "/health")[0] == 503)
-    status, content = ask(port, "GET", "/health")
-    assert content["error"]["message"] == (
-        "there are more than 3 connections from 127.0.0.1; close some, or try again later"
-    )
-    assert status == 503 and content["error"]["code"] == "too_many"
-    assert ask(port, "GET", "/health", source="127.0.0.2")[0] == 200
-    for connection in held:
-        connection.close()
-    wait_for(lambda: ask(port, "GET", "/health")[0] == 200)
-
-
-def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(serve: Serve) -> None:
-    port = serve()
-    for path in (b"/health", b"/v1/models"):
-        two = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-        with connect(port, b"GET " + path + b" HTTP/1.1\r\nhost: a\r\n" + two + HEALTH) as connection:
-            got = b""
-            while piece := connection.recv(1 << 16):
-                got += piece
-        head, _, body = got.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head.lower()
-        assert json.loads(body)["error"]["message"] == "a request has Content-Length or Transfer-Encoding, not both"
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [b"Content-Length: 2\r\ncontent-length: 2", b"content-length: 2, 2", b"a: b\r\ncontent-length: 2\r\n , 2\r\nc: d"],
-)
-def test_one_length_said_twice_is_refused_though_both_are_equal(serve: Serve, lengths: bytes) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
-    with connect(serve(), head + lengths + b"\r\n\r\n{}" + HEALTH) as connection:
-        got = b""
-        while piece := connection.recv(1 << 16):
-            got += piece
-    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1, got
-    assert b"a request has one Content-Length" in got
-
-
-def test_one_length_is_no_matter_of_the_body_or_of_other_headers(serve: Serve) -> None:
-    body = b'{"model":\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-content-length: 3, 4\r\ncontent-length: %d\r\n\r\n"
-    with connect(serve(), head % len(body) + body) as connection:
-        got = b""
-        # The body may come after its head.
-        while b"the body is not JSON" not in got:
-            got += (more := connection.recv(1 << 16))
-            assert more, got
 
 
 class Slow:
@@ -259,6 +95,7 @@ class Slow:
         return [torch.zeros(0, dtype=torch.long)]
 
 
+@pytest.mark.shows(166)
 def test_short_texts_do_not_wait_for_long_ones_and_all_that_wait_are_counted(serve: Serve) -> None:
     port, answers = serve(Slow(), max_waiting=3), list[tuple[int, Any]]()
     long = json.dumps({"model": "m", "prompt": "a" * 100_000}).encode()
@@ -277,6 +114,29 @@ def test_short_texts_do_not_wait_for_long_ones_and_all_that_wait_are_counted(ser
         thread.join()
     assert sorted(status for status, _ in answers) == [400, 400, 400, 400, 429]
     assert [content["error"]["code"] for status, content in answers if status == 429] == ["queue_full"]
+
+
+@pytest.mark.shows(166)
+def test_a_connection_is_kept_for_a_while_after_a_reply_and_then_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_IDLE_S", 2)
+    with answered(serve()) as connection:
+        time.sleep(0.5)
+        # Two at once, of which the second waits for the answer to the first.
+        connection.sendall(HEALTH * 2)
+        got = b""
+        while piece := connection.recv(1 << 16):
+            got += piece
+        assert got.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.shows(166)
+def test_more_connections_than_there_may_be_are_refused(serve: Serve) -> None:
+    port = serve(max_connections=2)
+    with answered(port), answered(port), connect(port, HEALTH) as third:
+        assert third.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+    wait_for(lambda: connect(port, HEALTH).recv(1 << 16).startswith(b"HTTP/1.1 200 "))
 
 
 def test_a_text_that_no_tokens_of_the_models_length_could_hold_is_not_read(serve: Serve) -> None:
@@ -299,37 +159,10 @@ def test_more_connections_than_files_are_refused_at_the_start(monkeypatch: pytes
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        (("10.0.0.1", 80), "10.0.0.1"),
-        (("2001:db8:0:1:2:3:4:5", 80, 0, 0), "2001:db8:0:1::/64"),
-        (("fe80::1%eth0", 80, 0, 2), "fe80::/64"),
-        (("::ffff:10.0.0.1", 80, 0, 0), "10.0.0.1"),
-        ("", "elsewhere"),
-        (None, "elsewhere"),
-    ],
-)
-def test_a_client_has_one_address(peer: Any, address: str) -> None:
-    transport: Any = SimpleNamespace(get_extra_info=lambda name: peer)
-    assert server._address_of(transport) == address
-
-
 def test_who_does_not_finish_the_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_BODY_S", 0.2)
     with connect(serve(), HALF + b'content-length: 100\r\n\r\n{"model"') as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
-
-
-def test_more_connections_than_there_may_be_are_refused_in_the_form_of_all_errors(serve: Serve) -> None:
-    port = serve(max_connections=2)
-    assert ask(port, "GET", "/health")[0] == 200
-    idle = [connect(port, HALF) for _ in range(2)]
-    status, content = ask(port, "GET", "/health")
-    assert status == 503
-    assert content["error"]["message"] == "there are more than 2 connections; try again later"
-    for connection in idle:
-        connection.close()
 
 
 @pytest.mark.shows(167)
