@@ -108,8 +108,6 @@ def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
 
 def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     """Test the links as one process of `group`; returns the exit code."""
-    import tomli_w
-
     from penstock.cli.processes.measure import measure_cluster, measure_links, measured_device
     from penstock.cli.processes.session import work_together
 
@@ -121,6 +119,8 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
             cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"]))
             links["cluster"] = cluster
             if group.rank == 0:
+                import tomli_w
+
                 # The launcher has seen whether the file may be replaced.
                 write_text(given.measure, tomli_w.dumps(cluster), force=True)
         if group.rank == 0:

@@ -51,8 +51,13 @@ def answer_of_store(
             answers.append(if_gone)
 
     thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    try:
+        thread.start()
+    except RuntimeError:
+        # From Python 3.12 on no thread starts where the interpreter ends.
+        ask()
+    else:
+        thread.join(limit_s)
     return answers[0] if answers else if_silent
 
 

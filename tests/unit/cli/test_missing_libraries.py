@@ -32,6 +32,19 @@ def test_a_missing_library_is_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "needs"), [("tomli_w", "a run needs"), ("tensorboard", "log.tensorboard = true needs")]
+)
+def test_a_run_is_refused_before_it_starts_without_what_it_writes_with(
+    name: str, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    output = tmp_path / "run"
+    assert main(["train", "examples/tiny.toml", "--output", str(output)]) == REFUSED
+    assert f"{needs} the library {name.replace('_', '-')}, which is not installed" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_a_module_of_a_users_own_that_is_missing_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: list[str]) -> int:
         raise ModuleNotFoundError("No module named 'my_layers'", name="my_layers")

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,6 +64,17 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in table.items()
         if value is not None
     }
+
+
+def check_libraries(config: RunConfig) -> None:
+    """Raises: ConfigError where a library that a run writes its folder with is not installed."""
+    lacking = "which is not installed; install it with pip install"
+    if find_spec("tomli_w") is None:
+        raise ConfigError(f"a run needs the library tomli-w, {lacking} tomli-w")
+    if config.log.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            f"log.tensorboard = true needs the library tensorboard, {lacking} tensorboard, or set it to false"
+        )
 
 
 def read_run(folder: Path) -> RunConfig:
