@@ -144,3 +144,13 @@ def test_the_overhead_of_an_action_is_measured_both_ways(name: str, capsys: pyte
     for side in ("gloo_us", "in_process_us"):
         least, most = found[side]["range"]
         assert 0 < least <= found[side]["median"] <= most
+
+
+def test_the_hosts_time_is_measured_beside_plain_loops(capsys: pytest.CaptureFixture[str]):
+    words = ["--layers", "1", "--microbatches", "2", "--length", "4", "--tokens", "3", "--rounds", "3", "--json"]
+    assert main("host_time", words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"step_of_own_blocks", "step_of_decoder", "token"}
+    for job in found.values():
+        quotient = job["engine_ms"]["median"] / job["plain_ms"]["median"]
+        assert job["ratio"]["range"][0] / 3 < quotient < 3 * job["ratio"]["range"][1]
