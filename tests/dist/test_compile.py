@@ -18,13 +18,13 @@ from tests.covering import EVERY
 from tests.dist.launch import run_ranks
 from tests.hugging_face import make_model
 
-# Half a minute of a core, of tracing and of the C++ compiler.
+# A minute of a core, of tracing and of the C++ compiler.
 pytestmark = pytest.mark.subject("src/penstock/**/*.py")
 
 WIDTH, VOCAB = 16, 32
 PLAIN = OptimizerConfig(LearningRate(0.02), weight_decay=WeightDecay(0.0), clip_norm=0.0)
 CONFIG = ModelConfig(
-    vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2, max_length=64
+    vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_layers=3, num_heads=2, num_kv_heads=2, max_length=64
 )
 
 
@@ -34,12 +34,11 @@ class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number, self.norm, self.dropout = number, nn.LayerNorm(WIDTH), nn.Dropout(0.2)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        # A linear layer is not compiled: before it and after it there is one piece of code each.
-        h = nn.functional.gelu(self.norm(x)) * (1.0 + self.number)
-        return x + self.dropout(self.linear(h))
+        h = nn.functional.gelu(self.up(self.norm(x))) * (1.0 + self.number)
+        return x + self.dropout(self.down(h))
 
 
 @dataclass(frozen=True)
@@ -109,23 +108,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def train_all(rank: int, model: str, folder: Path) -> list[Trained]:
-    return [train(rank, model, case, True, folder) for case in CASES[model]]
+def train_all(rank: int, folder: Path) -> dict[str, list[Trained]]:
+    return {model: [train(rank, model, case, True, folder) for case in cases] for model, cases in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Trained]:
+    """What one process makes of every model."""
+    return {model: train(0, model, Case(Layout()), True, folder) for model in CASES}
+
+
+@pytest.fixture(scope="module")
+def by_rank(alone: dict[str, Trained], folder: Path) -> list[dict[str, list[Trained]]]:
+    """What two ranks make of every model's cases; what is compiled already they find in torch's cache."""
+    return run_ranks(2, train_all, folder, timeout_s=300.0)
 
 
 @pytest.mark.shows(115)
 @pytest.mark.parametrize("model", CASES)
 def test_compiled_layers_give_the_same_bits_in_every_layout_and_nearly_those_of_layers_as_they_are(
-    model: str, folder: Path
+    model: str, folder: Path, alone: dict[str, Trained], by_rank: list[dict[str, list[Trained]]]
 ) -> None:
-    losses, weights = train(0, model, Case(Layout()), True, folder)
+    losses, weights = alone[model]
     if model != "own":
         # Compiled dropout draws other numbers.
         plain, _ = train(0, model, Case(Layout()), False, folder)
         assert losses == pytest.approx(plain, rel=1e-3)
-    # What one process has compiled the ranks find in torch's cache.
-    by_rank = run_ranks(2, train_all, model, folder, timeout_s=300.0)
-    for case, ranks in zip(CASES[model], zip(*by_rank, strict=True), strict=True):
+    for number, case in enumerate(CASES[model]):
+        ranks = [found[model][number] for found in by_rank]
         assert all(found[0] == losses for found in ranks), case
         together: dict[str, Any] = {name: weight for _, part in ranks for name, weight in part.items()}
         assert together.keys() == weights.keys()

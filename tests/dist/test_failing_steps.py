@@ -24,11 +24,8 @@ from tests.dist.launch import run_ranks
 NUM_PLACES = 9 if EVERY else 5
 NUM_MICROBATCHES = 4
 KINDS = ("before", "within", "after", "out of memory")
-# The others would wait this long if nobody told them.
-TIMEOUT_S = 120.0
-# Far less, on a machine that may be slow and have several other things to do; `python -m benchmarks.failures` measures
-# the figure.
-LIMIT_S = TIMEOUT_S / 4
+# Seconds on a machine that may have several other things to do; `python -m benchmarks.failures` measures the figure.
+LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Case:
     own_layers: bool = False
     zero: bool = False
 
-    def engine(self, timeout_s: float = TIMEOUT_S) -> Engine:
+    def engine(self, timeout_s: float = 120.0) -> Engine:
         options = EngineOptions(
             schedule=ScheduleConfig(self.schedule),
             precision=Precision.FP64,
@@ -179,9 +176,7 @@ def train(rank: int, case: Case, fails: bool) -> dict[str, Any]:
 @pytest.mark.shows(112)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_fails_anywhere_is_as_if_it_had_not_been(case: Case) -> None:
-    failed, clean = (
-        run_ranks(case.layout.world_size, train, case, fails, timeout_s=TIMEOUT_S) for fails in (True, False)
-    )
+    failed, clean = (run_ranks(case.layout.world_size, train, case, fails, timeout_s=120.0) for fails in (True, False))
     assert len(CASES) * NUM_PLACES >= 30
     for rank, (ours, theirs) in enumerate(zip(failed, clean, strict=True)):
         assert ours["results"] == theirs["results"] and len(ours["results"]) == NUM_PLACES

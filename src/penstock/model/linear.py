@@ -26,10 +26,14 @@ _NOTHING_MORE = ("none", [], "")
 """oneDNN computes no other operation after the product."""
 
 
+#: of a type of device, for each product; torch's own takes as long as a small operation
+_has_autocast = cache(is_autocast_available)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast computes on the tensor's device; None where it is off, as on devices without it."""
     device = x.device.type
-    if not is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
@@ -37,7 +41,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def autocast_to(x: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """A context in which autocast computes in that dtype on the tensor's device; None turns it off."""
     device = x.device.type
-    if not is_autocast_available(device):
+    if not _has_autocast(device):
         return nullcontext()
     return torch.autocast(device, dtype or torch.get_autocast_dtype(device), dtype is not None)
 
@@ -86,6 +90,10 @@ class Matmul:
         """Weights of layers that read the same input, in an order that is read faster with the same bits."""
         return None
 
+    def is_torchs(self, x: Tensor) -> bool:
+        """True where torch itself computes the products of this input and their gradients."""
+        return True
+
 
 TORCH = Matmul()
 
@@ -111,6 +119,9 @@ class OneDnnMatmul(Matmul):
         if grad_TO.dtype is not torch.float32 or grad_TO.device.type != "cpu" or not len(grad_TO):
             return super().weight_gradient(grad_TO, x_TI)
         return torch.ops.mkldnn._linear_pointwise(grad_TO.t(), x_TI.t(), None, *_NOTHING_MORE)
+
+    def is_torchs(self, x: Tensor) -> bool:
+        return x.device.type != "cpu"
 
     def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
         if not _has_onednn(weight_OI):
@@ -190,7 +201,7 @@ class WeightCasts:
     #: unit -> its cache, and the function that decodes with it
     _steps: dict[nn.Module, tuple[Any, Callable[..., Tensor]]] = field(default_factory=dict)
     #: True while weights are packed on first use
-    _packs: bool = False
+    packs: bool = False
 
     @contextmanager
     def kept(self, packed: bool = False) -> Iterator[None]:
@@ -198,14 +209,14 @@ class WeightCasts:
 
         Contexts nest; the outermost one frees the memory.
         """
-        before, packs = self._kept, self._packs
+        before, packs = self._kept, self.packs
         self._kept = {} if before is None else before
-        self._packs = packed
+        self.packs = packed
         self._steps.clear()
         try:
             yield
         finally:
-            self._packs = packs
+            self.packs = packs
             self._steps.clear()
             if before is None:
                 self._kept = None
@@ -229,7 +240,7 @@ class WeightCasts:
 
     def packed(self, layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
         """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
-        if not self._packs:
+        if not self.packs:
             return None
         weights: tuple[Tensor, ...] = ()
         for layer in layers:
@@ -303,6 +314,8 @@ class WeightGradients:
 
     #: takes the gradients of the backward that runs now; None while nothing is deferred
     queue: list[PendingGradient] | None = None
+    #: False while forwards run of which no backward defers: torch's own function, half as long in Python, serves then
+    may_defer: bool = True
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:
@@ -318,8 +331,7 @@ class WeightGradients:
     def drain(queue: list[PendingGradient]) -> None:
         """Compute the queued gradients, accumulate them in the parameters, and leave the queue empty.
 
-        16-bit parameters with an fp32 `main_grad` accumulate there, all others in `parameter.grad`. Several uses of one
-        parameter are summed first, as autograd does.
+        Several uses of one parameter are summed first, as autograd does, in the dtype that its gradient has.
         """
         num_uses: dict[Tensor, int] = {}
         for pending in queue:
@@ -330,15 +342,16 @@ class WeightGradients:
         queue.reverse()
         while queue:
             # Popped, so that both factors are freed as soon as their product is computed.
-            for parameter, grad in queue.pop().compute():
+            for parameter, part in queue.pop().compute():
+                grad = part.to(parameter.grad_dtype)
                 sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
                 num_uses[parameter] -= 1
                 if num_uses[parameter] == 0:
                     total = sums.pop(parameter)
-                    if (place := gradient_of(parameter)) is None:
+                    if parameter.grad is None:
                         parameter.grad = total
                     else:
-                        place.add_(total)
+                        parameter.grad.add_(total)
 
 
 @runtime_checkable
@@ -346,12 +359,6 @@ class Deferring(Protocol):
     """A module whose weight gradients its owner can defer."""
 
     gradients: WeightGradients | None
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The tensor in which the parameter's gradient accumulates; None where none has been made yet."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main_grad is None or parameter.dtype == torch.float32 else main_grad
 
 
 class _WithGradient(torch.autograd.Function):
@@ -418,12 +425,9 @@ def _if_it_can_wait(tensor: Tensor | None, ctx: Any, place: int) -> Tensor | Non
     """That input of the function if this backward adds its gradient to the input's own, and nobody sees it; else None.
 
     Other gradients go the way of autograd: where the weight is computed from others, where a hook is to have its
-    gradient, or where somebody asks for gradients within a backward. The engine's own hook comes with `main_grad`.
+    gradient, or where somebody asks for gradients within a backward.
     """
-    if tensor is None or not tensor.is_leaf:
-        return None
-    num_hooks = len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
-    if num_hooks > hasattr(tensor, "main_grad"):
+    if tensor is None or not tensor.is_leaf or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         return None
     try:
         return tensor if torch._C._will_engine_execute_node(ctx.next_functions[place][0]) else None
@@ -458,9 +462,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fixed is not None:
             return self.fixed.output(x)[..., self.among]
-        if self.gradients is None and self.matmul is TORCH and x.dtype == self.weight.dtype:
+        dtype, owner = autocast_dtype(x), self.gradients
+        is_whole = owner is None or not owner.may_defer or not torch.is_grad_enabled()
+        if is_whole and dtype is None and x.dtype == self.weight.dtype and self.matmul.is_torchs(x):
             return F.linear(x, self.weight, self.bias)
-        dtype = autocast_dtype(x)
         if dtype is not None and torch.float64 not in (x.dtype, self.weight.dtype) and not x.is_complex():
             x = x.to(dtype)
         elif x.is_complex() or torch.promote_types(x.dtype, self.weight.dtype) != x.dtype:
@@ -488,6 +493,8 @@ def joint_product(layers: "Sequence[Linear]", like: Tensor) -> Callable[[Tensor]
     now or is watched by a hook. The bits are those of separate products.
     """
     first, last = layers[0], layers[-1]
+    if not isinstance(first, Linear) or (first.fixed is None and (first.casts is None or not first.casts.packs)):
+        return None
     if autocast_dtype(like) is not None or not all(is_plain(layer) and bare(layer) for layer in layers):
         return None
     if first.fixed is None or last.fixed is None:

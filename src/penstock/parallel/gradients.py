@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from penstock.parallel.collectives import Collectives, Handle, Observer
 
@@ -150,7 +149,7 @@ def matrices_apart(name: str, parameter: nn.Parameter) -> int:
 def in_place_of(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter of these values, with the attributes that a user has given the other."""
     made = nn.Parameter(values, parameter.requires_grad)
-    vars(made).update({name: own for name, own in vars(parameter).items() if name != "main_grad"})
+    vars(made).update(vars(parameter))
     return made
 
 
@@ -242,9 +241,8 @@ class GradientBuckets:
     """Owner of one stage's flat parameters and gradients; gradients accumulate in at least fp32, summed over ranks.
 
     `parameters` are (full name, parameter) pairs; those that require no gradient are left alone. From now on a
-    parameter's data is a view of flat storage with its values, and `parameter.main_grad` the view in which its gradient
-    accumulates. For fp32 and fp64 parameters `parameter.grad` is that same view. For 16-bit ones each backward adds
-    into it and drops `parameter.grad`. A parameter that no backward reaches has the gradient zero.
+    parameter's data is a view of flat storage with its values, and `parameter.grad` the view in which autograd
+    accumulates its gradient; that of a 16-bit parameter is fp32. One that no backward reaches has the gradient zero.
 
     Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
     own. A bucket never mixes types, devices, reductions or parameter groups, which `group_of` numbers (left out, norms
@@ -269,8 +267,6 @@ class GradientBuckets:
     _gathering: list[Handle[Tensor]]
     #: full name -> the parameter's gradient, a view of its bucket: fp32, or fp64 for an fp64 parameter
     gradients: dict[str, Tensor]
-    #: the parameters' hooks, which `close` removes
-    _hooks: list[RemovableHandle]
 
     def __init__(
         self,
@@ -292,11 +288,9 @@ class GradientBuckets:
         self.gradients = {
             name: view for bucket in self.buckets for name, view in bucket.views(bucket.gradients).items()
         }
-        self._hooks = []
         for place in self.places:
-            view = self.gradients[place.name]
-            place.parameter.main_grad = view  # type: ignore[attr-defined]
-            self._hooks.append(place.parameter.register_post_accumulate_grad_hook(_accumulate))
+            place.parameter.grad = None
+            place.parameter.grad_dtype = self.gradients[place.name].dtype
         self.zero_()
 
     @property
@@ -311,7 +305,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for place in self.places:
-            place.parameter.grad = None if is_16_bit(place.parameter) else self.gradients[place.name]
+            place.parameter.grad = self.gradients[place.name]
 
     def check_forms(self) -> None:
         """Raises: ValueError naming a parameter that was given another shape or dtype."""
@@ -393,14 +387,12 @@ class GradientBuckets:
         }
 
     def close(self) -> None:
-        """Remove hooks and gradients from the parameters, which keep their values and their storage."""
+        """Remove the gradients from the parameters, which keep their values and their storage."""
         self.wait()
         self.settle()
-        for hook in self._hooks:
-            hook.remove()
         for place in self.places:
             place.parameter.grad = None
-            del place.parameter.main_grad  # type: ignore[attr-defined]
+            place.parameter.grad_dtype = place.parameter.dtype
 
     @property
     def places(self) -> list[Place]:
@@ -428,12 +420,3 @@ def sum_tied(ties: Mapping[str, str], gradients: Mapping[str, Tensor], group: di
             dist.all_reduce(as_real(copies[0] if copies else gradients[owner]), group=group)
         for other in copies[1:]:
             other.copy_(copies[0])
-
-
-def _accumulate(parameter: Tensor) -> None:
-    # Autograd has accumulated in place, unless the view was removed or is wider: then the gradient is a tensor of its
-    # own. There is none if a linear layer's weight gradient waits for W.
-    view = parameter.main_grad  # type: ignore[attr-defined]
-    if parameter.grad is not None and parameter.grad is not view:
-        view.add_(parameter.grad)
-        parameter.grad = view if view.dtype == parameter.dtype else None

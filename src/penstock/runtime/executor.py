@@ -76,6 +76,8 @@ class Executor:
     alarm: Alarm = field(default_factory=Alarm, init=False)
     #: local stage and direction -> where its input comes from and its result goes to
     _wires: dict[tuple[Direction, int], Wire] = field(init=False)
+    #: True if a backward leaves the gradients of weights for later
+    _splits: bool = field(init=False)
     #: results that leave while their step goes on
     _early: frozenset[Key] = field(init=False)
     #: the program's steps with their handlers, of which all arguments are bound but the step's record
@@ -104,6 +106,7 @@ class Executor:
             for number in self.stages
             for direction in Direction
         }
+        self._splits = any(action.op is Op.I for step in program.ranks[self.rank] for action in parts(step))
         self._early = frozenset(
             (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
         )
@@ -218,7 +221,9 @@ class Executor:
 
     def _forward(self, action: Action, wire: Wire, x: Parcel | None, pairs: Pairs) -> Lane[None]:
         feed = self._feed(action.microbatch)
-        tape = self._tapes.make(action.stage, action.microbatch, action.keeps) if self.training else None
+        tape = None
+        if self.training:
+            tape = self._tapes.make(action.stage, action.microbatch, action.keeps, self._splits)
         arrived = feed.tokens if x is None else x
         assert arrived is not None, f"{action} needs the microbatch's tokens"
         finish = feed.finish if wire.target is None else None

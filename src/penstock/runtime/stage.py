@@ -237,6 +237,8 @@ class Tape:
     weight_gradients: list[PendingGradient] = field(default_factory=list)
     #: True for all activations, also of units under activation checkpointing
     keeps: bool = False
+    #: False where no backward will leave the gradients of weights for later
+    splits: bool = True
 
     def record(self, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor], is_stream: bool = True) -> None:
         """Note the segment that led from `leaves` to `outputs`, of which only the gradient edges are kept.
@@ -257,10 +259,10 @@ class Tapes(dict[tuple[int, int], Tape]):
     #: the largest number of tapes that were live at once
     peak: int = 0
 
-    def make(self, stage: int, microbatch: int, keeps: bool = False) -> Tape:
+    def make(self, stage: int, microbatch: int, keeps: bool = False, splits: bool = True) -> Tape:
         """Add a new tape."""
         assert (stage, microbatch) not in self, f"stage {stage} already has a tape of microbatch {microbatch}"
-        tape = self[stage, microbatch] = Tape(keeps=keeps)
+        tape = self[stage, microbatch] = Tape(keeps=keeps, splits=splits)
         self.peak = max(self.peak, len(self))
         return tape
 
@@ -415,6 +417,8 @@ class Stage:
         `finish` makes of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
+        if self.weight_gradients is not None:
+            self.weight_gradients.may_defer = tape is not None and (tape.splits or self.exchanges)
         # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
         for run in self._runs or [[]]:
             if isinstance(run, list):

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model import Sequences, cross_entropy_sum
-from penstock.model.layers.dense import RMSNorm, Rotary, gated, rotate
+from penstock.model.layers.dense import RMSNorm, gated, rotary, rotate
 from penstock.model.loss import IGNORED
+from penstock.settings import RopeScaling
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,7 +54,7 @@ def test_rotation_turns_pairs_by_the_position(dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 1, 7, 1000])
     sequences = Sequences.from_lengths((4,), positions=positions)
     x, grad = randn(4, 3, 8, dtype=dtype).requires_grad_(), randn(4, 3, 8, dtype=dtype, seed=1)
-    out = rotate(x, Rotary(8, 100.0).tables(sequences))
+    out = rotate(x, rotary(8, 100.0, RopeScaling()).tables(sequences))
     assert out.dtype == dtype
     angles = positions[:, None].double() * 100.0 ** -(torch.arange(4).double() / 4)
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -72,10 +73,10 @@ def test_rotation_turns_pairs_by_the_position(dtype: torch.dtype) -> None:
 
 def test_tables_are_fp32_and_made_once_for_all_layers() -> None:
     sequences = Sequences.from_lengths((3,))
-    tables = Rotary(8, 1e4).tables(sequences)
+    tables = rotary(8, 1e4, RopeScaling()).tables(sequences)
     assert {table.dtype for table in tables} == {torch.float32}
-    assert Rotary(8, 1e4).tables(sequences) is tables
-    assert Rotary(8, 1e5).tables(sequences) is not tables
+    assert rotary(8, 1e4, RopeScaling()).tables(sequences) is tables
+    assert rotary(8, 1e5, RopeScaling()).tables(sequences) is not tables
 
 
 def test_gate_and_its_gradients() -> None:

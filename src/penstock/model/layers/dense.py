@@ -10,7 +10,7 @@ vocabulary, U this rank's part of it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +169,7 @@ def gated_joint(gate_up: Tensor) -> Tensor:
     return with_gradient(forward, backward, gate_up)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotary:
     """The angle by which a position rotates each pair: element i of a head's first half and of its second half.
 
@@ -226,6 +226,12 @@ class Rotary:
         # If both ends are the same pair, the ramp is a step.
         divided = ((pairs - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
         return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+
+
+@cache
+def rotary(head_dim: int, theta: float, scaling: RopeScaling) -> Rotary:
+    """The one rotation by these angles, so that layers which share it share its tables."""
+    return Rotary(head_dim, theta, scaling)
 
 
 def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -339,7 +345,7 @@ class AttentionBlock(nn.Module):
         super().__init__()
         self.head_dim, self.window = config.head_size, config.sliding_window
         self.num_heads, self.num_kv_heads = config.num_heads, config.key_heads
-        self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
+        self.rotary = rotary(config.head_size, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
         self.k = Linear(config.hidden_size, config.kv_size, config.qkv_bias, matmul)
@@ -378,7 +384,7 @@ class AttentionBlock(nn.Module):
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
             h_TD = norm(x_TD)
-            q_THK, k_THK, v_THK = self.heads(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
+            q_THK, k_THK, v_THK = self.heads_apart(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
             rows.write(cache, k_THK, v_THK)
             if is_reproducible:
                 mean_THK = tiled_cached_attention(q_THK, k_THK, v_THK, cache, rows)
@@ -398,6 +404,10 @@ class AttentionBlock(nn.Module):
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
         if (qkv := joint_product((self.q, self.k, self.v), h_TD)) is not None:
             return self.heads_of(qkv(h_TD), sequences)
+        return self.heads_apart(h_TD, sequences)
+
+    def heads_apart(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as `heads` gives them, by a product for each."""
         parts_TX = self.q(h_TD), self.k(h_TD), self.v(h_TD)
         q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in parts_TX)
         if self.q_norm is not None and self.k_norm is not None:
@@ -406,7 +416,7 @@ class AttentionBlock(nn.Module):
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
 
     def heads_of(self, joint_TX: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of queries, keys and values side by side."""
+        """Queries, keys and values as `heads` gives them, from the products side by side."""
         joint_THK, tables = joint_TX.view(len(joint_TX), -1, self.head_dim), self.rotary.tables(sequences)
         num_q, end = self.num_heads, self.num_heads + self.num_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
@@ -523,7 +533,8 @@ class MLPBlock(nn.Module):
 
         def of_rows(x_TD: Tensor) -> Tensor:
             if gate_up is None:
-                gate, up = rows_apart(*outputs(norm(x_TD), (self.gate, self.up)))
+                h_TD = norm(x_TD)
+                gate, up = rows_apart(self.gate(h_TD), self.up(h_TD))
                 return x_TD + down(gated(gate, up, is_reproducible))
             joint = gate_up(norm(x_TD))
             size = joint.shape[1] // 2

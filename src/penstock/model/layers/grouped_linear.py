@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype, gradient_of
+from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +123,9 @@ class PendingGroupedGradient(PendingGradient):
     def compute(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield nothing: no gradient is left for the caller to add."""
         weight = self.layer.weight
-        total_EOI = gradient_of(weight)
-        if total_EOI is None:
-            total_EOI = weight.grad = torch.zeros_like(weight)
-        self.layer.matmul.add_weight_gradient(total_EOI, self.grad_TO, self.x_TI, self.groups)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        self.layer.matmul.add_weight_gradient(weight.grad, self.grad_TO, self.x_TI, self.groups)
         yield from ()
 
 
