@@ -133,8 +133,8 @@ def test_equal_tokens_are_listed_in_the_order_in_which_the_greedy_choice_takes_t
     greedy = SamplingParams(temperature=0, top_log_probs=num)
     drawn = draw_tokens(logits, [Draw(greedy, row, 0) for row in range(len(logits))])
     assert drawn.likeliest_SN[:, 0].tolist() == drawn.tokens.tolist()
-    for row, ids in zip(logits.float(), drawn.likeliest_SN.tolist(), strict=True):
-        assert ids == sorted(range(vocab_size), key=lambda token: (-row[token].item(), token))[:num]
+    for row, ids in zip(logits.tolist(), drawn.likeliest_SN.tolist(), strict=True):
+        assert ids == sorted(range(vocab_size), key=row.__getitem__, reverse=True)[:num]
 
 
 @pytest.mark.shows(129)
