@@ -318,5 +318,5 @@ def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
         stage.pack_weights()
         beforehand = dict(engine.pipeline.casts._packed)
         stage.decode(torch.tensor([5, 9, 2]), caches, rows)
-        assert engine.pipeline.casts._packed.keys() == beforehand.keys()
+        assert {read for read, own in engine.pipeline.casts._packed.items() if own is not None} <= beforehand.keys()
     assert len(beforehand) == 4 * CONFIG.num_layers + 1
