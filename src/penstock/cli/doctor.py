@@ -114,7 +114,7 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     parallel = given.parallel
 
     def work(store: "Store") -> None:
-        links = measure_links(layout, group, store, parallel.device, parallel.timeout_s)
+        links = measure_links(layout, group, store, parallel)
         if given.measure is not None:
             cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"]))
             links["cluster"] = cluster

@@ -140,7 +140,7 @@ Options = Mapping[str, Setting]
 
 #: columns of possible values that stand in the help's sentence and no longer behind the option
 _LONG = 50
-PROCESSES = ("device", "threads", "timeout")
+PROCESSES = ("device", "transport", "threads", "timeout")
 
 
 def options_of(settings: Settings, short: Mapping[str, str] | None = None, without: Container[str] = ()) -> Options:

@@ -201,15 +201,15 @@ class ModelCommand:
         from penstock.engine.generation.decode_cut import cut_to_decode
         from penstock.runtime import Watchdog
 
-        store, group, parallel = self.store, self.group, self.parallel
+        store, group = self.store, self.group
         if group.rank == 0:
             show_layers(model)
-        device = choose_device(store, group, parallel.device)
-        initialise(*self.pipelines.world(group), device, parallel.timeout_s)
-        arguments = self._settled(model, model.arguments(replace(parallel, device=device)))
+        parallel = choose_device(store, group, self.parallel)
+        initialise(*self.pipelines.world(group), parallel)
+        arguments = self._settled(model, model.arguments(parallel))
         if decoded is not None:
             num_rows, mean_tokens, num_cached = decoded
-            measured = measured_ranks(store, group, parallel.pp, device)
+            measured = measured_ranks(store, group, parallel.pp, parallel.device)
             arguments = cut_to_decode(arguments, num_rows, mean_tokens, num_cached, *measured)
         engine = Engine(*arguments)
         with waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):

@@ -24,6 +24,7 @@ from penstock.settings import (
     ScheduleConfig,
     Settings,
     TrainConfig,
+    TransportKind,
     differences,
     same_as,
 )
@@ -67,6 +68,7 @@ class EngineOptions(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     attention: ContextForm = same_as(ParallelConfig, "attention")
     device: Device = same_as(ParallelConfig, "device")
+    transport: TransportKind = same_as(ParallelConfig, "transport")
     timeout_s: float = same_as(ParallelConfig, "timeout_s")
     learns: bool = True
     read_only: bool = False

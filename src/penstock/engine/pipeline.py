@@ -253,7 +253,8 @@ class Pipeline:
         self.transport = self.open_transport(self.placement, self.device)
 
     def _join(self) -> Grid:
-        grid = connect(self.layout, self.options.device, timedelta(seconds=self.options.timeout_s))
+        options = self.options
+        grid = connect(self.layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
         if grid.device.type == "cpu":
             keep_freed_memory()
         return grid
@@ -264,7 +265,8 @@ class Pipeline:
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
-        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s)
+        is_staged = self.grid.is_staged and device == self.device
+        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s, is_staged)
         if isinstance(transport, Communicator):
             self.recovery.covers(transport)
         return transport

@@ -174,7 +174,7 @@ class Collectives:
 
     def _reduce_scatter(self, kind: CollectiveKind, x: Tensor, out: Tensor | None) -> Handle[Tensor]:
         num_rows = x.shape[0] // self.size
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" or (isinstance(self.group, RenewableGroup) and self.group.is_staged):
             # gloo would sum all rows on every rank and drop most: twice the bytes, and a sum that delays all ranks.
             parts = torch.empty_like(x)
             work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.parallel.device import agree_on_device
-from penstock.parallel.host import ProcessEnded, gather_json, refuse_other_software
-from penstock.parallel.renewable import RenewableGroup, cut_backends, new_renewable_group
-from penstock.settings import Coordinates, Device, Groups, Layout
+from penstock.parallel.host import Gather, ProcessEnded, gather_json, refuse_other_software
+from penstock.parallel.renewable import STAGED, RenewableGroup, cut_backends, new_renewable_group
+from penstock.parallel.staging import is_staged
+from penstock.settings import Coordinates, Device, Groups, Layout, TransportKind
 
 # In the store, how often each rank has met the others.
 _MEETINGS = "penstock/meetings"
@@ -41,11 +42,12 @@ def own_world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None = None) -> Grid:
+def connect(
+    layout: Layout, wanted: Device, timeout: datetime.timedelta | None = None, transport: TransportKind = "auto"
+) -> Grid:
     """Make this process's groups; every process of the world calls this at the same point, with equal layouts.
 
     A process that is not among the layout's ranks takes part as well, but gets no group and no device but the CPU.
-
     torch.distributed has been initialised by the caller, except in a world of one process, which needs none.
     `timeout` bounds every later collective of these groups (None: torch's default), except in the background,
     where one rank may wait for another's disk.
@@ -61,7 +63,7 @@ def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None =
         )
     layout.check(world_size)
     if world_size == 1:
-        return Grid(layout, agree_on_device(wanted, lambda view: [view], 0), rank=0)
+        return Grid(layout, agree_on_device(wanted, lambda view: [view], 0, transport), rank=0)
     ranks, everyone = world_ranks(layout), (tuple(range(layout.world_size)),)
     rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else OUTSIDE
     wait_for_all(timeout)
@@ -71,13 +73,11 @@ def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None =
     host = torch.device("cpu")
     on_host = functools.partial(_connected, rank, ranks, "gloo", host, timeout)
     control = on_host(everyone)
-    refuse_other_software(functools.partial(gather_json, group=control))
-    views = gather_json(str(layout), control)
-    if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
-        raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
-    device = host if rank == OUTSIDE else agree_on_device(wanted, functools.partial(gather_json, group=control), rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    on_device = functools.partial(_connected, rank, ranks, backend, device, timeout)
+    gather = functools.partial(gather_json, group=control)
+    refuse_other_software(gather)
+    _refuse_other_layouts(layout, gather)
+    device = host if rank == OUTSIDE else agree_on_device(wanted, gather, rank, transport)
+    on_device = functools.partial(_connected, rank, ranks, _backend(device, transport), device, timeout)
     pp_control = on_host(layout.groups("pp"))
     known = {everyone: control, layout.groups("pp"): pp_control}
     for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
@@ -89,6 +89,7 @@ def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None =
         device,
         rank,
         number,
+        is_staged=is_staged(device, transport),
         control=control,
         background=_connected(rank, ranks, "gloo", host, None, everyone),
         pp_control=pp_control,
@@ -101,6 +102,19 @@ def connect(layout: Layout, wanted: Device, timeout: datetime.timedelta | None =
         edp_group=dp_cp_group if layout.ep == 1 else on_device(layout.expert_copies()),
         mirror_group=on_device(mirrored(layout.groups("pp"))),
     )
+
+
+def _backend(device: torch.device, transport: TransportKind) -> str:
+    """The backend of groups for the tensors of this device."""
+    if is_staged(device, transport):
+        return STAGED
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _refuse_other_layouts(layout: Layout, gather: Gather) -> None:
+    views = gather(str(layout))
+    if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
+        raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
 
 
 def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
@@ -176,6 +190,8 @@ class Grid:
     rank: int
     #: of the layouts that the world has connected, which; the same on all its processes
     number: int = 0
+    #: True if the device's tensors travel through host memory
+    is_staged: bool = False
 
     # -- on host memory
     #: all ranks

@@ -22,6 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock.parallel.staging import StagedTensors, StagedWork
+
+STAGED = "staged"
+"""The backend of groups whose device tensors gloo carries as copies in host memory."""
+
 # No message of the engine bears this tag.
 _UNUSED_TAG = 0x70656E
 _AT_ONCE = timedelta(milliseconds=1)
@@ -97,9 +102,12 @@ class _Collective:
 class RenewableGroup(dist.ProcessGroup):
     """A process group that can be replaced inside, so that all who hold it go on with new communicators.
 
-    `make` makes the backend, given a store and the one that it replaces (None at first).
+    `make` makes the backend, given a store and the one that it replaces (None at first). With `is_staged` that is gloo,
+    which is given copies in host memory.
     """
 
+    #: True if its collectives go over copies in host memory
+    is_staged: bool = False
     #: carries the collectives at present
     backend: Any
     #: the group of torch.distributed around it
@@ -112,8 +120,11 @@ class RenewableGroup(dist.ProcessGroup):
     #: the group's name once it is registered
     _own_name: str
 
-    def __init__(self, store: Store, rank: int, size: int, make: Callable[[Store, Any], Any]) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, make: Callable[[Store, Any], Any], is_staged: bool = False
+    ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self.is_staged = is_staged
         self._store, self._make, self._own_name, self.backend = store, make, "", None
         self.renew(0)
 
@@ -180,11 +191,14 @@ class RenewableGroup(dist.ProcessGroup):
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: RenewableGroup, *args: Any, **settings: Any) -> Any:
-        work = getattr(self.inner, name)(*args, **settings)
+        launch = getattr(self.inner, name)
         # gloo's messages end their connection when a wait for them is cut short.
         if name in ("send", "recv") or not _is_gloo(self.backend):
-            return work
-        return _Collective(work, self._is_cut)
+            return launch(*args, **settings)
+        if not self.is_staged:
+            return _Collective(launch(*args, **settings), self._is_cut)
+        copies = StagedTensors(args)
+        return StagedWork(_Collective(launch(*copies.arguments, **settings), self._is_cut), copies)
 
     return call
 
@@ -200,12 +214,12 @@ for _name in f"{_COLLECTIVES} {_RENAMED}".split():
 
 
 def new_renewable_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup | Any:
-    """`torch.distributed.new_group` over "gloo" or "nccl", for a group that can be made anew."""
+    """`torch.distributed.new_group` over "gloo", "nccl" or `STAGED`, for a group that can be made anew."""
     name = f"penstock_{backend}"
     if not hasattr(dist.Backend, name.upper()):
 
         def create(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:
-            return RenewableGroup(store, rank, size, _maker(backend, rank, size, timeout))
+            return RenewableGroup(store, rank, size, _maker(backend, rank, size, timeout), backend == STAGED)
 
         dist.Backend.register_backend(name, create, devices=["cpu" if backend == "gloo" else "cuda"])
     return dist.new_group(list(ranks), backend=name, timeout=timeout)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel import Handle, laid_out
+from penstock.parallel.staging import host_empty, to_device, to_host
 from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError, first_line
 from penstock.runtime.message import HEADER_END, Message, read_header
 from penstock.schedule import Channel, Direction, Placement
@@ -226,7 +227,7 @@ MakeBackend = Callable[[Store, int], Any]
 
 
 class DistributedTransport:
-    """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA).
+    """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA, or with `is_staged` gloo there too).
 
     `group` holds the pipeline's ranks in order, on host memory; all of them construct the transport at the same time.
     `lines` are a placement's channels, or any given, the same on all ranks. The links are tested before the constructor
@@ -240,6 +241,8 @@ class DistributedTransport:
     rank: int
     #: where messages are received
     device: torch.device
+    #: True if messages travel as copies in host memory
+    is_staged: bool
     #: the longest that a link's test or a message may take
     timeout_s: float
     #: the channels that begin or end here, in the order that all ranks share
@@ -262,10 +265,12 @@ class DistributedTransport:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout_s: float,
+        is_staged: bool = False,
     ) -> None:
-        self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
+        self.rank, self.device, self.timeout_s, self.is_staged = group.rank(), device, timeout_s, is_staged
         self._store = PrefixStore(f"penstock/{unique_number(group)}", default_store())
-        devices = [device] if device.type == "cpu" else [device, torch.device("cpu")]
+        host = torch.device("cpu")
+        devices = [host] if device.type == "cpu" or is_staged else [device, host]
         self._makers = [_backend_maker(group, each, timedelta(seconds=timeout_s)) for each in devices]
         lines = channels_of(lines) if isinstance(lines, Placement) else lines
         self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
@@ -286,17 +291,17 @@ class DistributedTransport:
         self.close()
         self._num_awaited, self._abandoned, self._unread = 0, False, defaultdict(deque)
         store = PrefixStore(str(generation), self._store)
-        watch_s = None if self.device.type == "cuda" else self.timeout_s
+        watch_s = self.timeout_s if self.is_staged or self.device.type == "cpu" else None
         self._links = {line: _ChannelEnd(line, self.rank, store, self._makers, watch_s) for line in self._lines}
         # A word over each link: one that cannot carry it is named before any work starts.
         arrivals = []
         try:
-            for channel, link in self._links.items():
+            for channel in self._links:
                 word = torch.tensor(
                     [channel.source, channel.destination, crc32(describe_message(channel).encode())], device=self.device
                 )
                 if channel.source == self.rank:
-                    link.send(word)
+                    self.send(channel, word)
                 else:
                     arrivals.append((channel, word, self.receive(channel, word.shape, word.dtype)))
             for channel, word, receipt in arrivals:
@@ -311,13 +316,16 @@ class DistributedTransport:
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
         self._check_usable()
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        buffer = host_empty(shape, dtype) if self.is_staged else torch.empty(shape, dtype=dtype, device=self.device)
         self._num_awaited += 1
         return _PostedReceive(self, channel, buffer, *self._links[channel].receive(buffer))
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         self._check_usable()
-        self._links[channel].send(tensor)
+        self._send(channel, tensor)
+
+    def _send(self, channel: Line, tensor: Tensor, header: bytes = b"") -> None:
+        self._links[channel].send(to_host(tensor) if self.is_staged else tensor, header)
 
     def receive_message(self, channel: Line) -> "_PostedMessage":
         self._check_usable()
@@ -342,7 +350,7 @@ class DistributedTransport:
         if len(header) > _MOST_HEADER_BYTES:
             raise ValueError(f"{len(message.tensors)} tensors are too many for a message; give some of them as one")
         for tensor in message.tensors:
-            self._links[channel].send(tensor, header)
+            self._send(channel, tensor, header)
             header = b""
 
     def abandon(self) -> None:
@@ -367,7 +375,11 @@ class DistributedTransport:
 
 
 def open_transport(
-    lines: Placement | Sequence[Line], group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+    lines: Placement | Sequence[Line],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout_s: float,
+    is_staged: bool = False,
 ) -> Transport:
     """The transport of a rank whose pipeline is `group`: in process where that is None, and the rank is alone.
 
@@ -375,14 +387,14 @@ def open_transport(
     """
     if group is None:
         return InProcessTransport(InProcessHub(), 0)
-    return DistributedTransport(lines, group, device, timeout_s)
+    return DistributedTransport(lines, group, device, timeout_s, is_staged)
 
 
 @dataclass(eq=False, slots=True)
 class _PostedReceive:
     #: the transport that counts it
     transport: DistributedTransport
-    #: the channel and its message
+    #: the channel, and where its message is received
     channel: Line
     buffer: Tensor
     #: where the announcement is received, and the handles of the backend: its own, and the message's if that is apart
@@ -415,7 +427,9 @@ class _PostedReceive:
             message = self.envelope.data_ptr() + _ANNOUNCEMENT_BYTES
             ctypes.memmove(self.buffer.data_ptr(), message, self.buffer.nbytes)
         self.transport._num_awaited -= 1
-        return self.buffer
+        if not self.transport.is_staged:
+            return self.buffer
+        return to_device(self.buffer, torch.empty_like(self.buffer, device=self.transport.device))
 
 
 @dataclass(eq=False, slots=True)

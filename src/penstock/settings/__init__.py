@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         Ramp,
         ScheduleConfig,
         SearchedPlacement,
+        TransportKind,
         WeightDecay,
     )
 
@@ -115,6 +116,7 @@ __all__ = [
     "Setting",
     "Settings",
     "TrainConfig",
+    "TransportKind",
     "ValidationConfig",
     "WatchConfig",
     "WeightDecay",

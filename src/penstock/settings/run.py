@@ -353,6 +353,7 @@ MAY_CHANGE = _FREE_IF_GLOBAL | {
     "parallel.attention",
     "optimizer.zero",
     "parallel.device",
+    "parallel.transport",
     "parallel.elastic",
     "parallel.num_threads",
     "parallel.timeout_s",

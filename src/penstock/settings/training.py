@@ -43,6 +43,7 @@ _TIMEOUT = Bounds(least=1, limit=2**31 - 1)
 
 Groups = tuple[tuple[int, ...], ...]
 Device = Literal["auto", "cpu", "cuda"]
+TransportKind = Literal["auto", "host"]
 
 
 class ContextForm(NamedValue):
@@ -255,6 +256,9 @@ class ParallelConfig(Layout, section="parallel"):
         'Exchange between cp ranks: keys and values go round a "ring", or heads are exchanged "all-to-all".',
     )
     device: Device = setting("auto", '"auto" takes GPUs where each rank finds one of its own, else the CPU for all.')
+    transport: TransportKind = setting(
+        "auto", '"host" sends the tensors of GPUs through host memory: slower, but ranks may share one.'
+    )
     num_threads: int = setting(1, "CPU threads of a rank.", Bounds(least=1, limit=2**12))
     timeout_s: float = setting(
         600.0,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.parallel.device import agree_on_device
-from penstock.settings import ConfigError, Device
+from penstock.settings import ConfigError, Device, TransportKind
 
 pytestmark = pytest.mark.shows(193)
 
@@ -27,6 +27,7 @@ class Process:
     current: int = 0
     variable: str = "LOCAL_RANK"
     is_built: bool = True
+    transport: TransportKind = "auto"
 
     def enter(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("LOCAL_RANK", "SLURM_LOCALID"):
@@ -58,12 +59,12 @@ def agreed(*processes: Process) -> list[torch.device | str]:
     for rank, process in enumerate(processes):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
             process.enter(patch)
-            agree_on_device(process.wanted, show, rank)
+            agree_on_device(process.wanted, show, rank, process.transport)
     for rank, process in enumerate(processes):
         with pytest.MonkeyPatch.context() as patch:
             process.enter(patch)
             try:
-                found.append(agree_on_device(process.wanted, lambda _: views, rank))
+                found.append(agree_on_device(process.wanted, lambda _: views, rank, process.transport))
             except ConfigError as error:
                 found.append(str(error))
             else:
@@ -96,7 +97,7 @@ def test_two_ranks_on_one_gpu_are_refused_in_one_sentence_on_both() -> None:
     assert first == (
         'device = "cuda" on rank 0 on north with cuda:0, but rank 1 on north with cuda:0 has the same GPU as rank 0 on '
         "north with cuda:0 (uuid a); start as many ranks on each host as it has GPUs, each with a LOCAL_RANK or "
-        'torch.cuda.set_device() of its own, or set device to "cpu" on all'
+        'torch.cuda.set_device() of its own, set device to "cpu" on all, or share GPUs with transport = "host"'
     )
 
 
@@ -139,3 +140,16 @@ def test_the_cpu_says_nothing_where_it_was_chosen(capsys: pytest.CaptureFixture[
     assert agreed(Process(wanted="cpu"), Process(wanted="cpu")) == [CPU] * 2
     assert agreed(Process("", is_built=False), Process("", is_built=False)) == [CPU] * 2
     assert not capsys.readouterr().err
+
+
+@pytest.mark.shows(194)
+def test_ranks_share_a_gpu_where_tensors_travel_through_host_memory() -> None:
+    ranks = [Process("ab", n, wanted="cuda", transport="host") for n in range(4)]
+    assert agreed(*ranks) == [FIRST, SECOND] * 2
+    assert agreed(Process("a", 0, transport="host"), Process("a", 1, transport="host")) == [FIRST] * 2
+
+
+@pytest.mark.shows(194)
+def test_ranks_with_another_transport_are_refused() -> None:
+    told = 'rank 0 was given transport = "auto", but rank 1 "host"; give all the same'
+    assert agreed(Process(wanted="cpu"), Process(wanted="cpu", transport="host")) == [told] * 2

@@ -21,7 +21,7 @@ from penstock.cli.processes.session import choose_device, initialise
 from penstock.parallel import connect
 from penstock.planner.cluster import DeviceLink
 from penstock.runtime import PipelineError
-from penstock.settings import Device, Layout
+from penstock.settings import Device, Layout, ParallelConfig
 
 # ---- The test of links: a word and a block go round a ring of all processes, and every group of a layout is made
 
@@ -30,9 +30,7 @@ _NUM_LINK_WORDS = 20
 _LINK_BLOCK_BYTES = 4 * 2**20
 
 
-def measure_links(
-    layout: Layout, group: Group, store: Store, wanted_device: Device, timeout_s: float
-) -> dict[str, Any]:
+def measure_links(layout: Layout, group: Group, store: Store, parallel: ParallelConfig) -> dict[str, Any]:
     """Test all links as one process of `group`; returns what was measured, by name.
 
     hosts: the machine of each rank. word_s: median step of a ring of all processes with eight bytes. block_bytes_per_s:
@@ -42,18 +40,18 @@ def measure_links(
     Raises: PipelineError naming a link that failed.
     """
     hosts = [theirs["host"] for theirs in exchange(store, group, "hosts", {"host": platform.node()})]
-    device_name = choose_device(store, group, wanted_device)
-    initialise(store, group, device_name, timeout_s)
-    device = measured_device(device_name)
+    parallel = choose_device(store, group, parallel)
+    initialise(store, group, parallel)
+    device = measured_device(parallel.device)
     ring = range(group.world_size)
     times = [ring_step(ring, torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
     block = torch.full((_LINK_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(ring_step(ring, block) for _ in range(3))
     start = time.perf_counter()
-    connect(layout, device_name, timedelta(seconds=timeout_s))
+    connect(layout, parallel.device, timedelta(seconds=parallel.timeout_s))
     connect_s = time.perf_counter() - start
     return {
-        "device": device_name,
+        "device": parallel.device,
         "hosts": hosts,
         "word_s": sorted(times)[len(times) // 2],
         "block_bytes_per_s": _LINK_BLOCK_BYTES / block_s,

@@ -47,7 +47,7 @@ from penstock.parallel.device import agree_on_device
 from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks, refuse_other_software
 from penstock.runtime import CallbackError, PipelineError, StepError
 from penstock.runtime.errors import is_of_link
-from penstock.settings import ConfigError, Device, differences
+from penstock.settings import ConfigError, ParallelConfig, differences
 from penstock.settings.declare import words_of
 
 # ---- Several pipelines that share the work of one command, each a group of its own, and hand results to one writer
@@ -377,25 +377,26 @@ def _gathered(store: Store, group: Group, key: str, value: Any) -> list[Any]:
     return [theirs["value"] for theirs in exchange(store, group, key, {"value": value})]
 
 
-def choose_device(store: Store, group: Group, wanted: Device) -> Device:
-    """Make a GPU of its own the current device of every process, or choose the CPU for all, as `agree_on_device` does.
+def choose_device(store: Store, group: Group, parallel: ParallelConfig) -> ParallelConfig:
+    """Give each process its device, as `agree_on_device` does; returns the settings with the one for "auto".
 
     Raises: ConfigError on all of them where that is not possible.
     """
-    device = agree_on_device(wanted, partial(_gathered, store, group, "device"), group.rank)
-    return "cuda" if device.type == "cuda" else "cpu"
+    gather = partial(_gathered, store, group, "device")
+    device = agree_on_device(parallel.device, gather, group.rank, parallel.transport)
+    return replace(parallel, device="cuda" if device.type == "cuda" else "cpu")
 
 
-def initialise(store: Store, group: Group, device: Device, timeout_s: float) -> None:
-    """Create the default process group, from which the engine creates its own."""
+def initialise(store: Store, group: Group, parallel: ParallelConfig) -> None:
+    """Create the default process group, from which the engine creates its own; the device has been chosen."""
     if group.world_size == 1:
         return
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if parallel.device == "cuda" and parallel.transport != "host" else "gloo",
         store=PrefixStore("penstock/groups", store),
         rank=group.rank,
         world_size=group.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=parallel.timeout_s),
     )
 
 

@@ -310,9 +310,8 @@ def train_worker(
 
     def train(store: Store) -> int:
         data, folder = _prepared(config, group, store, must_resume, fresh)
-        device = choose_device(store, group, config.parallel.device)
-        on_device = replace(config, parallel=replace(config.parallel, device=device))
-        initialise(store, group, device, config.parallel.timeout_s)
+        on_device = replace(config, parallel=choose_device(store, group, config.parallel))
+        initialise(store, group, on_device.parallel)
         engine = Engine(*engine_arguments(on_device, data.corpus.vocab_size))
         vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
         if vain is not None and group.rank == 0:

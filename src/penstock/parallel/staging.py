@@ -1,0 +1,97 @@
+"""Device tensors that travel through host memory, where `transport = "host"` has gloo carry them.
+
+The host waits for the device where a tensor leaves it, and not where one arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.settings import TransportKind
+
+
+def is_staged(device: torch.device, transport: TransportKind) -> bool:
+    """True if this device's tensors travel through host memory that is not theirs."""
+    return device.type != "cpu" and transport == "host"
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory from and to which a device copies by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy in host memory, which is there when this returns."""
+    return host_empty(x.shape, x.dtype).copy_(x.detach())
+
+
+def to_device(on_host: Tensor, x: Tensor) -> Tensor:
+    """Fill `x` with what has come, as a backend would: autograd does not count it as a change. Returns `x`."""
+    x.data.copy_(on_host, non_blocking=True)
+    return x
+
+
+class StagedTensors:
+    """A collective's arguments with copies in host memory in place of its tensors.
+
+    The first argument is written; where no other one holds a tensor, it is read as well.
+    """
+
+    #: the arguments to launch it with
+    arguments: list[Any]
+    #: the tensors that it writes, and their copies
+    _written: list[tuple[Tensor, Tensor]]
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        num_read = 0
+
+        def read(x: Tensor) -> Tensor:
+            nonlocal num_read
+            num_read += 1
+            return to_host(x)
+
+        def written(x: Tensor) -> Tensor:
+            copy = host_empty(x.shape, x.dtype) if num_read else to_host(x)
+            self._written.append((x, copy))
+            return copy
+
+        self._written = []
+        others = _with_tensors(arguments[1:], read)
+        self.arguments = [*_with_tensors(arguments[:1], written), *others]
+
+    def arrive(self) -> None:
+        """Fill the tensors with what the collective has written, once."""
+        while self._written:
+            x, copy = self._written.pop()
+            to_device(copy, x)
+
+
+def _with_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """The value with each tensor in it, or in its lists, replaced by another."""
+    if isinstance(value, list | tuple):
+        return [_with_tensors(inner, make) for inner in value]
+    return make(value) if isinstance(value, Tensor) else value
+
+
+@dataclass(eq=False)
+class StagedWork:
+    """A collective over copies in host memory, whose results are in the tensors once it has been waited for."""
+
+    #: the collective over the copies
+    work: Any
+    #: the copies
+    copies: StagedTensors
+
+    def wait(self, *timeout: Any) -> bool:
+        """Raises: RuntimeError as the collective does; then the tensors stay as they are."""
+        done = self.work.wait(*timeout)
+        self.copies.arrive()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
