@@ -17,6 +17,9 @@ from tests import fork_server
 from tests.covering import EVERY
 from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
 
+# To try the lines of tests for a GPU, as far as these are given their device, where there is none.
+GPU_TESTS_ON_CPU = os.environ.get("PENSTOCK_GPU_TESTS_ON_CPU") == "1"
+
 # As in what the tests fork (tests/fork_server.py): a tenth of a run's time else goes into looking for garbage.
 gc.set_threshold(50_000, 20, 100)
 
@@ -64,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in marked:
+            if GPU_TESTS_ON_CPU and "device" in getattr(item, "fixturenames", ()):
+                continue
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -1,0 +1,24 @@
+"""The device of tests that also run on a CPU: with PENSTOCK_GPU_TESTS_ON_CPU=1, to try their lines without a GPU."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conftest import GPU_TESTS_ON_CPU
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if GPU_TESTS_ON_CPU else "cuda"
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that give the same bits each time, where PyTorch has them."""
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
