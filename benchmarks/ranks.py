@@ -348,7 +348,7 @@ def _end_with_the_benchmark() -> None:
         lifeline = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
         if lifeline is not None:
             os.close(lifeline)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _join(rank: int, num_ranks: int, port: int | None, limit_s: float) -> None:
