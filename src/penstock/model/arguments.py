@@ -11,10 +11,7 @@ In training a unit also draws its random numbers, such as dropout's, from a seed
 import functools
 import hashlib
 import inspect
-import pickle
-import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,69 +51,26 @@ class Randomness:
 
 
 @contextmanager
-def kept_random_state(
-    device: torch.device, others: Sequence[Any] = (), pythons: bool = False
-) -> Iterator[Callable[[], bool]]:
-    """Leave torch's generators and others, at the end of this context, as they were at its beginning.
-
-    `pythons`: Python's `random` and NumPy's too. Gives a function that tells, within the context, whether any was drawn
-    from.
-    """
-    sources = [*map(_source, (*_generators(device), *others)), *(_pythons() if pythons else ())]
-    # States are real where tensors have no values.
-    with _disable_current_modes():
-        states = [get() for get, _ in sources]
-
-    def were_drawn_from() -> bool:
-        with _disable_current_modes():
-            return not all(_are_equal(get(), state) for (get, _), state in zip(sources, states, strict=True))
-
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Leave the generators from which a layer on the device may draw, at the end of this context, as they were."""
+    put_back = random_numbers(device)
     try:
-        yield were_drawn_from
+        yield
     finally:
-        for (_, put), state in zip(sources, states, strict=True):
-            put(state)
+        put_back()
 
 
 def random_numbers(device: torch.device) -> Callable[[], None]:
     """Note where the generators are from which a layer on the device may draw; gives what puts them back there."""
-    sources = [*map(_source, _generators(device))]
-    states = [get() for get, _ in sources]
+    # States are real where tensors have no values.
+    with _disable_current_modes():
+        states = [(generator, generator.get_state()) for generator in _generators(device)]
 
     def put_back() -> None:
-        for (_, put), state in zip(sources, states, strict=True):
-            put(state)
+        for generator, state in states:
+            generator.set_state(state)
 
     return put_back
-
-
-def is_generator(value: object) -> bool:
-    """True for a generator of random numbers, of torch, Python or NumPy, whose state can be read."""
-    kinds = torch.Generator, random.Random, *(own for one in _numpys() for own in (one.Generator, one.RandomState))
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
-
-
-def _source(own: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Functions that read and set the state of a generator, or of a module of such."""
-    if hasattr(own, "getstate"):
-        return own.getstate, own.setstate
-    if hasattr(own, "get_state"):
-        return own.get_state, own.set_state
-    bits = own.bit_generator
-    return lambda: bits.state, functools.partial(setattr, bits, "state")
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else pickle.dumps(one) == pickle.dumps(other)
-
-
-def _pythons() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    return map(_source, (random, *_numpys()))
-
-
-def _numpys() -> tuple[Any, ...]:
-    """NumPy's module of random numbers, which NumPy may load on first use only; none where there is no NumPy."""
-    return () if "numpy" not in sys.modules else (sys.modules["numpy"].random,)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
