@@ -60,9 +60,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
 def rehearsed(name: str, rank: int = 0, cut: tuple[int, ...] = ()) -> Rehearsal:
     """A rehearsal of a case; several tests compare with the same."""
+    return _rehearsed(name, rank, cut)
+
+
+# A cache takes arguments that are left out for others than their defaults.
+@cache
+def _rehearsed(name: str, rank: int, cut: tuple[int, ...]) -> Rehearsal:
     return rehearse_run(from_values(RUN | CASES[name] | ({"schedule.cut": list(cut)} if cut else {})), rank)
 
 
