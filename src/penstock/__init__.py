@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.data import NO_LABEL, BatchError, Extent, MicroBatchSpec, PackedBatch
     from penstock.engine import (
         CheckpointError,
+        CheckReport,
         EarlyStop,
         Engine,
         EngineOptions,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         Trackers,
         TrainResult,
         ZeroLossWeight,
+        check,
         labelled_rows,
         num_loss_tokens,
         token_cross_entropy,
@@ -61,6 +63,7 @@ __all__ = [
     "NO_LABEL",
     "BatchError",
     "CallbackError",
+    "CheckReport",
     "CheckpointError",
     "ConfigError",
     "ContextForm",
@@ -97,6 +100,7 @@ __all__ = [
     "WeightDecay",
     "ZeroLossWeight",
     "__version__",
+    "check",
     "labelled_rows",
     "num_loss_tokens",
     "read_config",
@@ -109,7 +113,7 @@ _NAMES_OF = {
     "penstock.engine": (
         *("EarlyStop", "Trackers"),
         *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "Metric", "PerToken"),
-        *("MetricReduction", "TrainResult", "ZeroLossWeight"),
+        *("MetricReduction", "TrainResult", "ZeroLossWeight", "CheckReport", "check"),
         *("labelled_rows", "num_loss_tokens", "token_cross_entropy", "token_scores"),
     ),
     "penstock.model": ("Labels",),

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.engine.check import CheckReport, check
     from penstock.engine.checkpoint import CheckpointError
     from penstock.engine.engine import Engine
     from penstock.engine.generation.answers import GenerateOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.engine.watch import EarlyStop, Trackers
 
 __all__ = [
+    "CheckReport",
     "CheckpointError",
     "EarlyStop",
     "Engine",
@@ -37,6 +39,7 @@ __all__ = [
     "Trackers",
     "TrainResult",
     "ZeroLossWeight",
+    "check",
     "labelled_rows",
     "num_loss_tokens",
     "token_cross_entropy",
@@ -46,6 +49,7 @@ __all__ = [
 _FILE_OF = {
     "EarlyStop": "watch",
     "Trackers": "watch",
+    "CheckReport": "check",
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
@@ -56,6 +60,7 @@ _FILE_OF = {
     "PerToken": "training.scorer",
     "TrainResult": "training.trainer",
     "ZeroLossWeight": "training.losses",
+    "check": "check",
     "labelled_rows": "training.losses",
     "num_loss_tokens": "training.losses",
     "token_cross_entropy": "training.losses",

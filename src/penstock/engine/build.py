@@ -515,10 +515,10 @@ def settled(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[E
 def _builder(options: EngineOptions, device: torch.device, pack: Pack | None) -> Callable[[UnitSpec], nn.Module]:
     """The function that makes a unit's module; one whose weights are packed for good, before the next is read."""
     if not options.packs_for_good:
-        return partial(_build_unit, options=options, device=device)
+        return partial(build_unit, options=options, device=device)
 
     def build(unit: UnitSpec) -> nn.Module:
-        module = _build_unit(unit, options, device)
+        module = build_unit(unit, options, device)
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
             raise ConfigError(
                 f"quantize = {options.quantize}: the weights of {unit.name} stay as they are; only dense models of "
@@ -531,7 +531,8 @@ def _builder(options: EngineOptions, device: torch.device, pack: Pack | None) ->
     return build
 
 
-def _build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
+def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
+    """The unit's module on the device, with its initial values, in the precision of the options."""
     with torch.device("meta"):
         module = unit.build()
     if not unit.is_own:

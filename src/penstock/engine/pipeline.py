@@ -243,7 +243,7 @@ class Pipeline:
         for stage in self.stages.values():
             read_sampled_alone([module for _, module in stage.units])
         self.recovery = Recovery(
-            self.grid.control,
+            self._ranks_to_tell(),
             self.recorder,
             StepState(self.stages.values(), self.device),
             "" if pipelines == 1 else str(self.grid.place),
@@ -258,6 +258,10 @@ class Pipeline:
         if grid.device.type == "cpu":
             keep_freed_memory()
         return grid
+
+    def _ranks_to_tell(self) -> dist.ProcessGroup | None:
+        """The ranks that end a step together when one of them fails."""
+        return self.grid.control
 
     def _make_recorder(self, place: str | None) -> Recorder:
         """The recorder of this rank; `place` names its pipeline where there are several."""

@@ -1,0 +1,645 @@
+"""The check of a user's own parts: a few steps of the engine in several stages, held against a plain loop.
+
+Both run in this process, on copies of the layers. What a layer, a loss or an optimizer may do is torch's contract and a
+few additions (docs/guides/check.md); a part that breaks one gives other bits in stages, after a save and load, or under
+activation checkpointing, and the first bit that differs says where.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from penstock.data import MicroBatchSpec, PackedBatch, Split, split
+from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn, random_state
+from penstock.engine.options import EngineOptions, changed
+from penstock.engine.own_layers import units_of_layers
+from penstock.engine.plain_loop import PlainLoop
+from penstock.engine.training.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
+from penstock.model import UnitSpec
+from penstock.runtime import PipelineError
+from penstock.settings import Layout, Precision, checked
+from penstock.settings.declare import words_of
+
+# ---- The report
+
+
+class Cause(enum.Enum):
+    """A usual cause of a difference: what a part of a user's own does, and what it may do instead."""
+
+    CHANCE = (
+        "two plain loops do not have this in common: random numbers of another source than torch's generators (which "
+        "are seeded for each layer, microbatch and step), the time, or a value of a class or module that one loop "
+        "leaves for the next"
+    )
+    ELSEWHERE = (
+        "a layer or the loss reaches a parameter without holding it, by an attribute, a closure or a global name, "
+        "so that in its stage nobody trains it; assign it (self.weight = other.weight), which ties it, or hand on "
+        "what is computed with it as an output"
+    )
+    UNTRAINED = (
+        "a layer or the loss reaches a parameter, or another tensor that requires a gradient, which no layer holds, so "
+        "that nobody trains it; let a layer hold it as a parameter (a loss's the last layer, which gives it beside its "
+        "output), or freeze it (requires_grad_(False))"
+    )
+    LEFT_BEHIND = (
+        "a layer leaves something for a layer of another stage, or for the loss, in an object that both reach; in "
+        "stages another microbatch's, or nothing, is there; hand it on as an output, (x, more)"
+    )
+    CALLS = (
+        "a layer or the loss looks at how often, or in which order, it was called; it can ask for microbatch, "
+        "num_microbatches and step by name"
+    )
+    UNDECLARED = (
+        "a layer or the loss keeps something from step to step in an attribute, which no checkpoint holds; state is "
+        "parameters, buffers (register_buffer) and get_extra_state"
+    )
+    REPLAYED = (
+        "a layer is no function of its input, parameters, buffers and torch's random numbers, so that computing it "
+        "again gives something else: it counts its calls, draws from a generator of its own, or changes its input in "
+        "place; leave it out of recompute, or make it one"
+    )
+    JOINT = (
+        "the optimizer joins parameters in its step, as a norm over all of them does, or random numbers that it draws "
+        "in their order, so that ranks step otherwise; declare it by divides = 'model', which keeps it to one rank"
+    )
+    OPTIMIZER_STATE = (
+        "the optimizer keeps something outside of state_dict(), which alone a checkpoint holds; put it into "
+        "self.state[parameter] or the parameter groups"
+    )
+    NO_SUM = (
+        "the loss, or its weight, is no sum over tokens or examples: a mean of each microbatch, or something that "
+        "looks at all of it; loss_fn gives a sum and loss_weight_fn counts, and one mean is made of both"
+    )
+    MIXED = (
+        "a layer mixes rows of different sequences of a microbatch, so that an answer depends on what else is in it; "
+        "sequences.lengths says where each begins"
+    )
+    IN_PLACE = (
+        "a tensor is changed in place that somebody else reads: a layer's input, a part of the batch, a parameter or "
+        "its gradient; change a copy (clone())"
+    )
+    REFUSED = "the engine says itself what is wrong"
+
+    @property
+    def text(self) -> str:
+        """The cause and what to do, in a sentence."""
+        return self.value
+
+
+class Way(enum.Enum):
+    """What is held against the plain loop."""
+
+    AGAIN = "a second plain loop"
+    STAGES = "in stages"
+    RESUMED = "after a save and load"
+    RECOMPUTED = "under activation checkpointing"
+    SPLIT = "with another number of microbatches"
+    SUMS = "by the sums over microbatches"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where one of the engine's ways parts from the plain loop."""
+
+    #: the way that differs
+    way: Way
+    #: step, counted from 1, and microbatch, counted from 0, where one is known
+    step: int
+    microbatch: int | None
+    #: what differs, in words such as "the gradient of layers.2.weight differs"
+    what: str
+    #: both values in a few words, or the engine's own error
+    values: str
+    #: usual causes, the likeliest first
+    causes: tuple[Cause, ...]
+
+    def __str__(self) -> str:
+        place = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
+        return f"{place}, {self.way.value}: {self.what} ({self.values})"
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check has found.
+
+    >>> layers = [torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)]
+    >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
+    >>> report = check(layers, batch)
+    >>> report.is_equal, report.first
+    (True, None)
+    """
+
+    #: of each way that was held against the plain loop and parted from it, the first place
+    differences: tuple[Difference, ...]
+    #: what was compared, in words
+    compared: str
+
+    @property
+    def is_equal(self) -> bool:
+        """True if nothing differs."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference; None if there is none."""
+        return self.differences[0] if self.differences else None
+
+    def raise_if_different(self) -> None:
+        """For a test of one's own. Raises: AssertionError with the report, if anything differs."""
+        if self.differences:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return f"equal, bit for bit: {self.compared}"
+        lines = [str(self.first)]
+        for number, cause in enumerate(self.first.causes if Cause.REFUSED not in self.first.causes else ()):
+            lines.append(f"  {'or' if number else 'usual cause'}: {cause.text}")
+        lines += map(str, self.differences[1:])
+        return "\n".join(lines)
+
+
+# ---- The parts, of which each rank and each loop has copies, as processes have
+
+
+@dataclass(frozen=True, eq=False)
+class OwnParts:
+    """A user's own layers, loss and optimizer."""
+
+    layers: Sequence[nn.Module | partial[Any]]
+    loss_fn: LossFn
+    loss_weight_fn: LossWeightFn
+    options: EngineOptions
+
+    def copied(self) -> OwnParts:
+        """Copies of all, in which whatever they have in common is one thing again. Raises: ValueError."""
+        optimizer, memo = self.options.optimizer, dict[int, Any]()
+        parts = [list(self.layers), self.loss_fn, self.loss_weight_fn, optimizer.factory, optimizer.scheduler]
+        for function in _functions(parts):
+            _copy_function(function, memo)
+        try:
+            layers, loss_fn, weight_fn, factory, scheduler = copy.deepcopy(parts, memo)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"a layer, the loss or the optimizer cannot be copied: {words_of(error)}; a check works on copies, by "
+                "copy.deepcopy"
+            ) from error
+        made = replace(optimizer, factory=factory, scheduler=scheduler)
+        return OwnParts(layers, loss_fn, weight_fn, replace(self.options, optimizer=made))
+
+    def units(self) -> tuple[UnitSpec, ...]:
+        """The layers as the engine takes them. Raises: ValueError, as `Engine.from_layers`."""
+        return units_of_layers(self.layers)
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers of the layers that exist, each once."""
+        modules = [layer for layer in self.layers if isinstance(layer, nn.Module)]
+        found = (own for module in modules for own in (*module.parameters(), *module.buffers()))
+        return list({id(own): own for own in found}.values())
+
+
+def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
+    """The functions among parts, and those that modules have as attributes, hooks among them."""
+    for part in parts:
+        if isinstance(part, FunctionType):
+            yield part
+        elif isinstance(part, nn.Module):
+            for module in part.modules():
+                yield from _functions(value for key, value in vars(module).items() if key != "_modules")
+        elif isinstance(part, partial):
+            yield from _functions((part.func, *part.args, *part.keywords.values()))
+        elif isinstance(part, list | tuple | dict):
+            yield from _functions(part.values() if isinstance(part, dict) else part)
+
+
+def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A function whose variables are copies, as another process has; `deepcopy` gives the function itself."""
+    if function.__closure__ is None or id(function) in memo:
+        return memo.get(id(function), function)
+    cells = tuple(CellType() for _ in function.__closure__)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, made
+    vars(made).update(vars(function))
+    for cell, given in zip(cells, function.__closure__, strict=True):
+        try:
+            value = given.cell_contents
+            cell.cell_contents = (
+                _copy_function(value, memo) if isinstance(value, FunctionType) else copy.deepcopy(value, memo)
+            )
+        except ValueError:
+            continue  # a variable without a value
+        except (TypeError, RuntimeError):
+            cell.cell_contents = given.cell_contents  # what cannot be copied, such as a file, is the same for all
+    return made
+
+
+# ---- What a way computes
+
+
+class Kind(enum.Enum):
+    """A kind of number that is compared, in the order in which a step computes them."""
+
+    OUTPUT = "the output of"
+    LOSS = "the loss"
+    GRADIENT = "the gradient of"
+    STATE = ""
+    RANDOM = "the state of torch's random numbers after the step"
+
+
+class Place(NamedTuple):
+    """The place of a number: in steps and microbatches (-1 for none), and of which layer or tensor it is."""
+
+    step: int
+    kind: Kind
+    microbatch: int
+    name: str
+
+
+@dataclass(eq=False)
+class Observed:
+    """What one way has computed, in the order of a plain loop."""
+
+    #: a digest of each output, the other numbers themselves
+    values: dict[Place, Any] = field(default_factory=dict)
+    #: parameters that a rank has reached without holding them, with that rank
+    reached: dict[str, int] = field(default_factory=dict)
+    #: see `PlainLoop.strangers`
+    strangers: list[Tensor] = field(default_factory=list)
+    _step: int = 0
+    #: by layer, how often it was called in this step
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+        """Note what the layers of these names give from now on, microbatch after microbatch."""
+
+        def note(name: str, module: nn.Module, given: Any, output: Any) -> None:
+            number = self._calls[name] = self._calls.get(name, -1) + 1
+            self.values[Place(self._step, Kind.OUTPUT, number, name)] = _digest(output)
+
+        for name in names:
+            if name in modules:
+                modules[name].register_forward_hook(partial(note, name))
+
+    def begin(self, step: int) -> None:
+        """A step of that number begins."""
+        self._step, self._calls = step, {}
+
+    def take(self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
+        """Note what the step has computed, and the state that it left, as torch's `state_dict` has it."""
+        for number, loss in enumerate(losses):
+            self.values[Place(self._step, Kind.LOSS, number, "")] = loss.detach().clone()
+        for name, gradient in gradients.items():
+            self.values[Place(self._step, Kind.GRADIENT, -1, name)] = gradient
+        for layer, module in modules.items():
+            for key, own in module.state_dict().items():
+                value = own.detach().clone() if isinstance(own, Tensor) else _digest(own)
+                self.values[Place(self._step, Kind.STATE, -1, f"{layer}.{key}")] = value
+        for number, state in enumerate(random_state()):
+            self.values[Place(self._step, Kind.RANDOM, number, "")] = state
+
+
+def _digest(value: Any) -> int:
+    """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
+    found = 0
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found = zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), found)
+            data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+        else:
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one == other
+    return one.shape == other.shape and bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
+
+
+def _in_words(one: Any, other: Any) -> str:
+    """How two values of one place differ."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return "other bits"
+    if one.shape != other.shape:
+        return f"{list(one.shape)} in a plain loop, {list(other.shape)} here"
+    if one.numel() == 1:
+        return f"{one.item():.9g} in a plain loop, {other.item():.9g} here"
+    wide = [own.to(torch.complex128 if own.is_complex() else torch.float64) for own in (one, other)]
+    return f"by up to {(wide[0] - wide[1]).abs().max().item():.3g}, of values up to {wide[0].abs().max().item():.3g}"
+
+
+# ---- The ways, and the comparison
+
+
+@dataclass(eq=False)
+class Check:
+    """One check: the parts, the batch, and how many steps and microbatches there are."""
+
+    parts: OwnParts
+    batch: PackedBatch
+    layout: Layout
+    num_steps: int
+    #: numbers of microbatches: the usual one, and another
+    num_microbatches: int
+    other_num: int
+    #: what the plain loop computes
+    plain: Observed = field(default_factory=Observed)
+    #: full names of the parameters, and the width of what layers pass on
+    parameters: frozenset[str] = frozenset()
+    hidden_size: int = 1
+
+    def split(self, num: int) -> Split:
+        """The batch, whose tensors are a copy, in microbatches."""
+        return split(copy.deepcopy(self.batch), MicroBatchSpec(num=num))
+
+    # -- a plain loop
+
+    def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
+        """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
+        loop = PlainLoop(parts.units(), parts.loss_fn, parts.loss_weight_fn, parts.options)
+        self.parameters = frozenset(loop.parameters)
+        widths = self._note_width(loop.modules)
+        observed.watch(loop.modules, self.watched)
+        for step in range(1, num_steps + 1):
+            observed.begin(step)
+            loop.step(self.split(num).microbatches, step)
+            observed.take(loop.losses, loop.gradients, loop.modules)
+        observed.strangers = loop.strangers
+        self.hidden_size = next(iter(widths), 1)
+        return observed
+
+    def _note_width(self, modules: Mapping[str, nn.Module]) -> list[int]:
+        """Widths of the tensors that layers hand on, filled as they do."""
+        widths: list[int] = []
+
+        def note(module: nn.Module, given: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.dim():
+                widths.append(output.shape[-1])
+
+        for name in list(modules)[:-1]:
+            modules[name].register_forward_hook(note)
+        return widths
+
+    @property
+    def watched(self) -> list[str]:
+        """The layers whose outputs are compared: not those of which one module stands in several places."""
+        ids = [id(layer) for layer in self.parts.layers]
+        return [f"layers.{number}" for number, own in enumerate(ids) if ids.count(own) == 1]
+
+    # -- the engine
+
+    def run_engine(
+        self, num: int, steps: range, observed: Observed, folder: Path | None = None, **changes: Any
+    ) -> None:
+        """Train in stages, on copies for each rank; with a folder, saved after the first step or loaded before it.
+
+        Raises: the engine's error.
+        """
+        ranks = RanksInTurn(self.layout)
+
+        def work(rank: int) -> None:
+            parts = self.parts.copied()
+            units = parts.units()
+            options = replace(parts.options, **changes)
+            engine = EngineInTurn(PipelineInTurn(ranks, rank, units, self.hidden_size, options))
+            modules = dict(unit for stage in engine.pipeline.stages.values() for unit in stage.units)
+            own = Observed()
+            if options.recompute == "none":
+                own.watch(modules, self.watched)
+            if folder is not None and steps.start > 1:
+                engine.load(folder)
+            for step in steps:
+                own.begin(step)
+                batch, spec = copy.deepcopy(self.batch), MicroBatchSpec(num=num)
+                engine.train_batch(batch, parts.loss_fn, parts.loss_weight_fn, spec)
+                own.take(engine.trainer.losses, engine.trainer.computed, modules)
+                observed.values |= own.values
+                if folder is not None and step == 1:
+                    engine.save(folder)
+            for name, layer in zip((unit.name for unit in units), parts.layers, strict=True):
+                if name not in modules and isinstance(layer, nn.Module):
+                    gradients = {f"{name}.{key}": own.grad for key, own in layer.named_parameters()}
+                    observed.reached |= {key: rank for key, own in gradients.items() if own is not None}
+
+        ranks.turns.run([partial(work, rank) for rank in range(self.layout.world_size)])
+
+    def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
+        """The first place where what `run` computes parts from the plain loop; None if there is none."""
+        found, error = Observed(), None
+        try:
+            run(found)
+        except Exception as caught:
+            error = caught
+        steps = {place.step for place in found.values}
+        for place, expected in plain.values.items():
+            is_there = place in found.values
+            if is_there and _is_equal(expected, found.values[place]):
+                continue
+            if not is_there and (error or place.step not in steps or place.kind is Kind.OUTPUT):
+                continue
+            values = _in_words(expected, found.values[place]) if is_there else "it is not there"
+            if place.kind is Kind.GRADIENT and place.name in found.reached:
+                values += f"; rank {found.reached[place.name]}, which does not hold it, reaches it, too"
+            what = f"{place.kind.value} {place.name}".strip() + " differs"
+            number = None if place.microbatch < 0 else place.microbatch
+            return Difference(way, place.step, number, what, values, self._causes(way, place, found.reached))
+        if error is None:
+            return None
+        causes = self._causes(way, Place(1, Kind.OUTPUT, -1, ""), {})
+        if isinstance(error, ValueError | PipelineError):
+            causes = (Cause.REFUSED, *causes)
+        step, values = max(steps, default=int(way is Way.RESUMED)) + 1, f"{type(error).__name__}: {words_of(error)}"
+        return Difference(way, step, None, "the engine fails", values, causes)
+
+    def _causes(self, way: Way, place: Place, reached: Mapping[str, int]) -> tuple[Cause, ...]:
+        """Usual causes of a difference there, the likeliest first."""
+        is_parameter = place.kind is Kind.STATE and place.name in self.parameters
+        match way:
+            case Way.AGAIN:
+                return (Cause.CHANCE,)
+            case Way.RESUMED:
+                return (Cause.OPTIMIZER_STATE, Cause.UNDECLARED) if is_parameter else (Cause.UNDECLARED, Cause.CALLS)
+            case Way.RECOMPUTED:
+                return Cause.REPLAYED, Cause.CALLS
+        if is_parameter:
+            return Cause.JOINT, Cause.IN_PLACE
+        if place.kind is Kind.GRADIENT or place.name in reached or (place.step > 1 and place.kind is not Kind.STATE):
+            return Cause.ELSEWHERE, Cause.LEFT_BEHIND, Cause.IN_PLACE
+        return Cause.LEFT_BEHIND, Cause.CALLS, Cause.IN_PLACE
+
+    # -- the ways
+
+    def differences(self) -> Iterator[Difference]:
+        """The first place of each way that parts from the plain loop; after one in stages there is no other."""
+        num, other = self.num_microbatches, self.other_num
+        self.run_plain(self.parts.copied(), num, self.num_steps, self.plain)
+        if (found := self._again()) is not None:
+            yield found
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
+            steps, path = range(1, self.num_steps + 1), Path(folder)
+            staged = partial(self.run_engine, num, steps, folder=path)
+            if (found := self.compare(Way.STAGES, self.plain, staged)) is not None:
+                yield found
+                return
+            fewer = self.run_plain(self.parts.copied(), other, 1, Observed())
+            runs = [
+                (Way.RESUMED, self.plain, partial(self.run_engine, num, steps[1:], folder=path)),
+                (Way.RECOMPUTED, self.plain, partial(self.run_engine, num, steps, recompute="full")),
+                (Way.SPLIT, fewer, partial(self.run_engine, other, range(1, 2))),
+            ]
+            for way, plain, run in runs:
+                if (found := self.compare(way, plain, run)) is not None:
+                    yield found
+        if (found := self._sums()) is not None:
+            yield found
+
+    def _again(self) -> Difference | None:
+        """Compare a second plain loop, while the layers that were given have other values: copies do not read them."""
+        given = [own for own in self.parts.tensors() if own.is_floating_point()]
+        if self.plain.strangers:
+            ours = any(own is stranger for own in given for stranger in self.plain.strangers)
+            values = f"it is of {list(self.plain.strangers[0].shape)}"
+            cause = Cause.ELSEWHERE if ours else Cause.UNTRAINED
+            return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
+        again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
+        before = [own.detach().clone() for own in given]
+        with torch.no_grad():
+            for own in given:
+                own.add_(1.0)
+        try:
+            found = self.compare(Way.AGAIN, self.plain, again)
+        finally:
+            with torch.no_grad():
+                for own, values in zip(given, before, strict=True):
+                    own.copy_(values)
+        if found is None:
+            return None
+        again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
+        return self.compare(Way.AGAIN, self.plain, again) or replace(found, causes=(Cause.ELSEWHERE,))
+
+    def _sums(self) -> Difference | None:
+        """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
+        ours, others = (self._evaluated(num) for num in (self.num_microbatches, self.other_num))
+        if not math.isclose(ours.weight, others.weight, rel_tol=1e-6):
+            values = f"{ours.weight:.9g} and {others.weight:.9g}"
+            return Difference(Way.SUMS, 1, None, "the sum of loss_weight_fn differs", values, (Cause.NO_SUM,))
+        # Layers that draw random numbers in evaluation too give others in other microbatches.
+        reseeded = self._evaluated(self.num_microbatches, self.parts.options.seed + 1)
+        if reseeded.loss != ours.loss:
+            return None
+        if (spread := _spread(ours.rows, others.rows)) > _ROUNDING:
+            what, values = "what the last layer gives for a sequence differs", f"by {spread:.3g} of the largest"
+            return Difference(Way.SUMS, 1, None, what, values, (Cause.MIXED, Cause.UNDECLARED))
+        if not math.isclose(ours.loss, others.loss, rel_tol=_ROUNDING, abs_tol=1e-6):
+            values = f"{ours.loss:.6g} of {self.num_microbatches} microbatches, {others.loss:.6g} of {self.other_num}"
+            return Difference(Way.SUMS, 1, None, "the loss differs", values, (Cause.NO_SUM, Cause.MIXED))
+        return None
+
+    def _evaluated(self, num: int, seed: int | None = None) -> Evaluated:
+        """A forward of the batch in evaluation mode, in microbatches."""
+        parts, parted, outputs = self.parts.copied(), self.split(num), list[Any]()
+        options = parts.options if seed is None else replace(parts.options, seed=seed)
+        loop = PlainLoop(parts.units(), parts.loss_fn, parts.loss_weight_fn, options)
+        list(loop.modules.values())[-1].register_forward_hook(lambda module, given, output: outputs.append(output))
+        losses = loop.losses_of(parted.microbatches, 1, training=False)
+        weight = math.fsum(float(parts.loss_weight_fn(own)) for own in parted.microbatches)
+        rows: list[Tensor] = []
+        for output, own in zip(outputs, parted.microbatches, strict=True):
+            if isinstance(output, Tensor) and output.shape[:1] == (own.num_tokens,):
+                rows += output.detach().split(list(own.item_lengths("tokens")))
+        is_whole = len(rows) == len(parted.backward_indices)
+        return Evaluated(
+            math.fsum(map(float, losses)) * weight,
+            weight,
+            [rows[i] for i in parted.backward_indices] if is_whole else [],
+        )
+
+
+_ROUNDING = 1e-3
+"""The part of a value by which sums in another order may differ."""
+
+
+class Evaluated(NamedTuple):
+    """A batch's loss and weight, and the last layer's output by item; none where its rows are not those of tokens."""
+
+    loss: float
+    weight: float
+    rows: Sequence[Tensor]
+
+
+def _spread(ours: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference of two outputs, as a part of the largest value."""
+    if not ours or len(ours) != len(others):
+        return 0.0
+    one, other = torch.cat(list(ours)).double(), torch.cat(list(others)).double()
+    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-12))
+
+
+_CHANGE_BITS = ("compile", "adapter", "quantize", "measure_lengths")
+
+
+@checked
+def check(
+    layers: Sequence[nn.Module | partial[Any]],
+    batch: PackedBatch,
+    layout: Layout | None = None,
+    loss_fn: LossFn = token_cross_entropy,
+    loss_weight_fn: LossWeightFn = num_loss_tokens,
+    steps: int = 2,
+    **changes: Any,
+) -> CheckReport:
+    """Hold a few steps of the engine, in stages, against a plain loop over your own layers, loss and optimizer.
+
+    It takes one process, without torchrun, and leaves the layers as they are: all is done on copies. Compared bit for
+    bit are every layer's output, losses, gradients, parameters, buffers, extra state and torch's random numbers; then
+    once more after a save and load, under activation checkpointing, and with another number of microbatches. Last, the
+    loss of the batch must not depend on how it is split.
+
+    Args:
+        layers: those of `Engine.from_layers`; a model cut down to a few layers will do.
+        batch: two items at least, better four or more of different lengths.
+        layout: pipeline stages alone, `Layout(pp=2)` if it is left out.
+        loss_fn: the loss, and `loss_weight_fn` its weight, as `Engine.train_batch` takes them.
+        steps: two at least, so that one comes after a save and load.
+        **changes: options of the engine by name, such as `optimizer`.
+
+    Raises: ValueError for arguments that cannot be checked; whatever your own parts raise in a plain loop.
+    """
+    layout = layout or Layout(pp=2)
+    if layout.world_size != layout.pp or layout.pp < 2:
+        raise ValueError(f"a check runs pipeline stages alone, two or more, not {layout}; give Layout(pp=2)")
+    if steps < 2:
+        raise ValueError(f"steps = {steps}: one step comes before a save and load and one after; give 2 or more")
+    num_items = len(batch.ids)
+    if batch.data is None or num_items < 2:
+        raise ValueError(f"a check needs a batch with data, of 2 items or more to split; this one has {num_items}")
+    num = min(4, num_items)
+    options = changed(None, {"device": "cpu", **changes})
+    usual = EngineOptions()
+    if others := [name for name in _CHANGE_BITS if getattr(options, name) != getattr(usual, name)]:
+        raise ValueError(f"a check compares bits, which {others[0]} = {changes[others[0]]!r} changes; leave it out")
+    if options.precision in (Precision.FP16, Precision.BF16_AUTOCAST):
+        raise ValueError(f"precision = {options.precision} cannot be checked; possible are fp32, fp64 and bf16")
+    found = Check(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout, steps, num, num - num // 2)
+    differences = tuple(found.differences())
+    compared = (
+        f"{steps} steps in {layout.pp} stages as in a plain loop, after a save and load, under activation "
+        f"checkpointing, and with {num} and {found.other_num} microbatches"
+    )
+    return CheckReport(differences, compared)

@@ -1,0 +1,326 @@
+"""The ranks of a pipeline in one process: each in a thread, of which one runs at a time, until it waits for another.
+
+So a step of several stages is the same every time, and needs neither processes nor torch.distributed. Each rank has
+random numbers of its own, as a process has; what layers share beside their tensors is shared here, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.engine.build import UnitSource
+from penstock.engine.engine import Engine
+from penstock.engine.options import EngineOptions
+from penstock.engine.pipeline import Pipeline, device_of
+from penstock.engine.training.trainer import ModelState, Trainer
+from penstock.engine.watch import Watchers
+from penstock.parallel import Grid
+from penstock.parallel.grid import mirrored
+from penstock.parallel.renewable import RenewableGroup
+from penstock.runtime import Feed, InProcessHub, InProcessTransport, Transport
+from penstock.runtime.message import Message
+from penstock.runtime.transport import Line, Receipt
+from penstock.schedule import Placement
+from penstock.settings import Groups, Layout
+
+T = TypeVar("T")
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's generators, that of a GPU among them where there is one in use."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: Sequence[Tensor]) -> None:
+    """Go on with the random numbers of that state."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])
+
+
+class RankLeft(RuntimeError):
+    """Another rank has failed, so that this one waits in vain."""
+
+
+class Turns:
+    """Lets the ranks of one process run one at a time, each as far as it can go without the others."""
+
+    #: by rank, set while it is that rank's turn
+    _turns: list[threading.Event]
+    #: rank -> what it waits for; one that does not wait can go on
+    _awaited: dict[int, Callable[[], bool]]
+    #: the ranks that are not done
+    _running: set[int]
+    #: the first error of a rank; all others end then
+    _error: BaseException | None
+
+    def __init__(self, num_ranks: int) -> None:
+        self._turns = [threading.Event() for _ in range(num_ranks)]
+        self._awaited, self._running, self._error = {}, set(), None
+
+    def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Run each rank's work to its end; returns their results. Raises: the first error of a rank, and ends all."""
+        results: dict[int, T] = {}
+        self._awaited, self._running, self._error = {}, set(range(len(works))), None
+        state = random_state()
+
+        def work_of(rank: int) -> None:
+            self._turns[rank].wait()
+            set_random_state(state)
+            try:
+                results[rank] = works[rank]()
+            except BaseException as error:
+                self._error = self._error or error
+            self._running.discard(rank)
+            self._hand_over(rank)
+
+        threads = [threading.Thread(target=work_of, args=(rank,), daemon=True) for rank in range(len(works))]
+        for thread in threads:
+            thread.start()
+        self._turns[0].set()
+        for thread in threads:
+            thread.join()
+        for turn in self._turns:
+            turn.clear()
+        set_random_state(state)
+        if self._error is not None:
+            raise self._error
+        return [results[rank] for rank in range(len(works))]
+
+    def wait_until(self, ready: Callable[[], bool], rank: int) -> None:
+        """Let other ranks run until `ready`. Raises: RankLeft once one has failed, or if none can go on."""
+        if not ready():
+            state = random_state()
+            self._awaited[rank] = ready
+            self._hand_over(rank)
+            self._turns[rank].wait()
+            del self._awaited[rank]
+            set_random_state(state)
+        if self._error is not None:
+            raise RankLeft(f"another rank failed: {self._error}")
+
+    def _hand_over(self, rank: int) -> None:
+        """Let the next rank run that can; after an error each, so that it ends."""
+        self._turns[rank].clear()
+        order = [(rank + i) % len(self._turns) for i in range(1, len(self._turns) + 1)]
+        running = [other for other in order if other in self._running]
+        able = [other for other in running if other not in self._awaited or self._awaited[other]()]
+        if running and not able:
+            self._error = self._error or RankLeft("no rank can go on: each waits for another")
+        if running:
+            self._turns[(able or running)[0] if self._error is None else running[0]].set()
+
+
+# ---- What ranks send each other
+
+
+class _Over:
+    """A collective that has ended once it is launched."""
+
+    def wait(self, *limits: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """The place where the ranks of a group leave what they bring to each of their collectives, in order."""
+
+    #: the ranks of the group, by their numbers in the layout
+    ranks: tuple[int, ...]
+    turns: Turns
+    #: by collective, the values of the ranks that have come to it
+    _values: list[dict[int, Any]] = field(default_factory=list)
+
+    def exchange(self, place: int, number: int, value: Any) -> list[Any]:
+        """All ranks' values for the collective of that number, in the order of the group."""
+        if number == len(self._values):
+            self._values.append({})
+        values = self._values[number]
+        values[place] = value
+        self.turns.wait_until(lambda: len(values) == len(self.ranks), self.ranks[place])
+        return [values[other] for other in range(len(self.ranks))]
+
+
+@dataclass(eq=False)
+class _Calls:
+    """The collectives of a group, as torch.distributed calls them on one rank."""
+
+    meeting: _Meeting
+    #: this rank's place in the group
+    place: int
+    #: collectives so far
+    _number: int = 0
+
+    def _exchange(self, value: Tensor) -> list[Tensor]:
+        self._number += 1
+        return self.meeting.exchange(self.place, self._number - 1, value.clone())
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> _Over:
+        for output, value in zip(outputs[0], self._exchange(inputs[0]), strict=True):
+            output.copy_(value)
+        return _Over()
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> _Over:
+        values = torch.stack(self._exchange(tensors[0]))
+        # Sums are in the order of ranks, so that all have the same bits.
+        is_max = options.reduceOp == dist.ReduceOp.MAX
+        tensors[0].copy_(values.amax(0) if is_max else values.sum(0, dtype=values.dtype))
+        return _Over()
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> _Over:
+        tensors[0].copy_(self._exchange(tensors[0])[options.rootRank])
+        return _Over()
+
+
+class GroupInTurn(RenewableGroup):
+    """A rank's view of a group of ranks that share this process."""
+
+    inner: _Calls
+    backend: _Calls
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        place = meeting.ranks.index(rank)
+        dist.ProcessGroup.__init__(self, place, len(meeting.ranks))  # pyright: ignore[reportCallIssue]
+        self._own_name = f"ranks in turn {meeting.ranks}"
+        self.inner = self.backend = _Calls(meeting, place)
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A posted receive, which lets other ranks run until its message is there."""
+
+    receipt: Receipt
+    turns: Turns
+    rank: int
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        self.turns.wait_until(self.receipt.ready, self.rank)
+        return self.receipt.wait()
+
+
+@dataclass(eq=False)
+class LinkInTurn(InProcessTransport):
+    """Messages between ranks that run in turn; each arrives in memory of its own, as from another process."""
+
+    turns: Turns
+
+    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        return _Arrival(super().receive(channel, shape, dtype), self.turns, self.rank)
+
+    def receive_message(self, channel: Line) -> Any:
+        return _Arrival(super().receive_message(channel), self.turns, self.rank)
+
+    def send(self, channel: Line, tensor: Tensor) -> None:
+        super().send(channel, tensor.detach().clone())
+
+    def send_message(self, channel: Line, message: Message) -> None:
+        super().send_message(channel, message.of_tensors(tuple(own.detach().clone() for own in message.tensors)))
+
+
+# ---- The engine of one of them
+
+
+@dataclass(eq=False)
+class RanksInTurn:
+    """The ranks of a layout of pipeline stages alone, in this process."""
+
+    layout: Layout
+    turns: Turns = field(init=False)
+    _hub: InProcessHub = field(default_factory=InProcessHub)
+    _meetings: dict[str, _Meeting] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.layout.world_size)
+
+    def grid(self, rank: int, device: torch.device) -> Grid:
+        """The place of a rank, and its groups."""
+        everyone = self.layout.groups("pp")
+        control = self._group("control", everyone, rank)
+        return Grid(
+            self.layout,
+            device,
+            rank,
+            control=control,
+            # A checkpoint is written by a thread of its own, which must not share a group.
+            background=self._group("background", everyone, rank),
+            pp_control=control,
+            batch_control=control,
+            model_control=control,
+            mirror_group=self._group("mirror", mirrored(everyone), rank),
+        )
+
+    def _group(self, name: str, groups: Groups, rank: int) -> GroupInTurn | None:
+        ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
+        if len(ranks) == 1:
+            return None
+        meeting = self._meetings.setdefault(f"{name} {ranks}", _Meeting(ranks, self.turns))
+        return GroupInTurn(meeting, rank)
+
+    def link(self, rank: int) -> Transport:
+        """The rank's end of all messages."""
+        return LinkInTurn(self._hub, rank, self.turns)
+
+
+class PipelineInTurn(Pipeline):
+    """The pipeline of one of the ranks that share this process."""
+
+    #: all of them, and which this is
+    _ranks: RanksInTurn
+    _rank: int
+
+    def __init__(
+        self, ranks: RanksInTurn, rank: int, units: UnitSource, hidden_size: int, options: EngineOptions
+    ) -> None:
+        self._ranks, self._rank = ranks, rank
+        super().__init__(units, hidden_size, ranks.layout, options)
+
+    def _join(self) -> tuple[torch.device, Grid]:
+        device = device_of(self.options.device)
+        return device, self._ranks.grid(self._rank, device)
+
+    def _ranks_to_tell(self) -> None:
+        """Nobody: an error of one rank ends the turns of all."""
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return self._ranks.link(self._rank)
+
+
+class TrainerInTurn(Trainer):
+    """A trainer that notes what the program of its last step has computed, before gradients are summed or clipped."""
+
+    #: this rank's losses by microbatch, and its gradients by full name
+    losses: list[Tensor]
+    computed: dict[str, Tensor]
+
+    def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
+        self.losses = super().run(feeds, num)
+        views = (view for buckets in self.gradients.values() for view in buckets.gradients.items())
+        self.computed = {name: view.clone() for name, view in views}
+        return self.losses
+
+
+class EngineInTurn(Engine):
+    """The engine of one of the ranks that share this process."""
+
+    trainer: TrainerInTurn
+
+    def __new__(cls, pipeline: PipelineInTurn) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, pipeline: PipelineInTurn) -> None:
+        ModelState.__init__(self, pipeline, TrainerInTurn(pipeline))
+        self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, None
+        self.watchers = Watchers(pipeline)

@@ -1,0 +1,106 @@
+"""Training by a plain loop: layer after layer, microbatch after microbatch, one backward each, one optimizer step.
+
+`penstock.check` holds the engine's steps against it. Random numbers are seeded as the engine seeds them, the loss is
+divided by the same formula, and one optimizer has all parameters; nothing else of a step is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data import PackedBatch
+from penstock.engine.build import Ties, build_unit
+from penstock.engine.optimizer.groups import ParameterGroups, freeze
+from penstock.engine.optimizer.optimizer import Optimizer
+from penstock.engine.options import EngineOptions
+from penstock.engine.pipeline import device_of
+from penstock.engine.training.losses import LossFn, LossMetrics, LossWeightFn
+from penstock.model import NUMBERS, Given, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
+from penstock.parallel import GradientBuckets, sum_tied
+
+
+class PlainLoop:
+    """A user's own layers, which learn by a plain loop in one process."""
+
+    #: the layers by name, in order
+    modules: dict[str, nn.Module]
+    #: parameters by full name
+    parameters: dict[str, nn.Parameter]
+    #: what each microbatch of the last step added to its loss
+    losses: list[Tensor]
+    #: the gradients of the last step by full name, before clipping
+    gradients: dict[str, Tensor]
+    #: tensors that the last loss has reached and that require a gradient, but are no parameter of a layer
+    strangers: list[Tensor]
+
+    def __init__(
+        self, units: Sequence[UnitSpec], loss_fn: LossFn, loss_weight_fn: LossWeightFn, options: EngineOptions
+    ) -> None:
+        self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
+        self._seed, self._device = options.seed, device_of(options.device)
+        self.losses, self.gradients, self.strangers = [], {}, []
+        self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
+        self.parameters = {
+            f"{name}.{own}": parameter
+            for name, module in self.modules.items()
+            for own, parameter in module.named_parameters()
+        }
+        self._asked = {name: Parameters.of(module) for name, module in self.modules.items()}
+        self._ties = Ties.of(units, self.parameters, 1)
+        groups = ParameterGroups(options.optimizer, self._ties.owners)
+        freeze(self.parameters, groups)
+        self._buckets = GradientBuckets(list(self.parameters.items()), group_of=groups.number)
+        self._optimizer = Optimizer([self._buckets], groups, ties=self._ties.owners)
+
+    def step(self, microbatches: Sequence[PackedBatch], number: int) -> None:
+        """Take the step of that number."""
+        self._buckets.zero_()
+        self.losses = self.losses_of(microbatches, number)
+        gradients = self._buckets.gradients
+        self.gradients = {name: own.clone() for name, own in gradients.items()}
+        sum_tied(self._ties.tied, gradients, None)
+        self._optimizer.step(number)
+
+    def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
+        """What each microbatch adds to the loss of the step of that number; in training gradients are added up."""
+        weights = [float(self._loss_weight_fn(microbatch)) for microbatch in microbatches]
+        measured, factor, losses = LossMetrics(self._loss_fn), 1.0 / sum(weights), list[Tensor]()
+        known = list(self.parameters.values())
+        for module in self.modules.values():
+            module.train(training)
+        with kept_random_state(self._device), torch.set_grad_enabled(training):
+            for place, microbatch in enumerate(microbatches):
+                numbers = dict[str, int](zip(NUMBERS, (place, len(microbatches), number), strict=True))
+                loss = measured(self._output(microbatch, numbers), microbatch, numbers) * factor
+                losses.append(loss.detach())
+                if training:
+                    self.strangers = [own for own in _leaves(loss) if not any(own is p for p in known)]
+                    loss.backward()
+        return losses
+
+    def _output(self, microbatch: PackedBatch, numbers: dict[str, int]) -> Any:
+        """What the last layer gives of a microbatch."""
+        sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
+        given = Given({key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers)
+        randomness = Randomness(self._seed, numbers["step"] - 1, 0, numbers["microbatch"], self._device)
+        x: Any = microbatch["tokens"].to(self._device)
+        for name, module in self.modules.items():
+            randomness.begin(name)
+            args, named = self._asked[name].arguments(x, sequences, given)
+            x = module(*args, **named)
+        return x
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors in which the loss's backward leaves gradients."""
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in seen:
+            seen.add(node)
+            left += [further for further, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf

@@ -1,0 +1,102 @@
+"""`penstock.check`: breaches of contract that it names, parts that are right, and its report."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import Layout, PackedBatch, check
+from penstock.engine.check import Cause, CheckReport, Way
+from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
+
+
+def report_of(case: Case) -> CheckReport:
+    layers, given = case.make()
+    return check(layers, given.pop("batch", None) or batch(), **given)
+
+
+def of_name(name: str) -> Case:
+    return next(case for case in (*BREACHES, *RIGHT) if case.name == name)
+
+
+@pytest.mark.shows(194)
+@pytest.mark.parametrize("case", BREACHES, ids=[case.name for case in BREACHES])
+def test_a_breach_of_contract_is_named(case: Case) -> None:
+    report = report_of(case)
+    assert report.first is not None, "nothing differs"
+    assert {Cause.REFUSED, *case.causes} & set(report.first.causes), str(report)
+
+
+@pytest.mark.shows(194)
+@pytest.mark.parametrize("case", RIGHT, ids=[case.name for case in RIGHT])
+def test_a_part_that_is_right_raises_no_alarm(case: Case) -> None:
+    report = report_of(case)
+    assert report.is_equal, str(report)
+
+
+def test_forty_kinds_of_breaches_and_forty_right_parts_are_held() -> None:
+    assert len(BREACHES) >= 40
+    assert len(RIGHT) >= 40
+
+
+@pytest.mark.shows(194)
+def test_the_report_says_where_the_first_difference_is_and_raises_on_request() -> None:
+    layers = [nn.Embedding(16, 8), Block(), Block(), nn.Linear(8, 16)]
+    right = check(layers, batch())
+    right.raise_if_different()
+    assert str(right) == (
+        "equal, bit for bit: 2 steps in 2 stages as in a plain loop, after a save and load, under activation "
+        "checkpointing, and with 4 and 2 microbatches"
+    )
+    report = report_of(of_name("a counter of two layers"))
+    assert report.first is not None
+    assert (report.first.way, report.first.step, report.first.microbatch) == (Way.STAGES, 1, 0)
+    with pytest.raises(AssertionError) as raised:
+        report.raise_if_different()
+    first, *causes = str(raised.value).splitlines()
+    assert first == "step 1, microbatch 0, in stages: the output of layers.2 differs (other bits)"
+    assert causes[0].startswith("  usual cause: a layer leaves something for a layer of another stage")
+    assert causes[1].startswith("  or: a layer or the loss looks at how often")
+
+
+@pytest.mark.shows(194)
+def test_the_layers_the_batch_and_random_numbers_stay_as_they_are() -> None:
+    layers, given = model(nn.Sequential(Block(), nn.BatchNorm1d(8), nn.Dropout(0.5))), batch()
+    types = [type(part) for layer in layers for part in layer.modules()]
+    before = copy.deepcopy([layer.state_dict() for layer in layers])
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert check(layers, given).is_equal
+    assert torch.equal(state, torch.get_rng_state())
+    for layer, kept in zip(layers, before, strict=True):
+        assert all(torch.equal(own, kept[name]) for name, own in layer.state_dict().items())
+        assert all(own.grad is None for own in layer.parameters())
+    assert [type(part) for layer in layers for part in layer.modules()] == types
+    assert given.digest() == batch().digest()
+
+
+@pytest.mark.shows(194)
+def test_more_stages_and_other_schedules_are_checked_too() -> None:
+    assert check(model(), batch(), Layout(pp=4), schedule="zb-h1", steps=3).is_equal
+
+
+def test_what_cannot_be_checked_is_refused_in_one_sentence() -> None:
+    one = PackedBatch.from_documents([[1, 2, 3]])
+    for words, act in {
+        "pipeline stages alone": lambda: check(model(), batch(), Layout(dp=2)),
+        "give 2 or more": lambda: check(model(), batch(), steps=1),
+        "2 items or more to split; this one has 1": lambda: check(model(), one),
+        "which compile = True changes": lambda: check(model(), batch(), compile=True),
+        "precision = fp16 cannot be checked": lambda: check(model(), batch(), precision="fp16"),
+        "an engine has no option": lambda: check(model(), batch(), optimiser="adamw"),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            act()
+
+
+def test_an_error_of_ones_own_in_a_plain_loop_is_raised_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        check([nn.Embedding(16, 4), nn.Linear(8, 16)], batch())
