@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.serve"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no torch)", "penstock.cli.schedule"),
+    "check": Command("compare your own layers in stages with a plain loop, bit for bit", "penstock.cli.check"),
     "rehearse": Command("a rank's step without data or device: memory, arithmetic, traffic", "penstock.cli.rehearse"),
     "trace": Command("draw a recorded step of a run, and show where its time went", "penstock.cli.trace"),
     "plan": Command("find the fastest layout and schedule for a model on a cluster", "penstock.cli.plan"),

@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -24,14 +24,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, split
+from penstock.engine.folders.run_check import check_run as check_settings
+from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn, random_state
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.plain_loop import PlainLoop
 from penstock.engine.training.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
-from penstock.model import UnitSpec
+from penstock.model import UnitSpec, decoder_units
+from penstock.parallel.device import agree_on_device
 from penstock.runtime import PipelineError
-from penstock.settings import Layout, Precision, checked
+from penstock.settings import Layout, Precision, RunConfig, checked
 from penstock.settings.declare import words_of
 
 # ---- The report
@@ -101,7 +104,7 @@ class Cause(enum.Enum):
 
 
 class Way(enum.Enum):
-    """What is held against the plain loop."""
+    """A way of computing the steps that is held against the plain loop."""
 
     AGAIN = "a second plain loop"
     STAGES = "in stages"
@@ -134,7 +137,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check has found.
+    """The findings of a check.
 
     >>> layers = [torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)]
     >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
@@ -178,9 +181,9 @@ class CheckReport:
 
 @dataclass(frozen=True, eq=False)
 class OwnParts:
-    """A user's own layers, loss and optimizer."""
+    """A user's own layers, loss and optimizer; or the units of a model in the place of layers."""
 
-    layers: Sequence[nn.Module | partial[Any]]
+    layers: Sequence[nn.Module | partial[Any]] | Sequence[UnitSpec]
     loss_fn: LossFn
     loss_weight_fn: LossWeightFn
     options: EngineOptions
@@ -201,9 +204,19 @@ class OwnParts:
         made = replace(optimizer, factory=factory, scheduler=scheduler)
         return OwnParts(layers, loss_fn, weight_fn, replace(self.options, optimizer=made))
 
-    def units(self) -> tuple[UnitSpec, ...]:
+    @cached_property
+    def device(self) -> torch.device:
+        """The device on which all is computed, here and by all ranks."""
+        return agree_on_device(self.options.device, lambda view: [view], 0)
+
+    def units(self) -> Sequence[UnitSpec]:
         """The layers as the engine takes them. Raises: ValueError, as `Engine.from_layers`."""
-        return units_of_layers(self.layers)
+        units = [layer for layer in self.layers if isinstance(layer, UnitSpec)]
+        return units or units_of_layers(self.layers)  # pyright: ignore[reportArgumentType]  # all are, or none
+
+    def plain_loop(self) -> PlainLoop:
+        """A plain loop over these very layers."""
+        return PlainLoop(self.units(), self.loss_fn, self.loss_weight_fn, self.options, self.device)
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers of the layers that exist, each once."""
@@ -250,7 +263,7 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType
 # ---- What a way computes
 
 
-class Kind(enum.Enum):
+class Quantity(enum.Enum):
     """A kind of number that is compared, in the order in which a step computes them."""
 
     OUTPUT = "the output of"
@@ -260,21 +273,21 @@ class Kind(enum.Enum):
     RANDOM = "the state of torch's random numbers after the step"
 
 
-class Place(NamedTuple):
+class Point(NamedTuple):
     """The place of a number: in steps and microbatches (-1 for none), and of which layer or tensor it is."""
 
     step: int
-    kind: Kind
+    kind: Quantity
     microbatch: int
     name: str
 
 
 @dataclass(eq=False)
 class Observed:
-    """What one way has computed, in the order of a plain loop."""
+    """All that one way has computed, in the order of a plain loop."""
 
     #: a digest of each output, the other numbers themselves
-    values: dict[Place, Any] = field(default_factory=dict)
+    values: dict[Point, Any] = field(default_factory=dict)
     #: parameters that a rank has reached without holding them, with that rank
     reached: dict[str, int] = field(default_factory=dict)
     #: see `PlainLoop.strangers`
@@ -288,7 +301,7 @@ class Observed:
 
         def note(name: str, module: nn.Module, given: Any, output: Any) -> None:
             number = self._calls[name] = self._calls.get(name, -1) + 1
-            self.values[Place(self._step, Kind.OUTPUT, number, name)] = _digest(output)
+            self.values[Point(self._step, Quantity.OUTPUT, number, name)] = _digest(output)
 
         for name in names:
             if name in modules:
@@ -301,15 +314,15 @@ class Observed:
     def take(self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Note what the step has computed, and the state that it left, as torch's `state_dict` has it."""
         for number, loss in enumerate(losses):
-            self.values[Place(self._step, Kind.LOSS, number, "")] = loss.detach().clone()
+            self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
         for name, gradient in gradients.items():
-            self.values[Place(self._step, Kind.GRADIENT, -1, name)] = gradient
+            self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
         for layer, module in modules.items():
             for key, own in module.state_dict().items():
                 value = own.detach().clone() if isinstance(own, Tensor) else _digest(own)
-                self.values[Place(self._step, Kind.STATE, -1, f"{layer}.{key}")] = value
+                self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
         for number, state in enumerate(random_state()):
-            self.values[Place(self._step, Kind.RANDOM, number, "")] = state
+            self.values[Point(self._step, Quantity.RANDOM, number, "")] = state
 
 
 def _digest(value: Any) -> int:
@@ -332,7 +345,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _in_words(one: Any, other: Any) -> str:
-    """How two values of one place differ."""
+    """The difference of two values of one point, in words."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return "other bits"
     if one.shape != other.shape:
@@ -371,7 +384,7 @@ class Check:
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
         """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
-        loop = PlainLoop(parts.units(), parts.loss_fn, parts.loss_weight_fn, parts.options)
+        loop = parts.plain_loop()
         self.parameters = frozenset(loop.parameters)
         widths = self._note_width(loop.modules)
         observed.watch(loop.modules, self.watched)
@@ -399,7 +412,8 @@ class Check:
     def watched(self) -> list[str]:
         """The layers whose outputs are compared: not those of which one module stands in several places."""
         ids = [id(layer) for layer in self.parts.layers]
-        return [f"layers.{number}" for number, own in enumerate(ids) if ids.count(own) == 1]
+        names = [own.name if isinstance(own, UnitSpec) else f"layers.{i}" for i, own in enumerate(self.parts.layers)]
+        return [name for name, own in zip(names, ids, strict=True) if ids.count(own) == 1]
 
     # -- the engine
 
@@ -410,7 +424,7 @@ class Check:
 
         Raises: the engine's error.
         """
-        ranks = RanksInTurn(self.layout)
+        ranks = RanksInTurn(self.layout, self.parts.device)
 
         def work(rank: int) -> None:
             parts = self.parts.copied()
@@ -450,25 +464,25 @@ class Check:
             is_there = place in found.values
             if is_there and _is_equal(expected, found.values[place]):
                 continue
-            if not is_there and (error or place.step not in steps or place.kind is Kind.OUTPUT):
+            if not is_there and (error or place.step not in steps or place.kind is Quantity.OUTPUT):
                 continue
             values = _in_words(expected, found.values[place]) if is_there else "it is not there"
-            if place.kind is Kind.GRADIENT and place.name in found.reached:
+            if place.kind is Quantity.GRADIENT and place.name in found.reached:
                 values += f"; rank {found.reached[place.name]}, which does not hold it, reaches it, too"
             what = f"{place.kind.value} {place.name}".strip() + " differs"
             number = None if place.microbatch < 0 else place.microbatch
             return Difference(way, place.step, number, what, values, self._causes(way, place, found.reached))
         if error is None:
             return None
-        causes = self._causes(way, Place(1, Kind.OUTPUT, -1, ""), {})
+        causes = self._causes(way, Point(1, Quantity.OUTPUT, -1, ""), {})
         if isinstance(error, ValueError | PipelineError):
             causes = (Cause.REFUSED, *causes)
         step, values = max(steps, default=int(way is Way.RESUMED)) + 1, f"{type(error).__name__}: {words_of(error)}"
         return Difference(way, step, None, "the engine fails", values, causes)
 
-    def _causes(self, way: Way, place: Place, reached: Mapping[str, int]) -> tuple[Cause, ...]:
+    def _causes(self, way: Way, place: Point, reached: Mapping[str, int]) -> tuple[Cause, ...]:
         """Usual causes of a difference there, the likeliest first."""
-        is_parameter = place.kind is Kind.STATE and place.name in self.parameters
+        is_parameter = place.kind is Quantity.STATE and place.name in self.parameters
         match way:
             case Way.AGAIN:
                 return (Cause.CHANCE,)
@@ -478,7 +492,11 @@ class Check:
                 return Cause.REPLAYED, Cause.CALLS
         if is_parameter:
             return Cause.JOINT, Cause.IN_PLACE
-        if place.kind is Kind.GRADIENT or place.name in reached or (place.step > 1 and place.kind is not Kind.STATE):
+        if (
+            place.kind is Quantity.GRADIENT
+            or place.name in reached
+            or (place.step > 1 and place.kind is not Quantity.STATE)
+        ):
             return Cause.ELSEWHERE, Cause.LEFT_BEHIND, Cause.IN_PLACE
         return Cause.LEFT_BEHIND, Cause.CALLS, Cause.IN_PLACE
 
@@ -554,8 +572,9 @@ class Check:
     def _evaluated(self, num: int, seed: int | None = None) -> Evaluated:
         """A forward of the batch in evaluation mode, in microbatches."""
         parts, parted, outputs = self.parts.copied(), self.split(num), list[Any]()
-        options = parts.options if seed is None else replace(parts.options, seed=seed)
-        loop = PlainLoop(parts.units(), parts.loss_fn, parts.loss_weight_fn, options)
+        if seed is not None:
+            parts = replace(parts, options=replace(parts.options, seed=seed))
+        loop = parts.plain_loop()
         list(loop.modules.values())[-1].register_forward_hook(lambda module, given, output: outputs.append(output))
         losses = loop.losses_of(parted.microbatches, 1, training=False)
         weight = math.fsum(float(parts.loss_weight_fn(own)) for own in parted.microbatches)
@@ -621,7 +640,12 @@ def check(
 
     Raises: ValueError for arguments that cannot be checked; whatever your own parts raise in a plain loop.
     """
-    layout = layout or Layout(pp=2)
+    options = changed(None, changes)
+    return check_parts(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout or Layout(pp=2), steps)
+
+
+def check_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: int) -> CheckReport:
+    """The check of parts on a batch; see `check`. Raises: ValueError, and whatever the parts raise in a plain loop."""
     if layout.world_size != layout.pp or layout.pp < 2:
         raise ValueError(f"a check runs pipeline stages alone, two or more, not {layout}; give Layout(pp=2)")
     if steps < 2:
@@ -630,16 +654,49 @@ def check(
     if batch.data is None or num_items < 2:
         raise ValueError(f"a check needs a batch with data, of 2 items or more to split; this one has {num_items}")
     num = min(4, num_items)
-    options = changed(None, {"device": "cpu", **changes})
-    usual = EngineOptions()
-    if others := [name for name in _CHANGE_BITS if getattr(options, name) != getattr(usual, name)]:
-        raise ValueError(f"a check compares bits, which {others[0]} = {changes[others[0]]!r} changes; leave it out")
-    if options.precision in (Precision.FP16, Precision.BF16_AUTOCAST):
-        raise ValueError(f"precision = {options.precision} cannot be checked; possible are fp32, fp64 and bf16")
-    found = Check(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout, steps, num, num - num // 2)
-    differences = tuple(found.differences())
+    other = num - num // 2
+    made = replace(parts, options=_comparable(parts.options))
+    differences = tuple(Check(made, batch, layout, steps, num, other).differences())
     compared = (
         f"{steps} steps in {layout.pp} stages as in a plain loop, after a save and load, under activation "
-        f"checkpointing, and with {num} and {found.other_num} microbatches"
+        f"checkpointing, and with {num} and {other} microbatches"
     )
     return CheckReport(differences, compared)
+
+
+def _comparable(options: EngineOptions) -> EngineOptions:
+    """The options with which bits are compared: on the CPU where no device is named. Raises: ValueError."""
+    usual = EngineOptions()
+    if others := [name for name in _CHANGE_BITS if getattr(options, name) != getattr(usual, name)]:
+        value = getattr(options, others[0])
+        raise ValueError(f"a check compares bits, which {others[0]} = {value!r} changes; leave it out")
+    if options.precision in (Precision.FP16, Precision.BF16_AUTOCAST):
+        raise ValueError(f"precision = {options.precision} cannot be checked; possible are fp32, fp64 and bf16")
+    device = "cpu" if options.device == "auto" else options.device
+    return replace(options, device=device, recompute="none", num_kept_microbatches=0)
+
+
+def check_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -> CheckReport:
+    """The check of a run's model, cut down to its first layers, with weights of its seed, on made-up tokens.
+
+    Raises: ValueError where the settings cannot go together, or the model cannot be checked.
+    """
+    settings = check_settings(with_pretrained(config))
+    shape = replace(settings.model, pretrained=None, num_layers=min(settings.model.num_layers, num_layers))
+    if shape.native is False or shape.experts.num_experts:
+        what = "transformers' own layers" if shape.native is False else "experts"
+        raise ValueError(f"a model of {what} is not checked: the plain loop knows Penstock's dense layers and your own")
+    vocab_size = shape.vocab_size or _VOCAB_SIZE
+    schedule = replace(settings.schedule, cut=None, measure=False, search_cut=False)
+    options = EngineOptions.of(replace(settings, schedule=schedule))
+    units = decoder_units(shape.whole(vocab_size))
+    draw = torch.Generator().manual_seed(options.seed)
+    tokens = [torch.randint(0, vocab_size, (length,), generator=draw) for length in _LENGTHS]
+    parts = OwnParts(units, token_cross_entropy, num_loss_tokens, options)
+    return check_parts(parts, PackedBatch.from_documents(tokens), Layout(pp=num_stages), steps)
+
+
+_LENGTHS = (24, 17, 31, 20, 28, 19)
+"""Those of the made-up documents; so few of their tokens have no label that the last layer computes all rows."""
+_VOCAB_SIZE = 256
+"""The tokens of a model that takes the number from its tokenizer."""

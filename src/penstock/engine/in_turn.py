@@ -18,13 +18,13 @@ from torch import Tensor
 from penstock.engine.build import UnitSource
 from penstock.engine.engine import Engine
 from penstock.engine.options import EngineOptions
-from penstock.engine.pipeline import Pipeline, device_of
+from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import ModelState, Trainer
 from penstock.engine.watch import Watchers
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
 from penstock.parallel.renewable import RenewableGroup
-from penstock.runtime import Feed, InProcessHub, InProcessTransport, Transport
+from penstock.runtime import Feed, InProcessHub, InProcessTransport, Recorder, Transport
 from penstock.runtime.message import Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
@@ -132,7 +132,7 @@ class _Over:
 
 
 @dataclass(eq=False)
-class _Meeting:
+class _Exchange:
     """The place where the ranks of a group leave what they bring to each of their collectives, in order."""
 
     #: the ranks of the group, by their numbers in the layout
@@ -141,7 +141,7 @@ class _Meeting:
     #: by collective, the values of the ranks that have come to it
     _values: list[dict[int, Any]] = field(default_factory=list)
 
-    def exchange(self, place: int, number: int, value: Any) -> list[Any]:
+    def of(self, place: int, number: int, value: Any) -> list[Any]:
         """All ranks' values for the collective of that number, in the order of the group."""
         if number == len(self._values):
             self._values.append({})
@@ -152,18 +152,18 @@ class _Meeting:
 
 
 @dataclass(eq=False)
-class _Calls:
+class _GroupCalls:
     """The collectives of a group, as torch.distributed calls them on one rank."""
 
-    meeting: _Meeting
-    #: this rank's place in the group
+    #: of the whole group, and this rank's place there
+    exchange: _Exchange
     place: int
     #: collectives so far
     _number: int = 0
 
     def _exchange(self, value: Tensor) -> list[Tensor]:
         self._number += 1
-        return self.meeting.exchange(self.place, self._number - 1, value.clone())
+        return self.exchange.of(self.place, self._number - 1, value.clone())
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> _Over:
         for output, value in zip(outputs[0], self._exchange(inputs[0]), strict=True):
@@ -185,20 +185,23 @@ class _Calls:
 class GroupInTurn(RenewableGroup):
     """A rank's view of a group of ranks that share this process."""
 
-    inner: _Calls
-    backend: _Calls
+    #: takes the calls of torch.distributed
+    inner: _GroupCalls
+    backend: _GroupCalls
+    _own_name: str
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        place = meeting.ranks.index(rank)
-        dist.ProcessGroup.__init__(self, place, len(meeting.ranks))  # pyright: ignore[reportCallIssue]
-        self._own_name = f"ranks in turn {meeting.ranks}"
-        self.inner = self.backend = _Calls(meeting, place)
+    def __init__(self, exchange: _Exchange, rank: int) -> None:
+        place = exchange.ranks.index(rank)
+        dist.ProcessGroup.__init__(self, place, len(exchange.ranks))  # pyright: ignore[reportCallIssue]
+        self._own_name = f"ranks in turn {exchange.ranks}"
+        self.inner = self.backend = _GroupCalls(exchange, place)
 
 
 @dataclass(eq=False)
-class _Arrival:
+class _ArrivalInTurn:
     """A posted receive, which lets other ranks run until its message is there."""
 
+    #: the receipt of the queue, and who waits for it
     receipt: Receipt
     turns: Turns
     rank: int
@@ -215,13 +218,14 @@ class _Arrival:
 class LinkInTurn(InProcessTransport):
     """Messages between ranks that run in turn; each arrives in memory of its own, as from another process."""
 
+    #: the turns of all ranks
     turns: Turns
 
     def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        return _Arrival(super().receive(channel, shape, dtype), self.turns, self.rank)
+        return _ArrivalInTurn(super().receive(channel, shape, dtype), self.turns, self.rank)
 
     def receive_message(self, channel: Line) -> Any:
-        return _Arrival(super().receive_message(channel), self.turns, self.rank)
+        return _ArrivalInTurn(super().receive_message(channel), self.turns, self.rank)
 
     def send(self, channel: Line, tensor: Tensor) -> None:
         super().send(channel, tensor.detach().clone())
@@ -238,20 +242,22 @@ class RanksInTurn:
     """The ranks of a layout of pipeline stages alone, in this process."""
 
     layout: Layout
+    #: the device that all of them share
+    device: torch.device
     turns: Turns = field(init=False)
     _hub: InProcessHub = field(default_factory=InProcessHub)
-    _meetings: dict[str, _Meeting] = field(default_factory=dict)
+    _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.layout.world_size)
 
-    def grid(self, rank: int, device: torch.device) -> Grid:
+    def grid(self, rank: int) -> Grid:
         """The place of a rank, and its groups."""
         everyone = self.layout.groups("pp")
         control = self._group("control", everyone, rank)
         return Grid(
             self.layout,
-            device,
+            self.device,
             rank,
             control=control,
             # A checkpoint is written by a thread of its own, which must not share a group.
@@ -266,8 +272,8 @@ class RanksInTurn:
         ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
         if len(ranks) == 1:
             return None
-        meeting = self._meetings.setdefault(f"{name} {ranks}", _Meeting(ranks, self.turns))
-        return GroupInTurn(meeting, rank)
+        exchange = self._exchanges.setdefault(f"{name} {ranks}", _Exchange(ranks, self.turns))
+        return GroupInTurn(exchange, rank)
 
     def link(self, rank: int) -> Transport:
         """The rank's end of all messages."""
@@ -287,9 +293,8 @@ class PipelineInTurn(Pipeline):
         self._ranks, self._rank = ranks, rank
         super().__init__(units, hidden_size, ranks.layout, options)
 
-    def _join(self) -> tuple[torch.device, Grid]:
-        device = device_of(self.options.device)
-        return device, self._ranks.grid(self._rank, device)
+    def _join(self) -> Grid:
+        return self._ranks.grid(self._rank)
 
     def _ranks_to_tell(self) -> None:
         """Nobody: an error of one rank ends the turns of all."""
@@ -315,7 +320,13 @@ class TrainerInTurn(Trainer):
 class EngineInTurn(Engine):
     """The engine of one of the ranks that share this process."""
 
+    #: notes what it computes
     trainer: TrainerInTurn
+    # As of any engine.
+    grid: Grid
+    recorder: Recorder
+    form: None
+    watchers: Watchers
 
     def __new__(cls, pipeline: PipelineInTurn) -> Self:
         return object.__new__(cls)

@@ -6,7 +6,7 @@ divided by the same formula, and one optimizer has all parameters; nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from penstock.engine.build import Ties, build_unit
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
-from penstock.engine.pipeline import device_of
 from penstock.engine.training.losses import LossFn, LossMetrics, LossWeightFn
 from penstock.model import NUMBERS, Given, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
@@ -36,12 +35,30 @@ class PlainLoop:
     gradients: dict[str, Tensor]
     #: tensors that the last loss has reached and that require a gradient, but are no parameter of a layer
     strangers: list[Tensor]
+    #: the loss, its weight, and the seed and device of random numbers
+    _loss_fn: LossFn
+    _loss_weight_fn: LossWeightFn
+    _seed: int
+    _device: torch.device
+    #: see `UnitSpec.present`
+    _present: Callable[[Tensor], Any] | None
+    #: by layer, the parameters of its `forward`
+    _asked: dict[str, Parameters]
+    #: gradients, the parameters that are tied, and the optimizer of all
+    _buckets: GradientBuckets
+    _ties: Ties
+    _optimizer: Optimizer
 
     def __init__(
-        self, units: Sequence[UnitSpec], loss_fn: LossFn, loss_weight_fn: LossWeightFn, options: EngineOptions
+        self,
+        units: Sequence[UnitSpec],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        options: EngineOptions,
+        device: torch.device,
     ) -> None:
         self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
-        self._seed, self._device = options.seed, device_of(options.device)
+        self._seed, self._device = options.seed, device
         self.losses, self.gradients, self.strangers = [], {}, []
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
@@ -49,6 +66,7 @@ class PlainLoop:
             for name, module in self.modules.items()
             for own, parameter in module.named_parameters()
         }
+        self._present = units[-1].present
         self._asked = {name: Parameters.of(module) for name, module in self.modules.items()}
         self._ties = Ties.of(units, self.parameters, 1)
         groups = ParameterGroups(options.optimizer, self._ties.owners)
@@ -66,7 +84,7 @@ class PlainLoop:
         self._optimizer.step(number)
 
     def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
-        """What each microbatch adds to the loss of the step of that number; in training gradients are added up."""
+        """Each microbatch's part of the loss of the step of that number; in training gradients are added up."""
         weights = [float(self._loss_weight_fn(microbatch)) for microbatch in microbatches]
         measured, factor, losses = LossMetrics(self._loss_fn), 1.0 / sum(weights), list[Tensor]()
         known = list(self.parameters.values())
@@ -83,7 +101,7 @@ class PlainLoop:
         return losses
 
     def _output(self, microbatch: PackedBatch, numbers: dict[str, int]) -> Any:
-        """What the last layer gives of a microbatch."""
+        """The last layer's output for a microbatch."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
         given = Given({key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers)
         randomness = Randomness(self._seed, numbers["step"] - 1, 0, numbers["microbatch"], self._device)
@@ -92,7 +110,7 @@ class PlainLoop:
             randomness.begin(name)
             args, named = self._asked[name].arguments(x, sequences, given)
             x = module(*args, **named)
-        return x
+        return x if self._present is None else self._present(x)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
