@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import runpy
@@ -14,7 +15,7 @@ from penstock.cli.options import Parser
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
-    from penstock.engine.check import CheckReport
+    from penstock.engine.comparison import CheckReport
 
 
 def parser() -> Parser:
@@ -29,12 +30,12 @@ its first train_batch, whose batch and loss are taken; it needs no torchrun. Of 
 down to its first layers, on made-up tokens.""",
         examples=(
             ("penstock check train.py", "the layers that train.py gives to Engine.from_layers"),
-            ("penstock check train.py --pp 4 -- --width 64", "in four stages, with arguments of the script's own"),
-            ("penstock check run.toml --json", "the model of a run, as one JSON document"),
+            ("penstock check --pp 4 train.py --width 64", "in four stages, with an option of the script's own"),
+            ("penstock check --json run.toml", "the model of a run, as one JSON document"),
         ),
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a script (.py), or the settings of a run (.toml)")
-    parser.add_argument("words", metavar="ARGUMENT", nargs="*", help="of the script, behind --")
+    parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="all that follows is the script's")
     parser.add_argument("--pp", type=int, default=2, metavar="STAGES", help="pipeline stages (default 2)")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps (default 2)")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="layers that are left of a run (default 2)")
@@ -81,11 +82,11 @@ def _to_json(report: CheckReport) -> Mapping[str, Any]:
 
 
 def _of_run(given: Any) -> CheckReport:
-    from penstock.engine.check import check_run
+    from penstock.engine.comparison import check_run
     from penstock.settings import read_config
 
     if given.words:
-        raise ValueError(f"a run takes no arguments, but {given.words[0]!r} was given")
+        raise ValueError(f"{given.words[0]!r} stands behind {given.file}; options of penstock check stand before it")
     return check_run(read_config(given.file), given.pp, given.steps, given.layers)
 
 
@@ -105,7 +106,7 @@ class _Reached(BaseException):
 
 def _of_script(given: Any) -> CheckReport:
     from penstock.data import PackedBatch
-    from penstock.engine.check import OwnParts, check_parts
+    from penstock.engine.comparison import OwnParts, check_parts
     from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
     from penstock.settings import Layout
 

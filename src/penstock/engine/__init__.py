@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.engine.check import CheckReport, check
     from penstock.engine.checkpoint import CheckpointError
+    from penstock.engine.comparison import CheckReport, check
     from penstock.engine.engine import Engine
     from penstock.engine.generation.answers import GenerateOptions
     from penstock.engine.options import EngineOptions
@@ -49,7 +49,7 @@ __all__ = [
 _FILE_OF = {
     "EarlyStop": "watch",
     "Trackers": "watch",
-    "CheckReport": "check",
+    "CheckReport": "comparison",
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
@@ -60,7 +60,7 @@ _FILE_OF = {
     "PerToken": "training.scorer",
     "TrainResult": "training.trainer",
     "ZeroLossWeight": "training.losses",
-    "check": "check",
+    "check": "comparison",
     "labelled_rows": "training.losses",
     "num_loss_tokens": "training.losses",
     "token_cross_entropy": "training.losses",

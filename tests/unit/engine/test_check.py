@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock import Layout, PackedBatch, check
-from penstock.engine.check import Cause, CheckReport, Way
+from penstock.engine.comparison import Cause, CheckReport, Way
 from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
 
 

@@ -34,7 +34,7 @@ from penstock.engine.training.losses import LossFn, LossWeightFn, num_loss_token
 from penstock.model import UnitSpec, decoder_units
 from penstock.parallel.device import agree_on_device
 from penstock.runtime import PipelineError
-from penstock.settings import Layout, Precision, RunConfig, checked
+from penstock.settings import Layout, Precision, RunConfig, ScheduleConfig, checked
 from penstock.settings.declare import words_of
 
 # ---- The report
@@ -108,6 +108,7 @@ class Way(enum.Enum):
 
     AGAIN = "a second plain loop"
     STAGES = "in stages"
+    APART = "in a stage for each layer"
     RESUMED = "after a save and load"
     RECOMPUTED = "under activation checkpointing"
     SPLIT = "with another number of microbatches"
@@ -418,13 +419,19 @@ class Check:
     # -- the engine
 
     def run_engine(
-        self, num: int, steps: range, observed: Observed, folder: Path | None = None, **changes: Any
+        self,
+        num: int,
+        steps: range,
+        observed: Observed,
+        folder: Path | None = None,
+        layout: Layout | None = None,
+        **changes: Any,
     ) -> None:
         """Train in stages, on copies for each rank; with a folder, saved after the first step or loaded before it.
 
         Raises: the engine's error.
         """
-        ranks = RanksInTurn(self.layout, self.parts.device)
+        ranks = RanksInTurn(layout or self.layout, self.parts.device)
 
         def work(rank: int) -> None:
             parts = self.parts.copied()
@@ -450,7 +457,7 @@ class Check:
                     gradients = {f"{name}.{key}": own.grad for key, own in layer.named_parameters()}
                     observed.reached |= {key: rank for key, own in gradients.items() if own is not None}
 
-        ranks.turns.run([partial(work, rank) for rank in range(self.layout.world_size)])
+        ranks.turns.run([partial(work, rank) for rank in range(ranks.layout.world_size)])
 
     def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
         """The first place where what `run` computes parts from the plain loop; None if there is none."""
@@ -515,6 +522,9 @@ class Check:
             if (found := self.compare(Way.STAGES, self.plain, staged)) is not None:
                 yield found
                 return
+            if (found := self._apart(num, steps)) is not None:
+                yield found
+                return
             fewer = self.run_plain(self.parts.copied(), other, 1, Observed())
             runs = [
                 (Way.RESUMED, self.plain, partial(self.run_engine, num, steps[1:], folder=path)),
@@ -550,6 +560,14 @@ class Check:
             return None
         again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
         return self.compare(Way.AGAIN, self.plain, again) or replace(found, causes=(Cause.ELSEWHERE,))
+
+    def _apart(self, num: int, steps: range) -> Difference | None:
+        """Compare stages of one layer each, which share nothing; layers that are tied may lie together."""
+        layout = Layout(pp=min(len(self.parts.layers), _MOST_STAGES))
+        if layout.pp <= self.layout.pp or any(unit.tied for unit in self.parts.copied().units()):
+            return None
+        apart = partial(self.run_engine, num, steps, layout=layout, schedule=ScheduleConfig())
+        return self.compare(Way.APART, self.plain, apart)
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
@@ -590,6 +608,8 @@ class Check:
         )
 
 
+_MOST_STAGES = 8
+"""Stages of one layer each; each is a thread."""
 _ROUNDING = 1e-3
 """The part of a value by which sums in another order may differ."""
 
