@@ -230,6 +230,21 @@ def a_baseline_kept_by_the_loss() -> tuple[Model, dict[str, Any]]:
     return model(), {"loss_fn": loss_fn}
 
 
+@breach(Cause.UNDECLARED, Cause.REFUSED)
+def an_extra_state_that_cannot_be_set() -> Model:
+    class Counts(Block):
+        calls = 0
+
+        def change(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x / self.calls
+
+        def get_extra_state(self) -> int:
+            return self.calls
+
+    return model(Counts())
+
+
 # ---- Breaches: what one run leaves for the next, and chance
 
 
@@ -373,6 +388,22 @@ def a_skip_connection_by_a_closure() -> Model:
 
 
 @breach(Cause.LEFT_BEHIND)
+def a_mask_for_the_next_layer_of_the_same_stage() -> Model:
+    class Masks(nn.Embedding):
+        place: dict[str, Any]
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.place["x"] = (input > VOCAB // 2)[:, None]
+            return super().forward(input)
+
+    place: dict[str, Any] = {}
+    layers = model(Takes(place))
+    layers[0] = Masks(VOCAB, WIDTH)
+    layers[0].place = place  # type: ignore[assignment]
+    return layers
+
+
+@breach(Cause.LEFT_BEHIND)
 def an_auxiliary_loss_left_for_the_loss() -> tuple[Model, dict[str, Any]]:
     place: dict[str, Any] = {}
 
@@ -407,6 +438,63 @@ def a_buffer_of_two_layers_that_one_changes() -> Model:
 
     shared = torch.zeros(())
     return model(Counts(shared), Counts(shared))
+
+
+@breach(Cause.LEFT_BEHIND)
+def a_statistic_of_two_layers_for_evaluation() -> Model:
+    class Follows(Block):
+        def __init__(self, shared: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("mean", shared)
+
+        mean: Tensor
+
+        def change(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean.lerp_(x.detach().mean(0), 0.1)
+            return x
+
+    shared = torch.zeros(WIDTH)
+    return model(Follows(shared), Follows(shared))
+
+
+@breach(Cause.LEFT_BEHIND)
+def an_extra_state_of_two_layers() -> Model:
+    class Counts(Block):
+        def __init__(self, shared: list[int]) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def change(self, x: Tensor) -> Tensor:
+            self.shared[0] += 1
+            return x
+
+        def get_extra_state(self) -> list[int]:
+            return list(self.shared)
+
+        def set_extra_state(self, state: list[int]) -> None:
+            self.shared[:] = state
+
+    shared = [0]
+    return model(Counts(shared), Counts(shared))
+
+
+@breach(Cause.LEFT_BEHIND)
+def a_mask_left_where_microbatches_are_few() -> Model:
+    place: dict[str, Any] = {}
+
+    class Masks(Block):
+        def forward(self, x: Tensor, num_microbatches: int) -> Tensor:
+            if num_microbatches < 4:
+                place["mask"] = x.detach().mean(1, keepdim=True)
+            return super().forward(x)
+
+    class Reads(Block):
+        def forward(self, x: Tensor, num_microbatches: int) -> Tensor:
+            return super().forward(x) * (place["mask"] if num_microbatches < 4 else 1.0)
+
+    # A method's variables are its class's, of which there is one.
+    return model(Masks(), Reads())
 
 
 @breach(Cause.LEFT_BEHIND, Cause.CALLS)
@@ -825,6 +913,25 @@ def a_buffer_that_counts() -> Model:
             return x * (1 + 0.1 * self.calls)
 
     return model(Warms())
+
+
+@right
+def an_extra_state() -> Model:
+    class Steps(Block):
+        last = 0
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            if self.training:
+                self.last = step
+            return super().forward(x) * (1 + 0.1 * self.last)
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"last": self.last}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.last = state["last"]
+
+    return model(Steps(), Steps())
 
 
 @right

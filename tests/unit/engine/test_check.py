@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Layout, PackedBatch, check
-from penstock.engine.comparison import Cause, CheckReport, Way
+from penstock import EngineOptions, Layout, PackedBatch, check, num_loss_tokens, token_cross_entropy
+from penstock.engine.comparison import Cause, Check, CheckReport, Observed, OwnParts, Quantity, Way
 from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
 
 
@@ -76,6 +76,26 @@ def test_the_layers_the_batch_and_random_numbers_stay_as_they_are() -> None:
         assert all(own.grad is None for own in layer.parameters())
     assert [type(part) for layer in layers for part in layer.modules()] == types
     assert given.digest() == batch().digest()
+
+
+@pytest.mark.parametrize("quantity", Quantity)
+def test_each_quantity_is_compared(quantity: Quantity) -> None:
+    """A value that is another in one place alone is found there."""
+    parts = OwnParts(model(), token_cross_entropy, num_loss_tokens, EngineOptions(device="cpu"))
+    one = Check(parts, batch(), Layout(pp=2), 2, 4, 2)
+    one.run_plain(parts.copied(), 4, 2, one.plain)
+    places = [place for place in one.plain.values if place.kind is quantity]
+    assert places
+    changed = places[-1]
+
+    def run(found: Observed) -> None:
+        found.values |= one.plain.values
+        value = found.values[changed]
+        found.values[changed] = value + 1 if isinstance(value, int) else value.clone().add_(1)
+
+    found = one.compare(Way.STAGES, one.plain, run)
+    assert found is not None
+    assert (found.step, found.what) == (changed.step, f"{quantity.value} {changed.name}".strip() + " differs")
 
 
 @pytest.mark.shows(194)
