@@ -61,7 +61,7 @@ def test_the_layers_of_a_script_are_checked_up_to_its_first_step(
     assert main(["check", "--json", script]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["is_equal"] is False
-    assert found["differences"][0]["way"] == "stages"
+    assert found["differences"][0]["way"] == "apart"
     assert "left_behind" in [cause["name"] for cause in found["differences"][0]["causes"]]
 
 

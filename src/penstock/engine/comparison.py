@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, split
 from penstock.engine.folders.run_check import check_run as check_settings
@@ -328,15 +327,15 @@ class Observed:
 
 def _digest(value: Any) -> int:
     """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
-    found = 0
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found = zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode(), found)
-            data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), found)
-        else:
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        found = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())
+        return zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return zlib.crc32(repr([_digest(part) for part in value]).encode())
+    return zlib.crc32(repr(value).encode())
 
 
 def _is_equal(one: Any, other: Any) -> bool:
