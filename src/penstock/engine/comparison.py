@@ -658,6 +658,10 @@ def check(
         **changes: options of the engine by name, such as `optimizer`.
 
     Raises: ValueError for arguments that cannot be checked; whatever your own parts raise in a plain loop.
+
+    >>> layers = [torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)]
+    >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
+    >>> check(layers, batch, optimizer="sgd").raise_if_different()
     """
     options = changed(None, changes)
     return check_parts(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout or Layout(pp=2), steps)
