@@ -22,7 +22,7 @@ def of_name(name: str) -> Case:
     return next(case for case in (*BREACHES, *RIGHT) if case.name == name)
 
 
-@pytest.mark.shows(194)
+@pytest.mark.shows(196)
 @pytest.mark.parametrize("case", BREACHES, ids=[case.name for case in BREACHES])
 def test_a_breach_of_contract_is_named(case: Case) -> None:
     report = report_of(case)
@@ -30,7 +30,7 @@ def test_a_breach_of_contract_is_named(case: Case) -> None:
     assert {Cause.REFUSED, *case.causes} & set(report.first.causes), str(report)
 
 
-@pytest.mark.shows(194)
+@pytest.mark.shows(196)
 @pytest.mark.parametrize("case", RIGHT, ids=[case.name for case in RIGHT])
 def test_a_part_that_is_right_raises_no_alarm(case: Case) -> None:
     report = report_of(case)
@@ -42,7 +42,7 @@ def test_forty_kinds_of_breaches_and_forty_right_parts_are_held() -> None:
     assert len(RIGHT) >= 40
 
 
-@pytest.mark.shows(194)
+@pytest.mark.shows(196)
 def test_the_report_says_where_the_first_difference_is_and_raises_on_request() -> None:
     layers = [nn.Embedding(16, 8), Block(), Block(), nn.Linear(8, 16)]
     right = check(layers, batch())
@@ -62,7 +62,7 @@ def test_the_report_says_where_the_first_difference_is_and_raises_on_request() -
     assert causes[1].startswith("  or: a layer or the loss looks at how often")
 
 
-@pytest.mark.shows(194)
+@pytest.mark.shows(196)
 def test_the_layers_the_batch_and_random_numbers_stay_as_they_are() -> None:
     layers, given = model(nn.Sequential(Block(), nn.BatchNorm1d(8), nn.Dropout(0.5))), batch()
     types = [type(part) for layer in layers for part in layer.modules()]
@@ -98,7 +98,7 @@ def test_each_quantity_is_compared(quantity: Quantity) -> None:
     assert (found.step, found.what) == (changed.step, f"{quantity.value} {changed.name}".strip() + " differs")
 
 
-@pytest.mark.shows(194)
+@pytest.mark.shows(196)
 def test_more_stages_and_other_schedules_are_checked_too() -> None:
     assert check(model(), batch(), Layout(pp=4), schedule="zb-h1", steps=3).is_equal
 
