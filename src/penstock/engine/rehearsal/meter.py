@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from penstock.schedule import Step
 from penstock.schedule.rehearsal import BytesByKind, MemoryKind, MemoryPoint
@@ -250,30 +250,44 @@ def _is_view(func: Any) -> bool:
 # ---- arithmetic that torch's own counter does not know
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, of_keys: int = 1, of_values: int = 1) -> float:
+    """The two products of attention, or so many by the widths of keys and of values; heads come before tokens.
+
+    Torch's own formula knows no grouped heads before 2.12.
+    """
+    return 2.0 * q.shape[:-1].numel() * k.shape[2] * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> float:
+    """Scores are computed again; keys, queries and values have their gradients, and so have the scores."""
+    return _attention(q, k, v, of_keys=3, of_values=2)
+
+
 def _attention_of_tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> float:
-    """Torch's formula takes heads before tokens, but the kernel takes them after, unless sequences are packed."""
+    """The kernel takes heads after tokens, and packed sequences by their starts."""
     if starts is not None:
-        return _PACKED_ATTENTION(q, k, v, starts, *args, **kwargs)
-    return sdpa_flop_count(*(x.transpose(1, 2).shape for x in (q, k, v)))
+        return _PACKED_ATTENTION(q, _with_heads_of(q, k), _with_heads_of(q, v), starts, *args, **kwargs)
+    return _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _attention_of_tiles_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> float:
     _, _, starts, *_ = args
     if starts is not None:
-        return _PACKED_ATTENTION_BACKWARD(grad, q, k, v, *args, **kwargs)
-    return sdpa_backward_flop_count(*(x.transpose(1, 2).shape for x in (grad, q, k, v)))
+        return _PACKED_ATTENTION_BACKWARD(grad, q, _with_heads_of(q, k), _with_heads_of(q, v), *args, **kwargs)
+    return _attention_backward(grad, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _with_heads_of(q_THK: Tensor, x_TGK: Tensor) -> Tensor:
+    """A tensor of as many heads as queries have, of which only the shape is looked at."""
+    return x_TGK[:, :1].expand(-1, q_THK.shape[1], -1)
 
 
 _ATEN = torch.ops.aten
 _PACKED_ATTENTION = flop_registry[_ATEN._flash_attention_forward]
 _PACKED_ATTENTION_BACKWARD = flop_registry[_ATEN._flash_attention_backward]
 _FORMULAS: dict[Any, Callable[..., float]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *args, **kwargs: (
-        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: _attention(q, k, v),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _ATEN._flash_attention_forward: _attention_of_tiles,
     _ATEN._flash_attention_backward: _attention_of_tiles_backward,
 }
