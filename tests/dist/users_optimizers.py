@@ -1,9 +1,8 @@
-"""Published optimizers in the form that their authors give them: where they keep state, and how they write it."""
+"""Published optimizers: where they keep state, and how they write it."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 import torch
@@ -113,32 +112,29 @@ class Prodigy(torch.optim.Optimizer):
 
 
 class History(torch.optim.Optimizer):
-    """L-BFGS without a line search, whose history is in attributes. Source: Nocedal 1980, algorithm of section 2."""
+    """L-BFGS without a line search, whose history is in its group. Source: Nocedal 1980, algorithm of section 2."""
 
     divides = "model"
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=3)
-        self.last: Tensor | None = None
-        self.num_calls = 0
+        super().__init__(params, {"lr": lr, "pairs": [], "last": None, "moved": None})
         self._parameters = [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]
         flat = torch.cat([p.grad.flatten() for p in self._parameters])
         direction, shares = flat.clone(), []
-        if self.last is not None:
-            change = flat - self.last
-            if float(change @ self.moved) > 1e-12:
-                self.pairs.append((change, self.moved))
-        for change, moved in reversed(self.pairs):
+        if first["last"] is not None:
+            change = flat - first["last"]
+            if float(change @ first["moved"]) > 1e-12:
+                first["pairs"] = [*first["pairs"][-2:], (change, first["moved"])]
+        for change, moved in reversed(first["pairs"]):
             shares.append((moved @ direction) / (change @ moved))
             direction -= shares[-1] * change
-        for change, moved in self.pairs:
+        for change, moved in first["pairs"]:
             direction += moved * (shares.pop() - (change @ direction) / (change @ moved))
-        self.moved = -self.param_groups[0]["lr"] * direction
-        self.last, self.num_calls, done = flat, self.num_calls + 1, 0
+        first["last"], first["moved"], done = flat, -first["lr"] * direction, 0
         for parameter in self._parameters:
-            parameter.add_(self.moved[done : done + parameter.numel()].view_as(parameter))
+            parameter.add_(first["moved"][done : done + parameter.numel()].view_as(parameter))
             done += parameter.numel()

@@ -1549,16 +1549,15 @@ class Prodigy(torch.optim.Optimizer):
 
 
 class Shampoo(torch.optim.Optimizer):
-    """Preconditioners of shapes of their own, and a count of steps in an attribute."""
+    """Preconditioners of shapes of their own, and a count of steps in each group."""
 
     def __init__(self, params: Any, lr: float = 0.05):
-        super().__init__(params, {"lr": lr})
-        self.steps = 0
+        super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
         for group in self.param_groups:
+            group["steps"] += 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -1569,7 +1568,7 @@ class Shampoo(torch.optim.Optimizer):
                     state["left"] += gradient @ gradient.T
                     state["right"] += gradient.T @ gradient
                     gradient = self.root(state["left"]) @ gradient @ self.root(state["right"])
-                p.add_(gradient, alpha=-group["lr"] / self.steps**0.5)
+                p.add_(gradient, alpha=-group["lr"] / group["steps"] ** 0.5)
 
     @staticmethod
     def root(matrix: Tensor) -> Tensor:
@@ -1704,16 +1703,6 @@ def with_factors(layers: Callable[[], list[nn.Module]] = THREE) -> list[nn.Modul
     return made
 
 
-class Attached(torch.optim.SGD):
-    """Keeps its momentum in attributes of the parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.momentum = 0.9 * getattr(p, "momentum", 0.0) + p.grad
-            p.sub_(p.momentum, alpha=0.1)
-
-
 class NoisyByName(torch.optim.SGD):
     """Langevin dynamics: noise on each step, drawn from a seed of the parameter's own."""
 
@@ -1809,63 +1798,16 @@ class KeepsGradients(Each):
             p.sub_(0.1 * state["last"])
 
 
-class Decaying(Each):
-    """Counts its steps in its defaults."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.defaults["count"] = self.defaults.get("count", 0) + 1
-        super().step()
-
-    def one(self, p: Any, state: dict[Any, Any]) -> None:
-        p.sub_(0.1 / self.defaults["count"] * p.grad)
-
-
-class UnderTwoKeys(Each):
-    """Keeps its momentum under two keys, and that in another type than the parameter's."""
+class Wide(Each):
+    """Keeps its values in another type than the parameter's."""
 
     def one(self, p: Any, state: dict[Any, Any]) -> None:
         if not state:
-            state["sum"] = state["momentum"] = torch.zeros_like(p)
-            state["wide"] = p.double()
+            state["momentum"], state["wide"] = torch.zeros_like(p), p.double()
         assert state["wide"].dtype is torch.float64
-        state["sum"].mul_(0.9).add_(p.grad)
+        state["momentum"].mul_(0.9).add_(p.grad)
         state["wide"].sub_(state["momentum"].double(), alpha=0.1)
         p.copy_(state["wide"])
-
-
-class Underlined(Each):
-    def one(self, p: Any, state: dict[Any, Any]) -> None:
-        p._momentum = 0.9 * getattr(p, "_momentum", 0.0) + p.grad
-        p.sub_(0.1 * p._momentum)
-
-
-class Values(Each):
-    """Keeps the parameter's own memory, and only reads it."""
-
-    def one(self, p: Any, state: dict[Any, Any]) -> None:
-        p.copy_(state.setdefault("values", p.data) - 0.1 * p.grad)
-
-
-class Count:
-    value = 0
-
-    def __init__(self) -> None:
-        self.name = "count"
-
-    def __call__(self) -> int:
-        self.value += 1
-        return self.value
-
-
-class Counting(Each):
-    """Keeps a count in an object that can be called."""
-
-    def __init__(self, params: Any):
-        super().__init__(params)
-        self.count = Count()
-
-    def one(self, p: Any, state: dict[Any, Any]) -> None:
-        p.sub_(0.1 / (1 + self.count()) * p.grad)
 
 
 def with_hook(groups: Any, hook: Callable[[torch.optim.Optimizer], None]) -> torch.optim.Optimizer:
@@ -1875,10 +1817,11 @@ def with_hook(groups: Any, hook: Callable[[torch.optim.Optimizer], None]) -> tor
 
 
 def fading(optimizer: Any) -> None:
-    """Scales gradients by a count that it keeps in the optimizer."""
-    optimizer.count = getattr(optimizer, "count", 0) + 1
-    for p in [p for group in optimizer.param_groups for p in group["params"]]:
-        p.grad.div_(optimizer.count)
+    """Scales gradients by a count that it keeps in the groups."""
+    for group in optimizer.param_groups:
+        group["count"] = group.get("count", 0) + 1
+        for p in group["params"]:
+            p.grad.div_(group["count"])
 
 
 KEEPING = {
@@ -1886,20 +1829,10 @@ KEEPING = {
     "gradients replaced by the optimizer": NewGradient,
     "gradients removed by the optimizer": NoGradient,
     "gradients themselves in the state": KeepsGradients,
-    "a count in the optimizer's defaults": Decaying,
-    "one tensor under two keys, and one in fp64": UnderTwoKeys,
-    "a count that a hook keeps in the optimizer": partial(with_hook, hook=fading),
+    "state in fp64": Wide,
+    "a count that a hook keeps in the groups": partial(with_hook, hook=fading),
 }
 CASES |= {name: Case(THREE, optimizer=made, num_steps=4, resumes=True) for name, made in KEEPING.items()}
-NOT_KEPT = {
-    "keeps '_momentum' as an attribute of layers.0.weight": Underlined,
-    "keeps 'values' of layers.0.weight in the memory of a parameter": Values,
-    "keeps 'count' of all parameters as a Count": Counting,
-}
-CASES |= {
-    f"an optimizer that {text}": Case(THREE, optimizer=own, refused=text, resumes=True)
-    for text, own in NOT_KEPT.items()
-}
 
 # ---- rates, groups, and what a user does between steps
 
@@ -2027,12 +1960,6 @@ CASES |= {
     f"{name}, saved and resumed": Case(THREE, optimizer=made, num_steps=4, resumes=True)
     for name, made in RESUMED.items()
 }
-CASES["Lookahead around AdamW, saved and resumed"] = Case(
-    THREE, optimizer=AHEAD, num_steps=4, resumes=True, refused="the optimizer Lookahead"
-)
-CASES["momentum in attributes of parameters, saved and resumed"] = Case(
-    THREE, optimizer=Attached, num_steps=4, resumes=True, refused="keeps 'momentum' as an attribute of layers.0.weight"
-)
 CASES["layers with buffers, saved and resumed"] = Case(model(RunningMean, RunningMean), num_steps=4, resumes=True)
 CASES["layers with extra state, saved and resumed"] = Case(model(Keeps, Keeps), num_steps=4, resumes=True)
 

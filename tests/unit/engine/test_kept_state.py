@@ -1,11 +1,10 @@
 """State beside the weights: buffers that are saved or not, and what a failed call leaves, in one process."""
 
-from collections import deque
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from penstock import (
 from penstock.data import BatchError
 from penstock.engine.optimizer.torch_stepper import TorchStepper
 from penstock.model import decoder_units
-from penstock.settings import ModelConfig, OptimizerConfig
+from penstock.settings import ModelConfig, OptimizerConfig, ParameterGroup
 
 BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
 CONFIG = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2, max_length=8)
@@ -161,146 +160,62 @@ def test_an_optimizer_steps_as_often_as_the_engine(factory: Any, name: str, tmp_
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps something in one of the places where optimizers keep it."""
+    """Keeps something in one of the places of a state dict."""
 
     def __init__(self, groups: Any, where: str, what: Any) -> None:
         super().__init__(groups, lr=0.1)
         self.where, self.what = where, what
-        self.log: Any = None
 
     def step(self, closure: Any = None) -> None:
         super().step()
         own = self.what() if callable(self.what) else self.what
-        if self.where == "attributes":
-            self.log = own
         for group in self.param_groups:
             if self.where == "groups":
                 group["log"] = own
             for parameter in group["params"]:
                 self.state[parameter]["log"] = own if self.where == "state" else 1
 
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return found | {"log": self.what} if self.where == "dict" else found
+
 
 @pytest.mark.shows(162)
 @pytest.mark.parametrize(
-    ("where", "words"),
-    [("state", "of layers.0.weight"), ("groups", "of all parameters"), ("attributes", "of all parameters")],
+    ("where", "words"), [("state", "layers.0.weight"), ("groups", "group 0"), ("dict", "the whole optimizer")]
 )
-def test_what_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
+def test_state_that_no_checkpoint_can_hold_is_refused_by_name_at_the_first_save(
     where: str, words: str, tmp_path: Path
 ) -> None:
     engine = engine_of(optimizer=OptimizerConfig(factory=partial(Keeping, where=where, what=[{1}])))
-    engine.save(tmp_path / "before")
     engine.train_batch(BATCH)
-    with pytest.raises(ConfigError, match=rf"Keeping.* keeps 'log' {words} as a set, which a checkpoint cannot hold"):
+    with pytest.raises(ConfigError, match=rf"Keeping has state of {words} that no .*, 'log': a set cannot be"):
         engine.save(tmp_path / "after")
     assert engine.train_batch(BATCH).success, "training goes on"
     engine.close()
-
-
-class ByParameter(torch.optim.SGD):
-    """Keeps a momentum of each parameter in a dictionary of its own, or in one of torch's."""
-
-    def __init__(self, groups: Any, key: Any, place: str) -> None:
-        super().__init__(groups, lr=0.1)
-        self.key, self.place = key, place
-        self.mom: dict[Any, Tensor] = {}
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            holder = {"own": self.mom, "attribute": vars(self), "state": self.state[parameter]}[self.place]
-            parameter.grad = holder.setdefault(self.key(parameter), torch.zeros_like(parameter)).add_(parameter.grad)
-        super().step()
-
-
-ADDRESS = r"by the address of a parameter \(id\(p\)\), which another process does not have"
-
-
-@pytest.mark.shows(162)
-@pytest.mark.parametrize(
-    ("key", "place", "words"),
-    [
-        (id, "own", rf"'mom' of all parameters {ADDRESS}"),
-        (lambda p: f"of {id(p)}", "own", rf"'mom' of all parameters {ADDRESS}"),
-        (lambda p: f"mom{id(p)}", "attribute", rf"'mom\d+' of all parameters {ADDRESS}"),
-        (id, "state", rf"\d+ of layers\.0\.weight {ADDRESS}"),
-        (lambda p: p, "own", "'mom' of all parameters in a dictionary by tensors, which a checkpoint cannot hold"),
-    ],
-)
-def test_what_is_kept_by_a_parameter_or_its_address_is_refused_at_the_first_save(
-    key: Any, place: str, words: str, tmp_path: Path
-) -> None:
-    engine = engine_of(optimizer=OptimizerConfig(factory=partial(ByParameter, key=key, place=place)))
-    engine.save(tmp_path / "before")
-    engine.train_batch(BATCH)
-    engine.train_batch(BATCH)
-    with pytest.raises(ConfigError, match=rf"ByParameter keeps {words}; key it by the parameter \(self.state\[p\]\)$"):
-        engine.save(tmp_path / "after")
-    assert engine.train_batch(BATCH).success, "training goes on"
-    engine.close()
-
-
-class Flat(torch.optim.SGD):
-    """Keeps a momentum of each parameter in one memory, or a factor that it never writes to."""
-
-    def __init__(self, groups: Any, is_written: bool) -> None:
-        super().__init__(groups, lr=0.1)
-        self.is_written, self.flat = is_written, torch.zeros(1000)
-
-    def step(self, closure: Any = None) -> None:
-        for number, parameter in enumerate(self.param_groups[0]["params"]):
-            own = self.flat[number * 200 :][: parameter.numel()].view_as(parameter)
-            self.state[parameter]["own"] = own.add_(parameter.grad) if self.is_written else own
-        super().step()
-
-
-@pytest.mark.shows(162)
-def test_what_is_written_in_memory_that_another_has_is_refused_at_the_first_save(tmp_path: Path) -> None:
-    for is_written in (False, True):
-        engine = engine_of(optimizer=OptimizerConfig(factory=partial(Flat, is_written=is_written)))
-        engine.train_batch(BATCH)
-        if not is_written:
-            engine.save(tmp_path)
-            continue
-        words = r"Flat keeps 'own' of layers\.\d\.weight in the memory of 'own' of layers\.\d\.weight"
-        with pytest.raises(ConfigError, match=words):
-            engine.save(tmp_path)
 
 
 class Fallible(torch.optim.SGD):
-    """Keeps a count in one of many places, by which it steps, and can fail after half of its parameters."""
+    """Keeps a count in a place of its state dict, by which it steps, and can fail after half of its parameters."""
 
     fails = False
 
     def __init__(self, groups: Any, where: str) -> None:
         super().__init__(groups, lr=0.1)
-        self.where, self.counts, self.array = where, {"all": torch.zeros(2)}, np.zeros(1)
-        self.numbers = np.random.default_rng(3)
-        self.object = Counts()
-        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.where = where
 
     def num_steps(self, parameter: Any) -> float:
-        holders: dict[str, Any] = {
-            "state": self.state[parameter],
-            "another's state": self.inner.state[parameter],
-            "defaults": self.defaults,
-            "attribute": vars(parameter),
-            "object": vars(self.object),
-            "list in an object": self.object.values,
-            "array": self.array,
-        }
-        if self.where == "generator":
-            return 1.0 + float(self.numbers.random())
-        if self.where == "view":
-            self.state[parameter].setdefault("own", self.counts["all"][:1]).add_(1)
-            return float(self.counts["all"][0])
         if self.where == "memory":
             parameter.data = parameter.data.clone()
             own = self.state[parameter].setdefault("own", torch.zeros(0))
             own.data = torch.cat([own, torch.ones(1)])
             return float(len(own))
-        holder, key = holders[self.where], 0 if self.where in ("array", "list in an object") else "_count"
-        holder[key] = (holder[key] if key == 0 else holder.get(key, 0)) + 1
-        return float(holder[key])
+        if self.where == "list":
+            counts = self.state[parameter].setdefault("counts", [torch.zeros(2, dtype=torch.int32)])
+            return float(counts[0].add_(1)[0])
+        holder = self.param_groups[0] if self.where == "group" else self.state[parameter]
+        holder["count"] = holder.get("count", 0) + 1
+        return float(holder["count"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -311,13 +226,7 @@ class Fallible(torch.optim.SGD):
                 raise ArithmeticError("made to fail")
 
 
-class Counts:
-    def __init__(self) -> None:
-        self.values = [0]
-
-
-PLACES = ["state", "another's state", "defaults", "attribute", "object", "list in an object", "array", "generator"]
-PLACES += ["view", "memory"]
+PLACES = ["state", "list", "group", "memory"]
 
 
 @pytest.mark.shows(112)
@@ -336,29 +245,55 @@ def test_an_optimizers_step_that_fails_is_as_if_it_had_not_been_tried(
     assert [name for name, own in engine.parameters().items() if not torch.equal(own, theirs[name])] == []
 
 
-@pytest.mark.shows(162)
-@pytest.mark.parametrize("where", ["state", "groups", "attributes"])
-def test_lists_and_dictionaries_and_tensors_of_other_classes_come_back(where: str, tmp_path: Path) -> None:
-    def what() -> Any:
-        return {"a": [1, (2.5, None), deque([torch.arange(3)], 2)], 7: TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}
+def kept_by(engine: Engine, where: str) -> Any:
+    """The value that an engine's optimizer keeps there."""
+    optimizer = next(own for own in engine.trainer.optimizer._steppers if isinstance(own, TorchStepper))._optimizer
+    return (next(iter(optimizer.state.values())) if where == "state" else optimizer.param_groups[0])["log"]
 
-    config = OptimizerConfig(factory=partial(Keeping, where=where, what=what))
+
+@pytest.mark.shows(162)
+@pytest.mark.parametrize("where", ["state", "groups"])
+def test_lists_and_dictionaries_come_back(where: str, tmp_path: Path) -> None:
+    value = {"a": [1, (2.5, None), [torch.arange(3)]], 7: torch.ones(2, dtype=torch.float64)}
+    config = OptimizerConfig(factory=partial(Keeping, where=where, what=value))
     engine, other = engine_of(optimizer=config), engine_of(optimizer=config)
     engine.train_batch(BATCH)
     engine.save(tmp_path)
     other.load(tmp_path)
-    for one in (engine, other):
-        optimizer = next(own for own in one.trainer.optimizer._steppers if isinstance(own, TorchStepper))._optimizer
-        assert isinstance(optimizer, Keeping)
-        found = {
-            "state": next(iter(optimizer.state.values()))["log"],
-            "groups": optimizer.param_groups[0].get("log"),
-            "attributes": optimizer.log,
-        }[where]
-        assert found["a"][:2] == [1, (2.5, None)] and found["a"][2].maxlen == 2
-        assert torch.equal(found["a"][2][0], torch.arange(3)) and isinstance(found[7], TwoTensor)
-        assert torch.equal(found[7].a, torch.ones(2, 3)) and torch.equal(found[7].b, torch.zeros(2, 3))
-        one.close()
+    found = kept_by(other, where)
+    assert found is not value and str(found) == str(value)
+    assert found["a"][2][0].dtype is torch.int64
+    engine.close()
+    other.close()
+
+
+@pytest.mark.shows(162)
+def test_values_of_a_group_that_is_frozen_now_are_left(tmp_path: Path) -> None:
+    groups = (ParameterGroup("layers.2.*"),)
+    config = OptimizerConfig(factory=partial(Keeping, where="groups", what=1), groups=groups)
+    frozen = replace(config, groups=(replace(groups[0], frozen=True),))
+    engine, other = engine_of(optimizer=config), engine_of(optimizer=frozen)
+    engine.train_batch(BATCH)
+    engine.save(tmp_path)
+    other.load(tmp_path)
+    assert other.step == 1 and kept_by(other, "groups") == 1
+    engine.close()
+    other.close()
+
+
+@pytest.mark.shows(162)
+def test_tensors_of_other_classes_come_back(tmp_path: Path) -> None:
+    what = lambda: TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))  # noqa: E731
+    config = OptimizerConfig(factory=partial(Keeping, where="state", what=what))
+    engine, other = engine_of(optimizer=config), engine_of(optimizer=config)
+    engine.train_batch(BATCH)
+    engine.save(tmp_path)
+    other.load(tmp_path)
+    found = kept_by(other, "state")
+    assert isinstance(found, TwoTensor)
+    assert torch.equal(found.a, torch.ones(2, 3)) and torch.equal(found.b, torch.zeros(2, 3))
+    engine.close()
+    other.close()
 
 
 @pytest.mark.shows(162)

@@ -44,7 +44,7 @@ from penstock.engine.checkpoint.manifest import (
     warn_of,
     write_manifest,
 )
-from penstock.engine.optimizer.form import STATE, state_name
+from penstock.engine.optimizer.state import STATE, is_of_all, state_name
 from penstock.io.files import naming, read_json_object, remove, sync_folder, write_durably
 from penstock.parallel import Grid
 from penstock.parallel.host import Gather, gather_json, on_all_ranks
@@ -139,7 +139,8 @@ class CheckpointReader:
     def check_used(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor], ignored: str = "") -> None:
         """Refuse a checkpoint with tensors that no rank asks for, but for names that begin with `ignored`.
 
-        Attributes of layers, which older checkpoints hold, need not be asked for either.
+        Values of parameter groups that are not stepped now, and attributes of layers, which older checkpoints hold,
+        need not be asked for either.
 
         Raises: ValueError naming some of them, on all ranks alike.
         """
@@ -147,6 +148,7 @@ class CheckpointReader:
         unused = sorted(info.stored.keys() - {name for names in asked for name in names})
         unused = [name for name in unused if not (ignored and name.startswith(ignored))]
         unused = [name for name in unused if not name.startswith((f"{ATTRIBUTE}.", f"{ATTRIBUTE}@"))]
+        unused = [name for name in unused if not (name.startswith(STATE) and is_of_all(state_name(name)[1]))]
         if unused:
             raise ValueError(f"checkpoint {info.path} holds {len(unused)} tensors that the model lacks: {unused[:3]}")
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.optimizer.form import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.groups import ParameterGroups, Rates
+from penstock.engine.optimizer.state import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import Block, FlatStepper, OwnedState, SetAside, StateName, Stored, Values
 from penstock.engine.optimizer.torch_stepper import TorchStepper, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction

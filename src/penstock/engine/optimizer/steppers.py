@@ -19,7 +19,6 @@ from torch.optim.adamw import adamw
 
 from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
-from penstock.runtime.layer_state import KeptState
 from penstock.settings import ConfigError
 from penstock.settings.declare import match, mismatch
 from penstock.settings.training import Course, Division
@@ -116,7 +115,13 @@ class FlatStepper(ABC):
     def snapshot(self) -> Callable[[], None]:
         """Copy masters and state as they are before a step; returns a function that puts them back."""
         tensors = [t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)]
-        return KeptState.of_values(tensors).hold().restore
+        before = [tensor.clone() for tensor in tensors]
+
+        def restore() -> None:
+            for tensor, values in zip(tensors, before, strict=True):
+                tensor.copy_(values)
+
+        return restore
 
     @property
     def state_bytes(self) -> int:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import SECOND_COPY, build_on_all_ranks, local_state
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, warn_of_attributes
-from penstock.engine.optimizer.form import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
+from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
