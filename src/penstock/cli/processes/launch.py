@@ -35,9 +35,6 @@ _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
 # Workers that are not done in the time they have after a request to end report it and end by themselves.
 _REPORT_LATE_S = 5.0
-# A worker that stands still for this long after a request to end is taken for stopped: a debugger that looks into one
-# stops it for a moment.
-_STOPPED_LIMIT_S = 1.0
 # How long this process tries to reach its own store; torch's limit is five minutes.
 _STORE_LIMIT_S = 20.0
 _POLL_S = 0.5
@@ -233,13 +230,11 @@ class _Workers:
     shutdown_timeout_s: float
     #: the first signal by which this process was asked to end
     stopped_by: signal.Signals | None
-    #: rank -> why this process had to kill it, and not only to ask it to end
-    killed: dict[int, str]
+    #: ranks that this process had to kill, and not only to ask to end
+    killed: set[int]
     #: ranks that this process has asked to end
     asked: set[int]
-    #: rank -> since when it has been seen to stand still after a request to end, in seconds of the monotonic clock
-    _stopped_since: dict[int, float]
-    #: when the workers that are left are asked to end, and when they are killed, by the same clock
+    #: when the workers that are left are asked to end, and when they are killed, in seconds of the monotonic clock
     _ask_at: float
     _kill_at: float
     #: True once some worker has ended without being done
@@ -247,7 +242,7 @@ class _Workers:
 
     def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
         self.processes, self.shutdown_timeout_s = list(processes), shutdown_timeout_s
-        self.stopped_by, self.killed, self.asked, self._stopped_since = None, {}, set(), {}
+        self.stopped_by, self.killed, self.asked = None, set(), set()
         self._ask_at = self._kill_at = math.inf
         self._has_failed = False
 
@@ -270,8 +265,6 @@ class _Workers:
                 for number in signals.recv(64):
                     self._on_signal(signal.Signals(number))
             now = time.monotonic()
-            if self.stopped_by is not None:
-                self._kill_stopped(now)
             if not self._has_failed and any(process.exitcode not in (None, WORKER_DONE) for process in self.processes):
                 self._has_failed = True
                 self._ask_at = min(self._ask_at, now + _REPORT_LIMIT_S)
@@ -285,32 +278,14 @@ class _Workers:
     def kill(self) -> None:
         """Kill the workers that are left, with what they have started."""
         for rank in self._alive():
-            self._kill(rank, "had been stopped (SIGSTOP)" if self._is_stopped(rank) else "did not end when asked to")
-
-    def _kill_stopped(self, now: float) -> None:
-        """Kill workers that have stood still for a while: they hear nothing, and the others wait for them."""
-        for rank in self._alive():
-            if not self._is_stopped(rank):
-                self._stopped_since.pop(rank, None)
-            elif now >= self._stopped_since.setdefault(rank, now) + _STOPPED_LIMIT_S:
-                self._kill(rank, "had been stopped (SIGSTOP)")
-
-    def _kill(self, rank: int, why: str) -> None:
-        process = self.processes[rank]
-        if process.pid is None:
-            return
-        self.killed[rank] = why
-        # It leads a group of its own, unless it has only just been started.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-
-    def _is_stopped(self, rank: int) -> bool:
-        try:
-            return Path(f"/proc/{self.processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        except OSError:
-            return False
+            process = self.processes[rank]
+            assert process.pid is not None
+            self.killed.add(rank)
+            # It leads a group of its own, unless it has only just been started.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
 
     def exit_code(self, again: str) -> int:
         """The exit code of the command; reports workers that could not explain themselves."""
@@ -324,7 +299,7 @@ class _Workers:
             if ended[rank] == 0:
                 say(f"{who} was ended with code 0 before its work was done; the same command {again}")
             elif rank in self.killed:
-                say(f"{who} {self.killed[rank]} and was killed; the same command {again}")
+                say(f"{who} did not end when asked to and was killed; the same command {again}")
             elif code < 0 and (code != -signal.SIGTERM or rank not in self.asked):
                 say(f"{who} was killed by {signal.Signals(-code).name}; the same command {again}")
         # Those of a run that was stopped have said so, and have saved.
@@ -350,7 +325,13 @@ class _Workers:
     def _ask(self) -> None:
         self.asked.update(self._alive())
         for rank in self._alive():
-            self.processes[rank].terminate()
+            process = self.processes[rank]
+            assert process.pid is not None
+            process.terminate()
+            # One that stands still (SIGSTOP) would not hear of it; after a failure it is what the others wait for.
+            if self.stopped_by is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
 
 
 # ---- in the workers
@@ -375,25 +356,12 @@ def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inher
 
 
 def _follow(launcher: int, rank: int) -> None:
-    """Get SIGTERM and SIGCONT when the launcher dies, so that no worker is left behind; Linux alone can do this.
-
-    A worker that stands still (SIGSTOP) would never hear of SIGTERM alone.
-    """
+    """Be killed when the launcher dies, so that no worker is left behind; Linux alone can do this."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    asked = threading.Event()
-
-    def continue_at_death() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-        asked.set()
-        threading.Event().wait()
-
-    # Each thread has one such signal, for as long as it lives.
-    threading.Thread(target=continue_at_death, name="penstock follows its launcher", daemon=True).start()
-    asked.wait()
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # What `ps` and `top` show, where all forked processes have the launcher's command line.
     libc.prctl(_PR_SET_NAME, f"penstock-{rank}".encode())
     if os.getppid() != launcher:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
