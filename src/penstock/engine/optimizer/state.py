@@ -134,7 +134,8 @@ def _as_read(tensor: Tensor, dtype: str) -> Tensor:
 
 def _copied_leaf(leaf: Any) -> Any:
     if not is_traceable_wrapper_subclass(leaf):
-        return copy.deepcopy(leaf)
+        # A deep copy of a tensor without values would be one of memory that it does not have.
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
     # Many of these classes cannot be cloned.
     inside = _inside(leaf)
     inside["tensors"] = {name: own.clone() for name, own in inside["tensors"].items()}

@@ -77,11 +77,13 @@ class TorchStepper:
             # A user's own may keep its gradients, as it may where a plain loop sets them to None.
             one.parameter.grad = one.gradient if self._is_known else one.gradient.clone()
         self._optimizer.step()
-        for one in () if self._is_known else self._stepped.values():
+        for one in self._stepped.values():
+            one.parameter.grad = None
+            if self._is_known:
+                continue
             if one.parameter.data_ptr() != one.values.data_ptr() or one.parameter.stride() != one.values.stride():
                 one.values.copy_(one.parameter)
                 one.parameter.data = one.values
-            one.parameter.grad = None
 
     # ---- its state
 
