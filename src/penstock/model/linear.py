@@ -343,13 +343,14 @@ class WeightGradients:
         while queue:
             # Popped, so that both factors are freed as soon as their product is computed.
             for parameter, part in queue.pop().compute():
-                grad = part.to(parameter.grad_dtype)
-                sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
+                if parameter in sums:
+                    part = sums[parameter].to(parameter.grad_dtype).add_(part)
+                sums[parameter] = part
                 num_uses[parameter] -= 1
                 if num_uses[parameter] == 0:
                     total = sums.pop(parameter)
                     if parameter.grad is None:
-                        parameter.grad = total
+                        parameter.grad = total.to(parameter.grad_dtype)
                     else:
                         parameter.grad.add_(total)
 
