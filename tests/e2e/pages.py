@@ -122,8 +122,7 @@ class PageRun:
             "sh": self._shell,
             "toml": self._toml,
             "csv": self._file,
-            # For a program that the tests do not have.
-            "nginx": lambda block: None,
+            "nginx": check_unrun,
             "jsonl": self._file,
         }
         try:
@@ -252,7 +251,7 @@ def check_unrun(block: Block) -> None:
         texts = lines_of(block.text) if block.language == "sh" else [line for line, _ in commands_of(block.text)]
         for text in texts:
             check_command(shlex.split(text, comments=True))
-    elif block.language != "text":
+    elif block.language not in ("text", "nginx"):
         raise ValueError(f"a block of {block.language!r} can be run")
 
 
