@@ -331,7 +331,7 @@ class WeightGradients:
     def drain(queue: list[PendingGradient]) -> None:
         """Compute the queued gradients, accumulate them in the parameters, and leave the queue empty.
 
-        Several uses of one parameter are summed first, as autograd does, in the dtype that its gradient has.
+        Several uses of one parameter are summed first, as autograd does.
         """
         num_uses: dict[Tensor, int] = {}
         for pending in queue:
@@ -343,14 +343,12 @@ class WeightGradients:
         while queue:
             # Popped, so that both factors are freed as soon as their product is computed.
             for parameter, part in queue.pop().compute():
-                if parameter in sums:
-                    part = sums[parameter].to(parameter.grad_dtype).add_(part)
-                sums[parameter] = part
+                sums[parameter] = sums[parameter].add_(part) if parameter in sums else part
                 num_uses[parameter] -= 1
                 if num_uses[parameter] == 0:
                     total = sums.pop(parameter)
                     if parameter.grad is None:
-                        parameter.grad = total.to(parameter.grad_dtype)
+                        parameter.grad = total
                     else:
                         parameter.grad.add_(total)
 

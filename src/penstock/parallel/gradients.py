@@ -290,7 +290,8 @@ class GradientBuckets:
         }
         for place in self.places:
             place.parameter.grad = None
-            place.parameter.grad_dtype = self.gradients[place.name].dtype
+            # Any: autograd then adds a 16-bit gradient into an fp32 one without a copy of it in fp32.
+            place.parameter.grad_dtype = None
         self.zero_()
 
     @property
