@@ -20,7 +20,7 @@ from penstock.cli.options import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.engine import Engine
 from penstock.engine.options import EngineOptions
-from penstock.engine.training.losses import token_cross_entropy
+from penstock.engine.training.loss import token_cross_entropy
 from penstock.model import decoder_units
 from penstock.runtime import StepError
 from penstock.settings import Layout, ModelConfig

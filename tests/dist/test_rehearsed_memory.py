@@ -13,7 +13,7 @@ from penstock.engine import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.step import MeteredRecorder, RehearsedBatch, claim_state, rehearse
-from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router

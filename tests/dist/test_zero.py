@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.training.losses import token_cross_entropy
+from penstock.engine.training.loss import token_cross_entropy
 from penstock.model import decoder_units
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision
 from tests.covering import EVERY

@@ -107,7 +107,7 @@ class _Reached(BaseException):
 def _of_script(given: Any) -> CheckReport:
     from penstock.data import PackedBatch
     from penstock.engine.comparison import OwnParts, check_parts
-    from penstock.engine.training.losses import num_loss_tokens, token_cross_entropy
+    from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
     from penstock.settings import Layout
 
     layers, reached = _first_step(given.file, given.words)

@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.generation.answers import GenerateOptions
     from penstock.engine.options import EngineOptions
-    from penstock.engine.training.losses import (
+    from penstock.engine.training.loss import (
         EvaluationLoss,
-        Metric,
-        MetricReduction,
         ZeroLossWeight,
         labelled_rows,
         num_loss_tokens,
         token_cross_entropy,
     )
+    from penstock.engine.training.metrics import Metric, MetricReduction
     from penstock.engine.training.scorer import PerToken, token_scores
     from penstock.engine.training.trainer import TrainResult
     from penstock.engine.watch import EarlyStop, Trackers
@@ -53,17 +52,17 @@ _FILE_OF = {
     "CheckpointError": "checkpoint",
     "Engine": "engine",
     "EngineOptions": "options",
-    "EvaluationLoss": "training.losses",
+    "EvaluationLoss": "training.loss",
     "GenerateOptions": "generation.answers",
-    "Metric": "training.losses",
-    "MetricReduction": "training.losses",
+    "Metric": "training.metrics",
+    "MetricReduction": "training.metrics",
     "PerToken": "training.scorer",
     "TrainResult": "training.trainer",
-    "ZeroLossWeight": "training.losses",
+    "ZeroLossWeight": "training.loss",
     "check": "comparison",
-    "labelled_rows": "training.losses",
-    "num_loss_tokens": "training.losses",
-    "token_cross_entropy": "training.losses",
+    "labelled_rows": "training.loss",
+    "num_loss_tokens": "training.loss",
+    "token_cross_entropy": "training.loss",
     "token_scores": "training.scorer",
 }
 

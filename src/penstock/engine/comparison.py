@@ -29,7 +29,7 @@ from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn, r
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.plain_loop import PlainLoop
-from penstock.engine.training.losses import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.model import UnitSpec, decoder_units
 from penstock.parallel.device import agree_on_device
 from penstock.runtime import PipelineError

@@ -24,7 +24,7 @@ from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training import scorer
-from penstock.engine.training.losses import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook
 from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
 from penstock.engine.watch import Watchers

@@ -17,7 +17,7 @@ from penstock.engine.build import Ties, build_unit
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
-from penstock.engine.training.losses import LossFn, LossMetrics, LossWeightFn
+from penstock.engine.training.loss import LossFn, LossMetrics, LossWeightFn
 from penstock.model import NUMBERS, Given, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from penstock.engine.folders.runs import MetricsLog
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.losses import EvaluationLoss
+from penstock.engine.training.loss import EvaluationLoss
 from penstock.engine.training.trainer import TrainResult
 from penstock.io.files import naming, read_text
 from penstock.parallel.host import gather_json, on_all_ranks

@@ -12,7 +12,7 @@ from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse, rehearse_run
-from penstock.engine.training.losses import token_cross_entropy
+from penstock.engine.training.loss import token_cross_entropy
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.parallel.collectives import Collectives
 from penstock.schedule import Op

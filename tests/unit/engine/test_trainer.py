@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock import Engine, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL
 from penstock.engine import EngineOptions
-from penstock.engine.training.losses import token_cross_entropy
+from penstock.engine.training.loss import token_cross_entropy
 from penstock.engine.training.trainer import TrainResult
 from penstock.model import decoder_units
 from penstock.settings import ExpertConfig, ModelConfig, Normalize, OptimizerConfig, Precision

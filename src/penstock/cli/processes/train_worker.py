@@ -24,7 +24,7 @@ from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name, ran
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
-from penstock.engine.training.losses import LossFn, LossWeightFn
+from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog

@@ -30,7 +30,7 @@ from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, tokenizer_of
 from penstock.engine.options import EngineOptions
-from penstock.engine.training.losses import (
+from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,
     comparison_loss,

@@ -31,7 +31,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
-from penstock.engine.training.losses import LossFn, LossMetrics, token_cross_entropy
+from penstock.engine.training.loss import LossFn, LossMetrics, token_cross_entropy
 from penstock.engine.training.microbatches import AgreedSplit
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.data import PackedBatch
 from penstock.engine.pipeline import Pipeline, StartReduction
-from penstock.engine.training.losses import check_total
+from penstock.engine.training.loss import check_total
 from penstock.engine.training.microbatches import (
     AgreedSplit,
     BatchCall,

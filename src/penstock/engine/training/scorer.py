@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
-from penstock.engine.training.losses import (
+from penstock.engine.training.loss import (
     EvaluationLoss,
     LossFn,
     LossMetrics,

@@ -25,10 +25,9 @@ from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker
 from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
-from penstock.engine.training.losses import (
-    AuxLossReport,
-    AuxLossTracker,
+from penstock.engine.training.loss import (
     LossFn,
     LossMetrics,
     LossWeightFn,

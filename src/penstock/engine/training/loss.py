@@ -1,45 +1,30 @@
-"""The losses of a step: the main one with its weight and divisor, numbers beside it, and auxiliary losses."""
+"""The main loss of a step: the functions that give it, their calls, its weight, and what it is divided by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from penstock.data import NO_LABEL, PackedBatch, rows_with_label
-from penstock.engine.build import SECOND_COPY
+from penstock.data import NO_LABEL, PackedBatch
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.metrics import Metric, MetricReduction, reduced_number
 from penstock.engine.training.microbatches import AgreedSplit
-from penstock.model import (
-    AuxLoss,
-    AuxLosses,
-    FutureTokens,
-    Logits,
-    cross_entropy_sum,
-    numbers_asked,
-    reduction_of_labels,
-)
-from penstock.model.layers.router import Balance
+from penstock.model import Logits, cross_entropy_sum, numbers_asked, reduction_of_labels
 from penstock.model.linear import dtype_of_sums
-from penstock.parallel import sum_tied
 from penstock.parallel.host import gather_json
-from penstock.runtime import Feed
 from penstock.settings import Normalize
-from penstock.settings.declare import NamedValue, type_in_words, words_of
-
-# ---- The default loss function and its weight, and what the loss is divided by
-
+from penstock.settings.declare import type_in_words, words_of
 
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
@@ -125,7 +110,7 @@ class ZeroLossWeight(ValueError):
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> engine.train_batch(PackedBatch.from_documents([torch.arange(1)]))
     Traceback (most recent call last):
-    penstock.engine.training.losses.ZeroLossWeight: the loss weights of the whole batch sum to 0 over 1 ...
+    penstock.engine.training.loss.ZeroLossWeight: the loss weights of the whole batch sum to 0 over 1 ...
     """
 
 
@@ -187,66 +172,6 @@ def loss_factor(
         totals = [total for total in agreed.rank_totals for _ in range(num_cp)]
     factors = loss_factors(mode, weights, totals or agreed.rank_totals)
     return lambda i: factors[i] * loss_scale if factors else 0.0
-
-
-# ---- Numbers that a loss function reports beside the loss, reduced over microbatches and ranks
-
-
-class MetricReduction(NamedValue):
-    """The way from the microbatches' numbers to that of the step; a mean is weighted.
-
-    >>> MetricReduction("mean") is MetricReduction.MEAN
-    True
-    """
-
-    SUM = "sum"
-    MEAN = "mean"
-    MIN = "min"
-    MAX = "max"
-
-
-_REDUCTIONS = [reduction.value for reduction in MetricReduction]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One microbatch's part of a number that a loss function reports.
-
-    Args:
-        value: a number, or a tensor of one element.
-        reduction: over microbatches and ranks: "sum", "mean", "min" or "max".
-        weight: that of `value` in the mean, such as the number of tokens of which it is the mean.
-
-    Raises: ValueError for another reduction, a value of more than one element, or a weight without a mean.
-
-    >>> def loss_fn(logits, microbatch):
-    ...     labels = microbatch["labels"]
-    ...     hits = logits.argmax(-1)[labels != NO_LABEL] == labels[labels != NO_LABEL]
-    ...     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    ...     return loss, {"accuracy": Metric(hits.float().mean(), "mean", weight=len(hits))}
-    >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
-    >>> result = engine.train_batch(PackedBatch.from_documents([torch.arange(5), torch.arange(3)]), loss_fn)
-    >>> 0 <= result.metrics["accuracy"] <= 1
-    True
-    """
-
-    value: float | Tensor
-    reduction: MetricReduction | str = MetricReduction.SUM
-    weight: float | Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.reduction not in _REDUCTIONS:
-            raise ValueError(f"a metric's reduction is one of {', '.join(_REDUCTIONS)}, not {self.reduction!r}")
-        if self.weight is not None and self.reduction != MetricReduction.MEAN:
-            raise ValueError(f"a metric's weight counts in a mean alone, not in a {self.reduction}; leave it out")
-        for name in ("value", "weight"):
-            given = getattr(self, name)
-            if isinstance(given, Tensor) and given.numel() == 1:
-                # A copy of one number: the loss function may change its tensor, or hold a whole graph by it.
-                object.__setattr__(self, name, given.detach().clone())
-            elif not (isinstance(given, int | float) or (given is None and name == "weight")):
-                shape = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
-                raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
 
 
 @dataclass(eq=False)
@@ -377,7 +302,7 @@ class LossMetrics:
                 if kind != reduction:
                     raise ValueError(f"ranks reported the loss's {name!r} as a {kind} and as a {reduction}")
                 every.extend(numbers)
-        return {name: _reduce(MetricReduction(kind), numbers) for name, (kind, numbers) in sorted(found.items())}
+        return {name: reduced_number(MetricReduction(kind), numbers) for name, (kind, numbers) in sorted(found.items())}
 
 
 class EvaluationLoss(float):
@@ -400,31 +325,6 @@ class EvaluationLoss(float):
         made = super().__new__(cls, loss)
         made.metrics, made.outputs = dict(metrics or {}), outputs
         return made
-
-
-def _reduce(reduction: MetricReduction, numbers: Sequence[Sequence[float]]) -> float:
-    """One number of all parts, in one rounding, so that their order does not matter; NaN if the mean has no weight."""
-    if reduction is MetricReduction.MEAN:
-        # A part without weight may be the mean of nothing.
-        numbers = [(value, weight) for value, weight in numbers if weight]
-    values = [value for value, _ in numbers]
-    if any(map(math.isnan, values)):
-        # Python's min and max would depend on the order.
-        return math.nan
-    match reduction:
-        case MetricReduction.SUM:
-            return _sum(values)
-        case MetricReduction.MEAN:
-            total = _sum([weight for _, weight in numbers])
-            return _sum([value * weight for value, weight in numbers]) / total if total else math.nan
-        case MetricReduction.MIN:
-            return min(values)
-    return max(values)
-
-
-def _sum(values: Sequence[float]) -> float:
-    """The exact sum, rounded once; infinities add up as floats do."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 # ---- The loss of a reward model, which learns from pairs of texts which of the two is better
@@ -453,135 +353,3 @@ def comparison_loss(output: Tensor, microbatch: PackedBatch) -> tuple[Tensor, di
 def num_pairs(microbatch: PackedBatch) -> float:
     """The loss weight that belongs to `comparison_loss`."""
     return float(microbatch.num_items)
-
-
-# ---- Auxiliary losses (routers, multi-token prediction) and the experts' load, gathered from the units
-
-
-@dataclass(frozen=True)
-class AuxLossReport:
-    """Auxiliary losses of one step and the experts' load, the same on every rank."""
-
-    #: kind of loss -> its part of the step's loss, normalised and weighted as it was learned from
-    losses: Mapping[str, float] = field(default_factory=dict)
-    #: tokens of the busiest expert of any layer over the mean of its layer; None without experts
-    busiest_expert: float | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """Name -> value, for a run's metrics."""
-        found = {f"{name}_loss": value for name, value in self.losses.items()}
-        return found if self.busiest_expert is None else found | {"busiest_expert": self.busiest_expert}
-
-
-class AuxLossTracker:
-    """The auxiliary losses of a model's units, and the routers that learn once a step from the experts' load.
-
-    These losses arise in the middle of a pipeline, where no rank sees labels. So the factor of each microbatch's main
-    loss is sent to all ranks of the pipeline before the first forward, and is passed along with the microbatch.
-    Loads are summed over all microbatches and over all ranks that saw other tokens, copies of a bidirectional model
-    included, so that every rank moves its routers alike.
-    """
-
-    #: stages, grid and recorder
-    pipeline: Pipeline
-    #: full name of a router on this rank -> the part of it that learns from the load
-    _routers: dict[str, Balance]
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self._routers = {
-            f"{unit}.{name}{stage.suffix}": part
-            for stage in pipeline.stages.values()
-            for unit, module in stage.units
-            for name, part in module.named_modules()
-            if isinstance(part, Balance)
-        }
-
-    def attached_to(
-        self,
-        feeds: Sequence[Feed],
-        microbatches: Sequence[PackedBatch],
-        factors: Sequence[float],
-        weight_per_token: float,
-    ) -> list[Feed]:
-        """The feeds, each with the factor of its microbatch's loss.
-
-        A coefficient of a router's loss weighs the mean over tokens, labelled or not: a microbatch without labels
-        counts as its tokens would in any other, unless the main loss is divided microbatch by microbatch. So under
-        `Normalize.GLOBAL` no loss depends on how the batch is split. (The balance loss of a microbatch compares that
-        microbatch's own load, so its value does, though not its weight.)
-
-        `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
-        """
-        found, everywhere = [], self._send_factors(len(feeds), factors)
-        for feed, factor, microbatch in zip(feeds, everywhere, microbatches, strict=True):
-            aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
-            found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
-        return found
-
-    def finish(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
-        """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
-        aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
-        loads = self._loads(aux_losses)
-        if learns:
-            for name, router in self._routers.items():
-                router.update(loads[name])
-        # The highest load of an expert over the mean of its layer, of all ranks; 0 without experts.
-        busiest = torch.tensor(
-            max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0), dtype=torch.float64
-        )
-        if self.pipeline.grid.control is not None:
-            dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
-        notes = [note for t in aux_losses for note in t.values.items()]
-        own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
-        sums = self.pipeline.sum_over_ranks(*own)
-        losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
-        return AuxLossReport(losses, float(busiest) or None)
-
-    def _send_factors(self, num_microbatches: int, factors: Sequence[float]) -> list[float]:
-        """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
-        pipeline = self.pipeline
-        sent = torch.zeros(num_microbatches, dtype=torch.float64)
-        sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
-        if pipeline.grid.pp_control is not None:
-            source = pipeline.placement.output_rank
-            with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
-                dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=source)
-        return sent.tolist()
-
-    def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:
-        """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
-        pipeline = self.pipeline
-        distances = range(1, pipeline.units[-1].num_ahead + 1)
-        if not pipeline.holds_last_stage or not distances:
-            return []
-        tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
-        # The batch has values where a rehearsal's tensors have none.
-        with _disable_current_modes():
-            found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
-            if pipeline.context is not None:
-                spread = pipeline.context.spread(microbatch)
-                rows = spread.rows(spread.rank).to(tokens.device)
-                found = [ahead.rows(rows) for ahead in found]
-        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in found]
-
-    def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
-        """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
-        pipeline = self.pipeline
-        loads = {
-            name: sum(
-                (t.counts[router] for t in aux_losses if router in t.counts), start=router.no_counts(pipeline.device)
-            )
-            for name, router in self._routers.items()
-        }
-        if loads:
-            flat = torch.cat(list(loads.values()))
-            for group in (pipeline.grid.dp_cp_group, pipeline.grid.tp_group):
-                if group is not None:
-                    dist.all_reduce(flat, group=group)
-            loads = dict(zip(loads, flat.split([len(load) for load in loads.values()]), strict=True))
-        if pipeline.placement.num_routes > 1:
-            copies = {name: name.removesuffix(SECOND_COPY) for name in loads if name.endswith(SECOND_COPY)}
-            copies |= {f"{name}{SECOND_COPY}": name for name in loads if not name.endswith(SECOND_COPY)}
-            sum_tied(copies, loads, pipeline.grid.mirror_group)
-        return loads

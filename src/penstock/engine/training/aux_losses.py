@@ -1,0 +1,148 @@
+"""Auxiliary losses (routers, multi-token prediction) and the experts' load, gathered from the units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.data import PackedBatch, rows_with_label
+from penstock.engine.build import SECOND_COPY
+from penstock.engine.pipeline import Pipeline
+from penstock.model import AuxLoss, AuxLosses, FutureTokens
+from penstock.model.layers.router import Balance
+from penstock.parallel import sum_tied
+from penstock.runtime import Feed
+
+
+@dataclass(frozen=True)
+class AuxLossReport:
+    """Auxiliary losses of one step and the experts' load, the same on every rank."""
+
+    #: kind of loss -> its part of the step's loss, normalised and weighted as it was learned from
+    losses: Mapping[str, float] = field(default_factory=dict)
+    #: tokens of the busiest expert of any layer over the mean of its layer; None without experts
+    busiest_expert: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Name -> value, for a run's metrics."""
+        found = {f"{name}_loss": value for name, value in self.losses.items()}
+        return found if self.busiest_expert is None else found | {"busiest_expert": self.busiest_expert}
+
+
+class AuxLossTracker:
+    """The auxiliary losses of a model's units, and the routers that learn once a step from the experts' load.
+
+    These losses arise in the middle of a pipeline, where no rank sees labels. So the factor of each microbatch's main
+    loss is sent to all ranks of the pipeline before the first forward, and is passed along with the microbatch.
+    Loads are summed over all microbatches and over all ranks that saw other tokens, copies of a bidirectional model
+    included, so that every rank moves its routers alike.
+    """
+
+    #: stages, grid and recorder
+    pipeline: Pipeline
+    #: full name of a router on this rank -> the part of it that learns from the load
+    _routers: dict[str, Balance]
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._routers = {
+            f"{unit}.{name}{stage.suffix}": part
+            for stage in pipeline.stages.values()
+            for unit, module in stage.units
+            for name, part in module.named_modules()
+            if isinstance(part, Balance)
+        }
+
+    def attached_to(
+        self,
+        feeds: Sequence[Feed],
+        microbatches: Sequence[PackedBatch],
+        factors: Sequence[float],
+        weight_per_token: float,
+    ) -> list[Feed]:
+        """The feeds, each with the factor of its microbatch's loss.
+
+        A coefficient of a router's loss weighs the mean over tokens, labelled or not: a microbatch without labels
+        counts as its tokens would in any other, unless the main loss is divided microbatch by microbatch. So under
+        `Normalize.GLOBAL` no loss depends on how the batch is split. (The balance loss of a microbatch compares that
+        microbatch's own load, so its value does, though not its weight.)
+
+        `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
+        """
+        found, everywhere = [], self._send_factors(len(feeds), factors)
+        for feed, factor, microbatch in zip(feeds, everywhere, microbatches, strict=True):
+            aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
+            found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
+        return found
+
+    def finish(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
+        """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
+        aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
+        loads = self._loads(aux_losses)
+        if learns:
+            for name, router in self._routers.items():
+                router.update(loads[name])
+        # The highest load of an expert over the mean of its layer, of all ranks; 0 without experts.
+        busiest = torch.tensor(
+            max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0), dtype=torch.float64
+        )
+        if self.pipeline.grid.control is not None:
+            dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
+        notes = [note for t in aux_losses for note in t.values.items()]
+        own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
+        sums = self.pipeline.sum_over_ranks(*own)
+        losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
+        return AuxLossReport(losses, float(busiest) or None)
+
+    def _send_factors(self, num_microbatches: int, factors: Sequence[float]) -> list[float]:
+        """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
+        pipeline = self.pipeline
+        sent = torch.zeros(num_microbatches, dtype=torch.float64)
+        sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
+        if pipeline.grid.pp_control is not None:
+            source = pipeline.placement.output_rank
+            with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
+                dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=source)
+        return sent.tolist()
+
+    def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:
+        """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
+        pipeline = self.pipeline
+        distances = range(1, pipeline.units[-1].num_ahead + 1)
+        if not pipeline.holds_last_stage or not distances:
+            return []
+        tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
+        # The batch has values where a rehearsal's tensors have none.
+        with _disable_current_modes():
+            found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
+            if pipeline.context is not None:
+                spread = pipeline.context.spread(microbatch)
+                rows = spread.rows(spread.rank).to(tokens.device)
+                found = [ahead.rows(rows) for ahead in found]
+        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in found]
+
+    def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
+        """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""
+        pipeline = self.pipeline
+        loads = {
+            name: sum(
+                (t.counts[router] for t in aux_losses if router in t.counts), start=router.no_counts(pipeline.device)
+            )
+            for name, router in self._routers.items()
+        }
+        if loads:
+            flat = torch.cat(list(loads.values()))
+            for group in (pipeline.grid.dp_cp_group, pipeline.grid.tp_group):
+                if group is not None:
+                    dist.all_reduce(flat, group=group)
+            loads = dict(zip(loads, flat.split([len(load) for load in loads.values()]), strict=True))
+        if pipeline.placement.num_routes > 1:
+            copies = {name: name.removesuffix(SECOND_COPY) for name in loads if name.endswith(SECOND_COPY)}
+            copies |= {f"{name}{SECOND_COPY}": name for name in loads if not name.endswith(SECOND_COPY)}
+            sum_tied(copies, loads, pipeline.grid.mirror_group)
+        return loads
