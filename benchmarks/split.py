@@ -18,8 +18,8 @@ from penstock.cli.options import Parser
 from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
 from penstock.model import Sequences, drain
+from penstock.model.cpu.host_memory import keep_freed_memory
 from penstock.runtime import Boundary, Stage, Tape
-from penstock.runtime.host_memory import keep_freed_memory
 
 RATIO_ALLOWED = 1.02
 

@@ -37,7 +37,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "self._move(pieces, (source.get(name)), target.get(name, ()))": "is read only where the rank has a part",
         "pass # self._transfers.clear()": "those of a closed engine are not asked for again",
     },
-    "model/attention/fixed_tiles.py": {
+    "model/cpu/fixed_tiles.py": {
         "own, q = slice(run[0].row, (run[-1].row)), q_THK[of_run]": (
             "the kernel reads as many rows as there are queries, from the slice's beginning on"
         ),
@@ -46,7 +46,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     "model/layers/dense.py": {
         "return turned_THK.addcmul_((swapped_THK.to()), sin_T1K).to(x_THK.dtype)": "a CPU promotes the factor itself",
     },
-    "model/quantized.py": {
+    "model/cpu/quantized.py": {
         "_PART = (19)": "how many elements are rounded at a time",
         "return y_TO.to(x.dtype).reshape(*x.shape[:-1], y_TO.shape[(1)])": "the last of two dimensions",
     },
@@ -57,7 +57,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "full = (1) == longest": "whether rows are copied where all of them are taken",
         "full = (int(ends_B1.min())) == longest": "whether rows are copied where all of them are taken",
     },
-    "runtime/host_memory.py": {
+    "model/cpu/host_memory.py": {
         "_KEEP_BYTES = 1 << (29)": "how much freed memory is kept",
         "trim((1))": "how many bytes are kept at the end",
         "_KEEP_BYTES = 1 << (31)": "how much freed memory is kept",

@@ -16,9 +16,9 @@ from penstock.engine import EngineOptions
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
+from penstock.model.cpu.quantized import SHAPES, int_mm
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.linear import fastest_matmul
-from penstock.model.quantized import SHAPES, int_mm
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks
@@ -117,7 +117,7 @@ def chosen(rank: int, layout: Layout, kinds: tuple[str, ...]) -> list[tuple[str,
         options = EngineOptions(quantize=Quantize(kind), learns=False, timeout_s=60)
         with (
             patch("penstock.engine.build.measured_seconds", lambda *_: [own] * len(SHAPES)),
-            patch("penstock.model.quantized.INT8_KERNELS", kernels),
+            patch("penstock.model.cpu.quantized.INT8_KERNELS", kernels),
         ):
             engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)
         found.append((str(engine.pipeline.options.quantize), sorted(set(packed))))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from penstock import Engine, SamplingParams
 from penstock.cli.main import main
 from penstock.engine.folders.model_folder import open_model
-from penstock.model import quantized
+from penstock.model.cpu import quantized
 from penstock.settings import ParallelConfig, Quantize
 from tests.hugging_face import make_model, make_tokenizer
 

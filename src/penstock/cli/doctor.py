@@ -190,7 +190,7 @@ def products() -> dict[str, float]:
     """Microseconds of a product with few rows on one core, by the kind of its numbers."""
     import torch
 
-    from penstock.model.quantized import measured_products
+    from penstock.model.cpu.quantized import measured_products
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -224,7 +224,7 @@ class ModelCommand:
     def _settled(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
         """The arguments without `auto` for quantized weights, as all processes choose; says where these are slower."""
         from penstock.engine.build import parameter_dtype
-        from penstock.model.quantized import measured_seconds, seconds_of_all, times_as_slow
+        from penstock.model.cpu.quantized import measured_seconds, seconds_of_all, times_as_slow
         from penstock.settings import Quantize
 
         options, kind = arguments.options, model.kept_as

@@ -26,16 +26,16 @@ from penstock.model import (
     decoder_units,
     defer,
 )
+from penstock.model.cpu.host_memory import give_back_freed_memory
+from penstock.model.cpu.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
+from penstock.model.cpu.reproducible import make_reproducible
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.linear import Deferring, Pack, fix_weights
-from penstock.model.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
-from penstock.model.reproducible import make_reproducible
 from penstock.parallel import Grid, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, laid_out, local_run
 from penstock.runtime import Boundary, PipelineError, Stage
-from penstock.runtime.host_memory import give_back_freed_memory
 from penstock.settings import (
     CompileMode,
     ConfigError,

@@ -51,9 +51,10 @@ from penstock.model import (
     cut_sequences,
     share_casts,
 )
+from penstock.model.cpu.host_memory import keep_freed_memory
+from penstock.model.cpu.reproducible import check_reproducible
 from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
-from penstock.model.reproducible import check_reproducible
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven, naming_ended_ranks
 from penstock.parallel.collectives import Collectives, observe
 from penstock.parallel.host import gather_json
@@ -68,7 +69,6 @@ from penstock.runtime import (
     Recovery,
     Stage,
     Transport,
-    keep_freed_memory,
     open_transport,
 )
 from penstock.runtime.recovery import StepState

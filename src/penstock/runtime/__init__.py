@@ -6,7 +6,6 @@ from penstock.runtime.decode.loop import DecodeLoop, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
-from penstock.runtime.host_memory import keep_freed_memory, prepare_large_pages
 from penstock.runtime.message import Message
 from penstock.runtime.recovery import Recovery, Watchdog
 from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
@@ -52,8 +51,6 @@ __all__ = [
     "UnitCall",
     "Watchdog",
     "host_channels",
-    "keep_freed_memory",
     "open_transport",
-    "prepare_large_pages",
     "run_together",
 ]

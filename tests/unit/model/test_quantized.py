@@ -15,8 +15,7 @@ import torch
 from benchmarks.int8 import AVX2, INSTRUCTIONS
 
 from penstock.model import Linear
-from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
-from penstock.model.quantized import (
+from penstock.model.cpu.quantized import (
     IN_PARTS,
     INT8_KERNELS,
     SHAPES,
@@ -35,6 +34,7 @@ from penstock.model.quantized import (
     seconds_of_all,
     times_as_slow,
 )
+from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
 from penstock.settings import Quantize
 
 SIZES = [(64, 96), (520, 80), (1408, 512)]
@@ -266,9 +266,9 @@ def test_a_kernel_that_loses_large_sums_is_not_chosen(monkeypatch: pytest.Monkey
 
         return product
 
-    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {"saturating": saturating})
-    monkeypatch.setattr("penstock.model.quantized.SHAPES", ((64, 32),))
-    monkeypatch.setattr("penstock.model.quantized._measured", _measured.__wrapped__)
+    monkeypatch.setattr("penstock.model.cpu.quantized.INT8_KERNELS", {"saturating": saturating})
+    monkeypatch.setattr("penstock.model.cpu.quantized.SHAPES", ((64, 32),))
+    monkeypatch.setattr("penstock.model.cpu.quantized._measured", _measured.__wrapped__)
     with pytest.raises(ValueError, match=r"no exact product of 8-bit numbers.*int4 are possible"):
         quantizer(Quantize.INT8)
 
@@ -280,7 +280,7 @@ def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeyp
     def named(name: str, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: used.append(name) or int_mm(weight_OI, scales_O)(x)
 
-    monkeypatch.setattr("penstock.model.quantized.INT8_KERNELS", {name: partial(named, name) for name in "abc"})
+    monkeypatch.setattr("penstock.model.cpu.quantized.INT8_KERNELS", {name: partial(named, name) for name in "abc"})
     # The second rank has no c.
     views = [
         [{"fp32": [1.0, 2.0], "int8 by a": [1.0, 0.0], "int8 by b": [0.0, 2.0], "int8 by c": [0.1, 0.1]}] * 2,

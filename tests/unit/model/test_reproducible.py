@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
-from penstock.model.attention import fixed_tiles
 from penstock.model.attention.kernels import packed_attention
+from penstock.model.cpu import fixed_tiles
+from penstock.model.cpu.reproducible import make_reproducible
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
 from penstock.model.layers import dense
-from penstock.model.reproducible import make_reproducible
 from penstock.schedule import BatchItem
 from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, Quantize, SamplingParams
 from tests.hugging_face import make_model

@@ -34,6 +34,7 @@ from penstock.engine.folders.runs import (
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.trainer import ModelState, Trainer
 from penstock.io.files import naming, refuse_used
+from penstock.model.cpu.quantized import rounded
 from penstock.model.hf.families import CONFIG_FILE, HuggingFaceForm
 from penstock.model.hf.files import (
     DTYPES,
@@ -48,7 +49,6 @@ from penstock.model.hf.files import (
     units_from_files,
 )
 from penstock.model.linear import joint_weights
-from penstock.model.quantized import rounded
 from penstock.parallel.collectives import gather_uneven
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, StoredSlice, TensorSlice, copies

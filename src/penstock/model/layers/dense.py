@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.attention.context_parallel import ContextAttention
-from penstock.model.attention.fixed_tiles import WHOLE, reads_by_blocks, tiled_attention, tiled_cached_attention
 from penstock.model.attention.kernels import packed_attention
+from penstock.model.cpu.fixed_tiles import WHOLE, reads_by_blocks, tiled_attention, tiled_cached_attention
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
@@ -336,7 +336,7 @@ class AttentionBlock(nn.Module):
     has_fixed_shapes = True
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
-    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.cpu.reproducible`
     is_reproducible = False
     #: the units after it, if these are the last of all; see `read_sampled_alone`
     readers: tuple[nn.Module, ...] = ()
@@ -495,7 +495,7 @@ class MLPBlock(nn.Module):
 
     has_randomness = False
     has_fixed_shapes = True
-    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.reproducible`
+    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.cpu.reproducible`
     is_reproducible = False
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, spare_position
-from penstock.runtime.host_memory import prepare_large_pages
+from penstock.model.cpu.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
 from penstock.settings.declare import NamedValue

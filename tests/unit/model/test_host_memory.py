@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime import keep_freed_memory, prepare_large_pages
+from penstock.model.cpu.host_memory import keep_freed_memory, prepare_large_pages
 
 MIB = 1 << 20
 
@@ -51,8 +51,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime import keep_freed_memory
-from penstock.runtime.host_memory import give_back_freed_memory
+from penstock.model.cpu.host_memory import give_back_freed_memory, keep_freed_memory
 
 
 def resident():

@@ -9,7 +9,7 @@ The kernel takes as long for one query as for four. So single tokens of several 
 weighted rows (`penstock.model.kv_cache.BlockReads`), with the kernel's own exponentials and its orders of addition.
 
 Only products of fewer keys than `TILE_KEYS` are added up in one order for any number of queries on all CPUs tried;
-`penstock.model.reproducible` checks it on the CPU at hand.
+`penstock.model.cpu.reproducible` checks it on the CPU at hand.
 
 Shapes: T tokens of a batch, N sequences or rows, L queries of each, S keys, B keys of a tile or of a block, R rows of
 the cache, H query heads, G key and value heads, Q = H / G, K width of a head, P tiles, X blocks that are read.

@@ -1,7 +1,7 @@
 """Reproducible tokens: layers whose bits for a token depend on its sequence alone, and the check that they do.
 
 Whatever else is computed with a token (other rows, a whole text, a part of one, in training or in generation), its
-products have rows in oneDNN's one class, its keys come in fixed tiles (`attention.fixed_tiles`), and all else is
+products have rows in oneDNN's one class, its keys come in fixed tiles (`fixed_tiles`), and all else is
 computed by operations that give a value the same bits wherever it stands in a tensor. Which operations do so is a
 property of libraries and CPUs, so it is tried with the model's own layers before anything is computed with them.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.model.attention.fixed_tiles import rounded_up
+from penstock.model.cpu.fixed_tiles import rounded_up
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
 from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
 from penstock.model.linear import Linear, OneDnnMatmul, WeightCasts
