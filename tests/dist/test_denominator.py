@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.training import losses
+from penstock.engine.training import loss
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
@@ -37,7 +37,7 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
     buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.gradients.values() for b in g.buckets}
     totals: list[list[float]] = []
     reductions: list[tuple[str, Tensor, int]] = []
-    factors, all_reduce = losses.loss_factors, dist.all_reduce
+    factors, all_reduce = loss.loss_factors, dist.all_reduce
 
     def spy_on_factors(mode: Any, weights: Any, rank_totals: Any) -> Any:
         assert not any(gradients.any() for gradients in buckets.values()), "before any backward"
@@ -50,7 +50,7 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
         return all_reduce(tensor, op=op, **rest)
 
     engine.trainer.zero_gradients()
-    losses.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
+    loss.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
     engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=MicroBatchSpec(num=2))
     engine.close()
     engine.grid.close()
