@@ -121,6 +121,9 @@ _BACKLOG = 4096
 _PLACE = "penstock/rounds"
 _POLL_S = 0.01
 _ATTEMPT_S = 5.0
+# How long a process has at least, while it starts, for what the others then wait for: to import libraries and to read a
+# model's files takes some of them longer than any message may.
+_PREPARING_S = 120.0
 
 
 def join(group: Group, timeout_s: float, secret: str = "") -> Store:
@@ -143,6 +146,7 @@ def join(group: Group, timeout_s: float, secret: str = "") -> Store:
         raise ValueError(
             f"{SECRET} of rank {others[0]} is not that of rank 0; set it to the same text on all hosts, or on none"
         )
+    store.set_timeout(timedelta(seconds=max(timeout_s, _PREPARING_S)))
     return PrefixStore(hashlib.blake2b(os.fsencode(secret)).hexdigest(), store) if secret else store
 
 
