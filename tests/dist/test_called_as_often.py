@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
@@ -47,20 +49,6 @@ class Counts(Middle):
         return x * self.num_calls
 
 
-class ActNorm(Middle):
-    """Scales to unit variance by the first rows that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.is_initialised = nn.Parameter(torch.ones(WIDTH)), False
-
-    def own(self, x: Tensor) -> Tensor:
-        if not self.is_initialised:
-            self.scale.data.copy_(1 / (x.detach().std(0) + 0.1))
-            self.is_initialised = True
-        return x * self.scale
-
-
 class Table(Middle):
     """Makes a table on first use, and keeps the last rows beside it."""
 
@@ -73,23 +61,6 @@ class Table(Middle):
         x = x * self.table + self.last
         self.last = x.detach().mean(0)
         return x
-
-
-@functools.lru_cache
-def angles(num_rows: int, like: torch.dtype) -> Tensor:
-    return torch.arange(num_rows, dtype=like)[:, None] / 10
-
-
-@functools.lru_cache
-def axis() -> Tensor:
-    return torch.linspace(-1, 1, WIDTH)
-
-
-class Cached(Middle):
-    """Uses what functions of its module have kept."""
-
-    def own(self, x: Tensor) -> Tensor:
-        return x * torch.cos(angles(len(x), x.dtype)) + axis()
 
 
 class Draws(Middle):
@@ -177,24 +148,44 @@ class WithItself(Middle):
         return self.linear(super().forward(x))
 
 
+class Computed(Middle):
+    """Multiplies by a weight that is computed from others, and whose gradient hooks change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.linear)
+        self.linear.register_full_backward_hook(lambda module, given, taken: (given[0] * 0.5,))
+        assert self.linear.bias is not None
+        self.linear.bias.register_hook(lambda gradient: gradient * 0.5)
+
+
+class Learns(Middle):
+    """Takes a step of learning within its forward, and computes a part again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def own(self, x: Tensor) -> Tensor:
+        x = checkpoint(torch.tanh, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+        return x @ (self.weight - 0.1 * torch.func.grad(lambda own: (x @ own - x).pow(4).sum())(self.weight))
+
+
 KINDS: dict[str, tuple[type[Middle], ...]] = {
-    "a flag in Python": (Middle, ActNorm, ActNorm),
     "a counter in a plain attribute": (Counts, Counts, Middle),
     "a table made on first use, a tensor in a plain attribute": (Table, Middle, Table),
-    "what a function of the module has kept": (Cached, Cached, Cached),
     "random numbers": (Draws, Middle, Draws),
     "other tensors than rows": (Widens, Narrows, Middle),
     "rows conjugated by a mark": (Turns, TurnsBack, Lays),
     "views among several tensors": (Views, MoreViews, Rows),
     "work in place": (WithItself, InPlace, Middle),
+    "weights that are computed, gradients that hooks change": (Computed, Middle, Computed),
+    "more of autograd within a forward": (Learns, Middle, Learns),
 }
 
 
 def layers(kind: str) -> list[nn.Module]:
     torch.manual_seed(7)
-    # A worker has kept nothing from the case before.
-    angles.cache_clear()
-    axis.cache_clear()
     return [nn.Embedding(VOCAB, WIDTH), *(made() for made in KINDS[kind]), nn.Linear(WIDTH, VOCAB)]
 
 

@@ -1,0 +1,120 @@
+"""What a user does with the values of parameters and buffers: other memory, other forms, and marks of torch."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Engine, MicroBatchSpec, PackedBatch, PipelineError
+
+WIDTH = 8
+SGD = partial(torch.optim.SGD, lr=0.1)
+BATCH = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
+
+
+def engine_of(*middle: Callable[[], nn.Module], optimizer: Any = SGD) -> Engine:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, WIDTH), *(make() for make in middle), nn.Linear(WIDTH, 16)]
+    return Engine.from_layers(layers, WIDTH, device="cpu", optimizer=optimizer)
+
+
+def steps(engine: Engine) -> list[float]:
+    return [engine.train_batch(BATCH, micro_batches=MicroBatchSpec(num=2)).loss for _ in range(2)]
+
+
+class Rebinds(nn.Linear):
+    """Gives its bias another value in forward, by other memory."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.bias.data = self.change(self.bias.data)
+        return nn.functional.linear(input, self.weight, self.bias.to(input.dtype))
+
+
+def test_a_parameter_may_be_given_other_memory_in_a_forward_and_between_steps() -> None:
+    written, rebound = map(
+        engine_of, (partial(Rebinds, lambda own: own.mul_(0.9)), partial(Rebinds, lambda own: own * 0.9))
+    )
+    for _ in range(2):
+        assert steps(rebound) == steps(written)
+        for engine, weight in ((each, each.parameters()["layers.1.weight"]) for each in (written, rebound)):
+            weight.data = weight.data * 0.5 if engine is rebound else weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [(lambda own: own.double(), r"\[8\] of torch.float64"), (lambda own: own[:1].clone(), r"\[1\] of torch.float32")],
+)
+@pytest.mark.parametrize("in_forward", [True, False], ids=["in a forward", "between steps"])
+def test_a_parameter_that_is_given_another_form_is_refused(
+    change: Callable[[Tensor], Tensor], form: str, in_forward: bool
+) -> None:
+    engine = engine_of(partial(Rebinds, change if in_forward else lambda own: own))
+    if not in_forward:
+        bias = engine.parameters()["layers.1.bias"]
+        bias.data = change(bias.data)
+    with pytest.raises(ValueError, match=rf"layers\.1\.bias was given the form {form}, but is trained as \[8\] of tor"):
+        steps(engine)
+
+
+def test_a_tied_weight_that_is_given_other_memory_is_refused_until_it_is_one_again() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    engine = engine_of(lambda: first, lambda: second)
+    owner, copy_of_it = (engine.parameters()[f"layers.{number}.weight"] for number in (1, 2))
+    memory = owner.data
+    owner.data = 0.9 * memory
+    words = r"layers\.2\.weight is tied to layers\.1\.weight, but one of them was given other memory"
+    with pytest.raises(PipelineError, match=words):
+        steps(engine)
+    owner.data = memory
+    steps(engine)
+    assert torch.equal(owner, copy_of_it)
+
+
+class Conjugated(nn.Module):
+    """Keeps complex numbers that torch conjugates by a mark."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.register_buffer("kept", torch.randn(WIDTH, dtype=torch.complex64).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = (self.kept * (0.9 + 0.3j)).conj()
+        y = x * self.weight + self.kept
+        return y.real + 2.0 * y.imag
+
+
+class ConjugatedMomentum(torch.optim.SGD):
+    """Its momentum bears the mark."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad
+            state["momentum"] = (0.9 * state["momentum"] + gradient if state else gradient.clone()).conj()
+            parameter.sub_(0.1 * state["momentum"])
+
+
+def test_buffers_and_momenta_that_are_conjugated_by_a_mark_are_saved_and_read_back(tmp_path: Path) -> None:
+    make = partial(engine_of, Conjugated, optimizer=partial(ConjugatedMomentum, lr=0.1))
+    engine = make()
+    steps(engine)
+    engine.save(tmp_path)
+    saved = {name: own.clone() for name, own in engine.buffers().items()}
+    losses = steps(engine)
+    for loading in (engine, make()):
+        loading.load(tmp_path)
+        assert all(torch.equal(own, saved[name]) for name, own in loading.buffers().items())
+        assert steps(loading) == losses
+    assert all(own.is_conj() for own in engine.buffers().values())
