@@ -1,6 +1,7 @@
 """Layers, losses and optimizers that `penstock.check` is asked about: some break a contract, the others are right.
 
-They are written from docs/guides/check.md, not from the engine.
+They are written from docs/guides/check.md, not from the engine. Most are one function, a layer's forward, a loss or an
+optimizer's directions; the name of the function is the case's. Those that break a contract say the causes to be named.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from penstock.engine.comparison import Cause
 
 WIDTH, VOCAB = 8, 16
 Model = list[nn.Module]
+Given = tuple[Model, dict[str, Any]]
+"""Layers, and the other arguments of a check."""
 
 
 def batch() -> PackedBatch:
@@ -37,17 +40,22 @@ def batch() -> PackedBatch:
 
 
 class Block(nn.Module):
-    """A layer of two products, whose `change` each case replaces."""
+    """A layer of two products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.change(x + self.down(torch.tanh(self.up(x))))
+        return x + self.down(torch.tanh(self.up(x)))
 
-    def change(self, x: Tensor) -> Tensor:
-        return x
+
+def changed(forward: Callable[..., Any], **attributes: Any) -> Any:
+    """A block with another forward, and with attributes."""
+    layer: Any = type("Changed", (Block,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
 
 
 def model(first: nn.Module | None = None, second: nn.Module | None = None) -> Model:
@@ -61,152 +69,137 @@ def nats(logits: Tensor, microbatch: PackedBatch) -> Tensor:
     return F.cross_entropy(logits, microbatch["labels"], reduction="sum")
 
 
+def nats_of_tokens(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return F.cross_entropy(logits, microbatch["labels"], reduction="none")
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent; each case has other directions."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [own for group in self.param_groups for own in group["params"] if own.grad is not None]
+        for parameter, direction in zip(parameters, self.directions(parameters), strict=True):
+            parameter.sub_(direction, alpha=self.param_groups[0]["lr"])
+
+    def directions(self, parameters: list[Any]) -> list[Tensor]:
+        return [parameter.grad for parameter in parameters]
+
+
+# ---- How a case is entered
+
+
 @dataclass(frozen=True)
 class Case:
     """What is given to `penstock.check`, and what it is to name."""
 
     name: str
     #: makes the layers, and the other arguments
-    make: Callable[[], tuple[Model, dict[str, Any]]]
-    #: the causes of which the report is to name one; none for parts that are right
-    causes: tuple[Cause, ...] = ()
+    make: Callable[[], Given]
+    #: the causes that the report names, the engine's refusal only where that is one; none for parts that are right
+    causes: tuple[Cause, ...]
 
 
-BREACHES: list[Case] = []
-RIGHT: list[Case] = []
+CASES: list[Case] = []
+Enter = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def breach(*causes: Cause) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def enter(make: Callable[[], Any]) -> Callable[[], Any]:
-        BREACHES.append(Case(make.__name__.replace("_", " "), partial(_given, make), causes))
-        return make
+def entered(given: Callable[[Callable[..., Any]], Model | Given], *causes: Cause) -> Enter:
+    """Enter a function as a case, whose arguments are made of it."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        def make() -> Given:
+            torch.manual_seed(7)
+            made = given(function)
+            return made if isinstance(made, tuple) else (made, {})
+
+        CASES.append(Case(function.__name__.replace("_", " "), make, causes))
+        return function
 
     return enter
 
 
-def right(make: Callable[[], Any]) -> Callable[[], Any]:
-    RIGHT.append(Case(make.__name__.replace("_", " "), partial(_given, make)))
-    return make
+def parts(*causes: Cause) -> Enter:
+    """Of a function that makes the layers, and perhaps other arguments."""
+    return entered(lambda function: function(), *causes)
 
 
-def _given(make: Callable[[], Any]) -> tuple[Model, dict[str, Any]]:
-    torch.manual_seed(7)
-    made = make()
-    return made if isinstance(made, tuple) else (made, {})
+def layer(*causes: Cause, **attributes: Callable[[], Any]) -> Enter:
+    """Of a layer's forward: two blocks have it, each with attributes of its own that these make."""
+
+    def given(forward: Callable[..., Any]) -> Model:
+        return model(*(changed(forward, **{name: make() for name, make in attributes.items()}) for _ in range(2)))
+
+    return entered(given, *causes)
+
+
+def loss(*causes: Cause) -> Enter:
+    """Of a loss."""
+    return entered(lambda loss_fn: (model(), {"loss_fn": loss_fn}), *causes)
+
+
+def optimizer(*causes: Cause) -> Enter:
+    """Of the directions of an optimizer."""
+    return entered(
+        lambda directions: (model(), {"optimizer": type("Changed", (Descent,), {"directions": directions})}), *causes
+    )
 
 
 # ---- Breaches: what a layer keeps without declaring it
 
 
-@breach(Cause.UNDECLARED, Cause.CALLS)
-def a_layer_counts_its_calls() -> Model:
-    class Counts(Block):
-        calls = 0
-
-        def change(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x / self.calls
-
-    return model(Counts())
+@layer(Cause.UNDECLARED, Cause.CALLS, calls=int)
+def a_layer_counts_its_calls(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return Block.forward(layer, x) / layer.calls
 
 
-@breach(Cause.UNDECLARED)
-def a_running_mean_in_an_attribute() -> Model:
-    class Running(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = torch.zeros(WIDTH)
-
-        def change(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            return x - self.mean
-
-    return model(second=Running())
+@layer(Cause.UNDECLARED, mean=lambda: torch.zeros(WIDTH))
+def a_running_mean_in_an_attribute(layer: Any, x: Tensor) -> Tensor:
+    layer.mean = 0.9 * layer.mean + 0.1 * x.detach().mean(0)
+    return Block.forward(layer, x) - layer.mean
 
 
-@breach(Cause.UNDECLARED)
-def a_scale_set_by_the_first_rows_seen() -> tuple[Model, dict[str, Any]]:
-    class Starts(Block):
-        scale: Tensor | None = None
-
-        def change(self, x: Tensor) -> Tensor:
-            if self.scale is None:
-                self.scale = x.detach().std()
-            return x / self.scale
-
-    # Weights move on, so that rows seen later have another scale.
-    return model(Starts()), {"optimizer": partial(torch.optim.SGD, lr=0.5)}
+@layer(Cause.UNDECLARED, scale=lambda: None)
+def a_scale_set_by_the_first_rows_seen(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    if layer.scale is None:
+        layer.scale = x.detach().std()
+    return x / layer.scale
 
 
-@breach(Cause.UNDECLARED)
-def a_buffer_that_is_not_persistent_but_changes() -> Model:
-    class Steps(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()), persistent=False)
-
-        def change(self, x: Tensor) -> Tensor:
-            self.seen += len(x)
-            return x * (1 + 0.01 * self.seen)
-
-    return model(Steps())
+@layer(Cause.UNDECLARED, seen=lambda: nn.Buffer(torch.zeros(()), persistent=False))
+def a_buffer_that_is_not_persistent_but_changes(layer: Any, x: Tensor) -> Tensor:
+    layer.seen += len(x)
+    return Block.forward(layer, x) * (1 + 0.01 * layer.seen)
 
 
-@breach(Cause.UNDECLARED)
-def a_list_of_what_was_seen() -> Model:
-    class Remembers(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Tensor] = []
-
-        def change(self, x: Tensor) -> Tensor:
-            self.seen.append(x.detach().mean(0))
-            return x + torch.stack(self.seen).mean(0)
-
-    return model(second=Remembers())
+@layer(Cause.UNDECLARED, seen=list)
+def a_list_of_what_was_seen(layer: Any, x: Tensor) -> Tensor:
+    layer.seen.append(x.detach().mean(0))
+    return Block.forward(layer, x) + torch.stack(layer.seen).mean(0)
 
 
-@breach(Cause.UNDECLARED)
-def a_generator_of_torch_of_its_own() -> Model:
-    class Noise(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(1)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x + torch.randn(x.shape, generator=self.generator)
-
-    return model(Noise())
+@layer(Cause.UNDECLARED, generator=lambda: torch.Generator().manual_seed(1))
+def a_generator_of_torch_of_its_own(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) + torch.randn(x.shape, generator=layer.generator)
 
 
-@breach(Cause.UNDECLARED)
-def a_generator_of_python_of_its_own() -> Model:
-    class Skips(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.random = random.Random(1)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x * self.random.random()
-
-    return model(second=Skips())
+@layer(Cause.UNDECLARED, random=partial(random.Random, 1))
+def a_generator_of_python_of_its_own(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * layer.random.random()
 
 
-@breach(Cause.UNDECLARED)
-def a_generator_of_numpy_of_its_own() -> Model:
-    class Skips(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.random = np.random.default_rng(1)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x * self.random.random()
-
-    return model(Skips())
+@layer(Cause.UNDECLARED, random=partial(np.random.default_rng, 1))
+def a_generator_of_numpy_of_its_own(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * layer.random.random()
 
 
-@breach(Cause.UNDECLARED, Cause.CALLS)
-def a_loss_that_counts_its_calls() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.UNDECLARED, Cause.CALLS)
+def a_loss_that_counts_its_calls() -> Given:
     class Warms(nn.Module):
         calls = 0
 
@@ -217,27 +210,27 @@ def a_loss_that_counts_its_calls() -> tuple[Model, dict[str, Any]]:
     return model(), {"loss_fn": Warms()}
 
 
-@breach(Cause.UNDECLARED)
-def a_baseline_kept_by_the_loss() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.UNDECLARED)
+def a_baseline_kept_by_the_loss() -> Given:
     kept = {"baseline": 0.0}
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        loss = F.cross_entropy(logits, microbatch["labels"], reduction="none")
+        losses = nats_of_tokens(logits, microbatch)
         if torch.is_grad_enabled():
-            kept["baseline"] = 0.5 * kept["baseline"] + 0.5 * float(loss.detach().mean())
-        return (loss * (loss.detach() - kept["baseline"])).sum()
+            kept["baseline"] = 0.5 * kept["baseline"] + 0.5 * float(losses.detach().mean())
+        return (losses * (losses.detach() - kept["baseline"])).sum()
 
     return model(), {"loss_fn": loss_fn}
 
 
-@breach(Cause.UNDECLARED, Cause.REFUSED)
+@parts(Cause.UNDECLARED, Cause.REFUSED)
 def an_extra_state_that_cannot_be_set() -> Model:
     class Counts(Block):
         calls = 0
 
-        def change(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            return x / self.calls
+            return super().forward(x) / self.calls
 
         def get_extra_state(self) -> int:
             return self.calls
@@ -248,130 +241,100 @@ def an_extra_state_that_cannot_be_set() -> Model:
 # ---- Breaches: what one run leaves for the next, and chance
 
 
-@breach(Cause.CHANCE)
-def a_counter_of_the_class() -> Model:
-    class Counts(Block):
-        calls: ClassVar[int] = 0
+class Counted(Block):
+    """A block with a counter, and a mask, of the class."""
 
-        def change(self, x: Tensor) -> Tensor:
-            Counts.calls += 1
-            return x * (1 + 0.01 * Counts.calls)
-
-    return model(Counts())
+    calls: ClassVar[int] = 0
+    mask: ClassVar[Any] = None
 
 
 _COUNT = itertools.count(1)
+_PLACE: dict[str, Any] = {}
 
 
-@breach(Cause.CHANCE)
-def a_counter_of_the_script() -> Model:
-    class Counts(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * (1 + 0.01 * next(_COUNT))
-
-    return model(second=Counts())
+@layer(Cause.CHANCE)
+def a_counter_of_the_class(layer: Any, x: Tensor) -> Tensor:
+    Counted.calls += 1
+    return Block.forward(layer, x) * (1 + 0.01 * Counted.calls)
 
 
-@breach(Cause.CHANCE)
-def numbers_of_the_system() -> Model:
-    class Skips(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * random.SystemRandom().random()
-
-    return model(Skips())
+@layer(Cause.CHANCE)
+def a_counter_of_the_script(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * (1 + 0.01 * next(_COUNT))
 
 
-@breach(Cause.CHANCE)
-def a_new_generator_of_numpy_at_each_call() -> Model:
-    class Skips(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * np.random.default_rng().random()
-
-    return model(Skips())
+@layer(Cause.CHANCE)
+def numbers_of_the_system(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * random.SystemRandom().random()
 
 
-@breach(Cause.CHANCE)
-def the_time_of_day() -> Model:
-    class Late(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * (time.perf_counter_ns() % 1000)
+@layer(Cause.CHANCE)
+def a_new_generator_of_numpy_at_each_call(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * np.random.default_rng().random()
 
-    return model(Late())
+
+@layer(Cause.CHANCE)
+def the_time_of_day(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * (time.perf_counter_ns() % 1000)
 
 
 # ---- Breaches: what layers leave for others
 
 
-class Leaves(Block):
+def leaves(layer: Any, x: Tensor) -> Tensor:
     """Leaves what it makes in a place."""
+    layer.place["x"] = Block.forward(layer, x)
+    return layer.place["x"]
 
-    def __init__(self, place: Any) -> None:
-        super().__init__()
-        self.place = place
 
-    def change(self, x: Tensor) -> Tensor:
-        self.place["x"] = x
+def takes(layer: Any, x: Tensor) -> Tensor:
+    """Takes what another has left."""
+    return Block.forward(layer, x) + layer.place["x"]
+
+
+def mean_of_rows(x: Tensor) -> Tensor:
+    return x.detach().mean(1, keepdim=True)
+
+
+def with_place(first: Callable[..., Any], second: Callable[..., Any], place: Any) -> Model:
+    """Two blocks that have a place in common."""
+    return model(changed(first, place=place), changed(second, place=place))
+
+
+@parts(Cause.LEFT_BEHIND)
+def a_skip_connection_by_a_shared_dict() -> Model:
+    return with_place(leaves, takes, {})
+
+
+@parts(Cause.LEFT_BEHIND)
+def a_mask_by_a_shared_dict() -> Model:
+    def masks(layer: Any, x: Tensor) -> Tensor:
+        x = Block.forward(layer, x)
+        layer.place["x"] = (x.detach() > 0).float()
         return x
 
-
-class Takes(Leaves):
-    """Takes what another has left."""
-
-    def change(self, x: Tensor) -> Tensor:
-        return x + self.place["x"]
+    return with_place(masks, takes, {})
 
 
-@breach(Cause.LEFT_BEHIND)
-def a_skip_connection_by_a_shared_dict() -> Model:
-    place: dict[str, Any] = {}
-    return model(Leaves(place), Takes(place))
-
-
-@breach(Cause.LEFT_BEHIND)
-def a_mask_by_a_shared_dict() -> Model:
-    class Masks(Leaves):
-        def change(self, x: Tensor) -> Tensor:
-            self.place["x"] = (x.detach() > 0).float()
-            return x
-
-    place: dict[str, Any] = {}
-    return model(Masks(place), Takes(place))
-
-
-_PLACE: dict[str, Any] = {}
-
-
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_mask_by_a_global_name() -> Model:
-    class Masks(Block):
-        def change(self, x: Tensor) -> Tensor:
-            _PLACE["mask"] = x.detach().mean(1, keepdim=True)
-            return x
+    def masks(layer: Any, x: Tensor) -> Tensor:
+        _PLACE["mask"] = mean_of_rows(x)
+        return Block.forward(layer, x)
 
-    class Reads(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * _PLACE["mask"]
-
-    return model(Masks(), Reads())
+    return model(changed(masks), changed(lambda layer, x: Block.forward(layer, x) * _PLACE["mask"]))
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_mask_by_an_attribute_of_a_class() -> Model:
-    class Masks(Block):
-        mask: ClassVar[Any] = None
+    def masks(layer: Any, x: Tensor) -> Tensor:
+        Counted.mask = mean_of_rows(x)
+        return Block.forward(layer, x)
 
-        def change(self, x: Tensor) -> Tensor:
-            Masks.mask = x.detach().mean(1, keepdim=True)
-            return x
-
-    class Reads(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x * Masks.mask
-
-    return model(Masks(), Reads())
+    return model(changed(masks), changed(lambda layer, x: Block.forward(layer, x) * Counted.mask))
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_skip_connection_by_a_closure() -> Model:
     place: list[Tensor] = []
     first, second = Block(), Block()
@@ -387,87 +350,71 @@ def a_skip_connection_by_a_closure() -> Model:
     return model(first, second)
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_mask_for_the_next_layer_of_the_same_stage() -> Model:
     class Masks(nn.Embedding):
-        place: dict[str, Any]
+        place: Any
 
         def forward(self, input: Tensor) -> Tensor:
             self.place["x"] = (input > VOCAB // 2)[:, None]
             return super().forward(input)
 
     place: dict[str, Any] = {}
-    layers = model(Takes(place))
+    layers = model(changed(takes, place=place))
     layers[0] = Masks(VOCAB, WIDTH)
-    layers[0].place = place  # type: ignore[assignment]
+    layers[0].place = place
     return layers
 
 
-@breach(Cause.LEFT_BEHIND)
-def an_auxiliary_loss_left_for_the_loss() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.LEFT_BEHIND)
+def an_auxiliary_loss_left_for_the_loss() -> Given:
     place: dict[str, Any] = {}
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
         return nats(logits, microbatch) + place["x"].square().sum()
 
-    return model(Leaves(place)), {"loss_fn": loss_fn}
+    return model(changed(leaves, place=place)), {"loss_fn": loss_fn}
 
 
-@breach(Cause.LEFT_BEHIND)
-def a_number_left_for_the_loss() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.LEFT_BEHIND)
+def a_number_left_for_the_loss() -> Given:
     place: dict[str, Any] = {}
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
         return nats(logits, microbatch) * (1 + float(place["x"].detach().abs().mean()))
 
-    return model(Leaves(place)), {"loss_fn": loss_fn}
+    return model(changed(leaves, place=place)), {"loss_fn": loss_fn}
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_buffer_of_two_layers_that_one_changes() -> Model:
-    class Counts(Block):
-        def __init__(self, shared: Tensor) -> None:
-            super().__init__()
-            self.register_buffer("seen", shared)
+    def counts(layer: Any, x: Tensor) -> Tensor:
+        layer.place += 1
+        return Block.forward(layer, x) / layer.place.clone()
 
-        def change(self, x: Tensor) -> Tensor:
-            self.seen += 1
-            return x / self.seen.clone()
-
-        seen: Tensor
-
-    shared = torch.zeros(())
-    return model(Counts(shared), Counts(shared))
+    return with_place(counts, counts, nn.Buffer(torch.zeros(())))
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_statistic_of_two_layers_for_evaluation() -> Model:
-    class Follows(Block):
-        def __init__(self, shared: Tensor) -> None:
-            super().__init__()
-            self.register_buffer("mean", shared)
+    def follows(layer: Any, x: Tensor) -> Tensor:
+        if layer.training:
+            layer.place.lerp_(x.detach().mean(0), 0.1)
+        return Block.forward(layer, x)
 
-        mean: Tensor
-
-        def change(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.mean.lerp_(x.detach().mean(0), 0.1)
-            return x
-
-    shared = torch.zeros(WIDTH)
-    return model(Follows(shared), Follows(shared))
+    return with_place(follows, follows, nn.Buffer(torch.zeros(WIDTH)))
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def an_extra_state_of_two_layers() -> Model:
     class Counts(Block):
         def __init__(self, shared: list[int]) -> None:
             super().__init__()
             self.shared = shared
 
-        def change(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             self.shared[0] += 1
-            return x
+            return super().forward(x)
 
         def get_extra_state(self) -> list[int]:
             return list(self.shared)
@@ -479,147 +426,101 @@ def an_extra_state_of_two_layers() -> Model:
     return model(Counts(shared), Counts(shared))
 
 
-@breach(Cause.LEFT_BEHIND)
+@parts(Cause.LEFT_BEHIND)
 def a_mask_left_where_microbatches_are_few() -> Model:
     place: dict[str, Any] = {}
 
-    class Masks(Block):
-        def forward(self, x: Tensor, num_microbatches: int) -> Tensor:
-            if num_microbatches < 4:
-                place["mask"] = x.detach().mean(1, keepdim=True)
-            return super().forward(x)
+    def masks(layer: Any, x: Tensor, num_microbatches: int) -> Tensor:
+        if num_microbatches < 4:
+            place["mask"] = mean_of_rows(x)
+        return Block.forward(layer, x)
 
-    class Reads(Block):
-        def forward(self, x: Tensor, num_microbatches: int) -> Tensor:
-            return super().forward(x) * (place["mask"] if num_microbatches < 4 else 1.0)
+    def reads(layer: Any, x: Tensor, num_microbatches: int) -> Tensor:
+        return Block.forward(layer, x) * (place["mask"] if num_microbatches < 4 else 1.0)
 
     # A method's variables are its class's, of which there is one.
-    return model(Masks(), Reads())
+    return model(changed(masks), changed(reads))
 
 
-@breach(Cause.LEFT_BEHIND, Cause.CALLS)
+@parts(Cause.LEFT_BEHIND, Cause.CALLS)
 def a_counter_of_two_layers() -> Model:
-    class Counts(Block):
-        def __init__(self, shared: list[int]) -> None:
-            super().__init__()
-            self.shared = shared
+    def counts(layer: Any, x: Tensor) -> Tensor:
+        layer.place[0] += 1
+        return Block.forward(layer, x) / layer.place[0]
 
-        def change(self, x: Tensor) -> Tensor:
-            self.shared[0] += 1
-            return x / self.shared[0]
-
-    shared = [0]
-    return model(Counts(shared), Counts(shared))
+    return with_place(counts, counts, [0])
 
 
-@breach(Cause.IN_PLACE)
+@parts(Cause.IN_PLACE)
 def a_key_of_the_batch_changed_in_place() -> Model:
-    class Scales(Block):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            weight.mul_(2.0)
-            return super().forward(x) * weight[:, None]
-
-    class Reads(Block):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return super().forward(x) * weight[:, None]
-
-    return model(Scales(), Reads())
+    return model(
+        changed(lambda layer, x, weight: Block.forward(layer, x) * weight.mul_(2.0)[:, None]),
+        changed(lambda layer, x, weight: Block.forward(layer, x) * weight[:, None]),
+    )
 
 
-@breach(Cause.CALLS)
-def a_layer_that_reads_its_gradient() -> Model:
-    class Adapts(Block):
-        def change(self, x: Tensor) -> Tensor:
-            grad = self.up.weight.grad
-            return x if grad is None else x * (1 + grad.abs().mean())
-
-    return model(Adapts())
+@layer(Cause.CALLS)
+def a_layer_that_reads_its_gradient(layer: Any, x: Tensor) -> Tensor:
+    x, grad = Block.forward(layer, x), layer.up.weight.grad
+    return x if grad is None else x * (1 + grad.abs().mean())
 
 
-@breach(Cause.IN_PLACE)
-def a_layer_that_decays_its_weights_as_it_runs() -> Model:
-    class Decays(Block):
-        def change(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.up.weight.data.mul_(0.9)
-            return x
-
-    return model(Decays())
+@layer(Cause.IN_PLACE)
+def a_layer_that_decays_its_weights_as_it_runs(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    if layer.training:
+        layer.up.weight.data.mul_(0.9)
+    return x
 
 
 # ---- Breaches: parameters that others hold, or nobody
 
 
-class Reads(Block):
-    """A layer that computes with a weight which it gets from somewhere."""
-
-    def __init__(self, weight: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.weight_of = weight
-
-    def change(self, x: Tensor) -> Tensor:
-        return x @ self.weight_of()
+_LAYERS = {"by name": Block(), "by name, detached": Block()}
 
 
-@breach(Cause.ELSEWHERE)
+def reads(first: nn.Module, weight: Callable[[], Tensor]) -> Model:
+    """A block, and another that computes with a weight which it gets from somewhere."""
+    return model(first, changed(lambda layer, x: Block.forward(layer, x) @ layer.weight_of(), weight_of=weight))
+
+
+@parts(Cause.ELSEWHERE)
 def a_weight_by_a_closure() -> Model:
     first = Block()
-    return model(first, Reads(lambda: first.up.weight))
+    return reads(first, lambda: first.up.weight)
 
 
-@breach(Cause.ELSEWHERE)
+@parts(Cause.ELSEWHERE)
 def a_layer_in_a_list_of_another() -> Model:
-    class Holds(Block):
-        def __init__(self, other: Block) -> None:
-            super().__init__()
-            self.others = [other]
-
-        def change(self, x: Tensor) -> Tensor:
-            return x @ self.others[0].up.weight
-
     first = Block()
-    return model(first, Holds(first))
+    return model(first, changed(lambda layer, x: Block.forward(layer, x) @ layer.others[0].up.weight, others=[first]))
 
 
-@breach(Cause.ELSEWHERE)
+@parts(Cause.ELSEWHERE)
 def a_layer_by_a_weak_reference() -> Model:
-    class Holds(Block):
-        def __init__(self, other: Block) -> None:
-            super().__init__()
-            self.other = weakref.ref(other)
-
-        def change(self, x: Tensor) -> Tensor:
-            other = self.other()
-            assert other is not None
-            return x @ other.up.weight
-
     first = Block()
-    return model(first, Holds(first))
+    other = weakref.ref(first)
+    return model(first, changed(lambda layer, x: Block.forward(layer, x) @ layer.other().up.weight, other=other))
 
 
-@breach(Cause.ELSEWHERE)
+@parts(Cause.ELSEWHERE)
 def a_weight_read_without_its_gradient() -> Model:
     first = Block()
-    return model(first, Reads(lambda: first.up.weight.detach()))
+    return reads(first, lambda: first.up.weight.detach())
 
 
-_LAYERS: dict[str, Any] = {}
-
-
-@breach(Cause.ELSEWHERE)
+@parts(Cause.ELSEWHERE)
 def a_weight_by_a_global_name() -> Model:
-    _LAYERS["first"] = Block()
-    return model(_LAYERS["first"], Reads(lambda: _LAYERS["first"].up.weight))
+    return reads(_LAYERS["by name"], lambda: _LAYERS["by name"].up.weight)
 
 
-@breach(Cause.ELSEWHERE)
+@parts(Cause.ELSEWHERE)
 def a_weight_by_a_global_name_without_its_gradient() -> Model:
-    _LAYERS["other"] = Block()
-    return model(_LAYERS["other"], Reads(lambda: _LAYERS["other"].up.weight.detach()))
+    return reads(_LAYERS["by name, detached"], lambda: _LAYERS["by name, detached"].up.weight.detach())
 
 
-@breach(Cause.ELSEWHERE)
-def a_penalty_of_weights_in_the_loss() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.ELSEWHERE)
+def a_penalty_of_weights_in_the_loss() -> Given:
     layers = model()
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
@@ -628,294 +529,174 @@ def a_penalty_of_weights_in_the_loss() -> tuple[Model, dict[str, Any]]:
     return layers, {"loss_fn": loss_fn}
 
 
-@breach(Cause.UNTRAINED)
-def a_temperature_that_the_loss_alone_holds() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.UNTRAINED)
+def a_temperature_that_the_loss_alone_holds() -> Given:
     temperature = nn.Parameter(torch.ones(()))
     return model(), {"loss_fn": lambda logits, microbatch: nats(logits * temperature, microbatch)}
 
 
-@breach(Cause.UNTRAINED)
-def a_loss_with_parameters_of_its_own() -> tuple[Model, dict[str, Any]]:
-    class Projects(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out = nn.Linear(VOCAB, VOCAB)
+@parts(Cause.UNTRAINED)
+def a_loss_with_parameters_of_its_own() -> Given:
+    class Projects(nn.Linear):
+        def forward(self, input: Tensor, microbatch: PackedBatch) -> Tensor:
+            return nats(super().forward(input), microbatch)
 
-        def forward(self, logits: Tensor, microbatch: PackedBatch) -> Tensor:
-            return nats(self.out(logits), microbatch)
-
-    return model(), {"loss_fn": Projects()}
+    return model(), {"loss_fn": Projects(VOCAB, VOCAB)}
 
 
-@breach(Cause.UNTRAINED)
-def a_tensor_with_a_gradient_that_is_no_parameter() -> Model:
-    class Scales(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.ones(WIDTH, requires_grad=True)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-    return model(Scales())
+@layer(Cause.UNTRAINED, scale=lambda: torch.ones(WIDTH, requires_grad=True))
+def a_tensor_with_a_gradient_that_is_no_parameter(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) * layer.scale
 
 
-@breach(Cause.UNTRAINED)
-def a_parameter_replaced_in_a_forward() -> Model:
-    class Renews(Block):
-        def change(self, x: Tensor) -> Tensor:
-            self.down.bias = nn.Parameter(self.down.bias.detach() * 0.9)
-            return x + self.down.bias
-
-    return model(Renews())
+@layer(Cause.UNTRAINED)
+def a_parameter_replaced_in_a_forward(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    layer.down.bias = nn.Parameter(layer.down.bias.detach() * 0.9)
+    return x + layer.down.bias
 
 
 # ---- Breaches: under activation checkpointing
 
 
-@breach(Cause.REPLAYED)
+@parts(Cause.REPLAYED, Cause.REFUSED)
 def an_input_changed_in_place() -> Model:
-    class Scales(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                x.mul_(0.5)
-            return super().forward(x)
+    def scales(layer: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.mul_(0.5)
+        return Block.forward(layer, x)
 
-    return model(second=Scales())
+    return model(second=changed(scales))
 
 
-@breach(Cause.REPLAYED, Cause.CALLS)
-def every_second_call_is_another() -> Model:
-    class Turns(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.turn = itertools.cycle([1.0, 2.0])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * next(self.turn))
-
-    return model(Turns())
+@layer(Cause.REPLAYED, Cause.CALLS, turn=lambda: itertools.cycle([1.0, 2.0]))
+def every_second_call_is_another(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x * next(layer.turn))
 
 
 # ---- Breaches: losses that are no sums, and layers that mix sequences
 
 
-@breach(Cause.NO_SUM)
-def a_mean_over_the_microbatch() -> tuple[Model, dict[str, Any]]:
-    return model(), {"loss_fn": lambda logits, microbatch: F.cross_entropy(logits, microbatch["labels"])}
+@loss(Cause.NO_SUM)
+def a_mean_over_the_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return F.cross_entropy(logits, microbatch["labels"])
 
 
-@breach(Cause.NO_SUM)
-def the_root_of_a_sum() -> tuple[Model, dict[str, Any]]:
-    return model(), {"loss_fn": lambda logits, microbatch: nats(logits, microbatch).sqrt()}
+@loss(Cause.NO_SUM)
+def the_root_of_a_sum(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return nats(logits, microbatch).sqrt()
 
 
-@breach(Cause.NO_SUM)
-def losses_divided_by_the_largest() -> tuple[Model, dict[str, Any]]:
-    def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        losses = F.cross_entropy(logits, microbatch["labels"], reduction="none")
-        return (losses * losses.detach() / losses.detach().max()).sum()
-
-    return model(), {"loss_fn": loss_fn}
+@loss(Cause.NO_SUM)
+def losses_divided_by_the_largest(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    losses = nats_of_tokens(logits, microbatch)
+    return (losses * losses.detach() / losses.detach().max()).sum()
 
 
-@breach(Cause.NO_SUM)
-def a_weight_that_is_the_same_for_every_microbatch() -> tuple[Model, dict[str, Any]]:
+@parts(Cause.NO_SUM)
+def a_weight_that_is_the_same_for_every_microbatch() -> Given:
     return model(), {"loss_fn": nats, "loss_weight_fn": lambda microbatch: 10.0}
 
 
-@breach(Cause.NO_SUM)
-def rewards_normalised_within_the_microbatch() -> tuple[Model, dict[str, Any]]:
-    def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        weight = microbatch["weight"]
-        losses = F.cross_entropy(logits, microbatch["labels"], reduction="none")
-        return (losses * (weight - weight.mean())).sum()
-
-    return model(), {"loss_fn": loss_fn}
+@loss(Cause.NO_SUM)
+def rewards_normalised_within_the_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    weight = microbatch["weight"]
+    return (nats_of_tokens(logits, microbatch) * (weight - weight.mean())).sum()
 
 
-@breach(Cause.MIXED)
-def attention_over_all_rows() -> Model:
-    class Attends(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, 2)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x + self.attention(x, x, x, need_weights=False)[0]
-
-    return model(Attends())
+@layer(Cause.MIXED, attention=lambda: nn.MultiheadAttention(WIDTH, 2))
+def attention_over_all_rows(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    return x + layer.attention(x, x, x, need_weights=False)[0]
 
 
-@breach(Cause.MIXED)
-def positions_of_all_rows() -> Model:
-    class Places(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Embedding(64, WIDTH)
-
-        def change(self, x: Tensor) -> Tensor:
-            return x + self.places(torch.arange(len(x)))
-
-    return model(Places())
+@layer(Cause.MIXED, places=lambda: nn.Embedding(64, WIDTH))
+def positions_of_all_rows(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) + layer.places(torch.arange(len(x)))
 
 
-@breach(Cause.MIXED)
-def a_mean_over_all_rows() -> Model:
-    class Centres(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x - x.mean(0)
-
-    return model(second=Centres())
+@layer(Cause.MIXED)
+def a_mean_over_all_rows(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    return x - x.mean(0)
 
 
 # ---- Breaches: optimizers
 
 
-class Descent(torch.optim.Optimizer):
-    """Gradient descent; each case changes its direction."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def parameters(self) -> list[Tensor]:
-        return [own for group in self.param_groups for own in group["params"] if own.grad is not None]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.begin()
-        for own in self.parameters():
-            assert own.grad is not None
-            own.sub_(self.direction(own, own.grad), alpha=self.param_groups[0]["lr"])
-
-    def begin(self) -> None:
-        """Nothing is computed of all parameters."""
-
-    def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-        return grad
+@optimizer(Cause.JOINT)
+def a_trust_ratio_of_all_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    ratio = float(torch.stack([own.square().sum() for own in parameters]).sum().sqrt())
+    return [own.grad * ratio for own in parameters]
 
 
-@breach(Cause.JOINT)
-def a_trust_ratio_of_all_parameters() -> tuple[Model, dict[str, Any]]:
-    class Trusts(Descent):
-        ratio = 1.0
-
-        def begin(self) -> None:
-            self.ratio = float(torch.stack([own.square().sum() for own in self.parameters()]).sum().sqrt())
-
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            return grad * self.ratio
-
-    return model(), {"optimizer": Trusts}
+@optimizer(Cause.JOINT)
+def a_rate_by_the_number_of_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    return [own.grad / len(parameters) for own in parameters]
 
 
-@breach(Cause.JOINT)
-def a_rate_by_the_number_of_parameters() -> tuple[Model, dict[str, Any]]:
-    class Shares(Descent):
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            return grad / len(self.parameters())
-
-    return model(), {"optimizer": Shares}
+@optimizer(Cause.JOINT)
+def a_rate_by_the_place_among_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    return [own.grad * 0.9**place for place, own in enumerate(parameters)]
 
 
-@breach(Cause.JOINT)
-def a_rate_by_the_place_among_parameters() -> tuple[Model, dict[str, Any]]:
-    class Fades(Descent):
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            place = next(i for i, other in enumerate(self.parameters()) if other is own)
-            return grad * 0.9**place
-
-    return model(), {"optimizer": Fades}
+@optimizer(Cause.JOINT)
+def noise_drawn_in_the_order_of_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [own.grad + torch.randn(own.shape, generator=generator) for own in parameters]
 
 
-@breach(Cause.JOINT)
-def noise_drawn_in_the_order_of_parameters() -> tuple[Model, dict[str, Any]]:
-    class Langevin(Descent):
-        def begin(self) -> None:
-            self.generator = torch.Generator().manual_seed(0)
-
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            return grad + torch.randn(grad.shape, generator=self.generator)
-
-    return model(), {"optimizer": Langevin}
+@optimizer(Cause.OPTIMIZER_STATE)
+def momenta_in_a_dictionary_of_its_own(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    momenta = vars(optimizer).setdefault("momenta", {})
+    momenta |= {own: 0.9 * momenta.get(own, torch.zeros_like(own)) + own.grad for own in parameters}
+    return [momenta[own] for own in parameters]
 
 
-@breach(Cause.OPTIMIZER_STATE, Cause.REFUSED)
-def momenta_in_a_dictionary_of_its_own() -> tuple[Model, dict[str, Any]]:
-    class Momentum(Descent):
-        def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-            super().__init__(params, lr)
-            self.momenta: dict[int, Tensor] = {}
-
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            self.momenta[id(own)] = 0.9 * self.momenta.get(id(own), torch.zeros_like(own)) + grad
-            return self.momenta[id(own)]
-
-    return model(), {"optimizer": Momentum}
+@optimizer(Cause.OPTIMIZER_STATE)
+def momenta_as_attributes_of_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    for own in parameters:
+        own.momentum = 0.9 * getattr(own, "momentum", torch.zeros_like(own)) + own.grad
+    return [own.momentum for own in parameters]
 
 
-@breach(Cause.OPTIMIZER_STATE, Cause.REFUSED)
-def momenta_as_attributes_of_parameters() -> tuple[Model, dict[str, Any]]:
-    class Momentum(Descent):
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            own.momentum = 0.9 * getattr(own, "momentum", torch.zeros_like(own)) + grad  # type: ignore[attr-defined]
-            return own.momentum  # type: ignore[attr-defined]
-
-    return model(), {"optimizer": Momentum}
+# ---- Layers that are right
 
 
-# ---- Parts that are right
-
-
-@right
+@parts()
 def plain_blocks() -> Model:
     return model()
 
 
-@right
+@parts()
 def dropout() -> Model:
     return model(nn.Sequential(Block(), nn.Dropout(0.3)), nn.Sequential(nn.Dropout(0.3), Block()))
 
 
-@right
-def noise_of_torch() -> Model:
-    class Noise(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x + 0.1 * torch.randn_like(x) if self.training else x
-
-    return model(Noise(), Noise())
+@layer()
+def noise_of_torch(layer: Any, x: Tensor) -> Tensor:
+    x = Block.forward(layer, x)
+    return x + 0.1 * torch.randn_like(x) if layer.training else x
 
 
-@right
-def noise_in_evaluation_too() -> Model:
-    class Noise(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return x + 0.1 * torch.rand(x.shape)
-
-    return model(Noise())
+@layer()
+def noise_in_evaluation_too(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) + 0.1 * torch.rand(x.shape)
 
 
-@right
+@parts()
 def batch_norm() -> Model:
     return model(nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)), nn.Sequential(Block(), nn.BatchNorm1d(WIDTH)))
 
 
-@right
-def a_buffer_that_counts() -> Model:
-    class Warms(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def change(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.calls += 1
-            return x * (1 + 0.1 * self.calls)
-
-    return model(Warms())
+@layer(calls=lambda: nn.Buffer(torch.zeros(())))
+def a_buffer_that_counts(layer: Any, x: Tensor) -> Tensor:
+    if layer.training:
+        layer.calls += 1
+    return Block.forward(layer, x) * (1 + 0.1 * layer.calls)
 
 
-@right
+@parts()
 def an_extra_state() -> Model:
     class Steps(Block):
         last = 0
@@ -934,158 +715,103 @@ def an_extra_state() -> Model:
     return model(Steps(), Steps())
 
 
-@right
-def a_count_that_only_tells() -> Model:
-    class Counts(Block):
-        calls = 0
-
-        def change(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x
-
-    return model(Counts(), Counts())
+@layer(calls=int)
+def a_count_that_only_tells(layer: Any, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return Block.forward(layer, x)
 
 
-@right
-def a_table_made_at_first_use() -> Model:
-    class Places(Block):
-        table: Tensor | None = None
-
-        def forward(self, x: Tensor, sequences: Any) -> Tensor:
-            if self.table is None:
-                self.table = torch.linspace(0, 1, 64)
-            return super().forward(x) + self.table[sequences.positions][:, None]
-
-    return model(Places())
+@layer(table=lambda: None)
+def a_table_made_at_first_use(layer: Any, x: Tensor, sequences: Any) -> Tensor:
+    if layer.table is None:
+        layer.table = torch.linspace(0, 1, 64)
+    return Block.forward(layer, x) + layer.table[sequences.positions][:, None]
 
 
-@right
+@parts()
 def a_tied_head() -> Model:
     layers = model()
     layers[-1].weight = layers[0].weight
     return layers
 
 
-@right
+@parts()
 def a_tied_block() -> Model:
     first, second = Block(), Block()
     second.up = first.up
     return model(first, second)
 
 
-@right
+@parts()
 def weight_norm() -> Model:
     first = Block()
     parametrizations.weight_norm(first.up)
     return model(first)
 
 
-@right
+@parts()
 def spectral_norm() -> Model:
     second = Block()
     parametrizations.spectral_norm(second.up)
     return model(second=second)
 
 
-@right
-def attention_within_sequences() -> Model:
-    class Attends(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-        def forward(self, x: Tensor, sequences: Any) -> Tensor:
-            parts = self.qkv(x).split(sequences.lengths)
-            return x + torch.cat(
-                [F.scaled_dot_product_attention(*own[None].chunk(3, -1), is_causal=True)[0] for own in parts]
-            )
-
-    return model(Attends(), Attends())
+@layer(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
+def attention_within_sequences(layer: Any, x: Tensor, sequences: Any) -> Tensor:
+    rows = [own[None].chunk(3, -1) for own in layer.qkv(x).split(sequences.lengths)]
+    return x + torch.cat([F.scaled_dot_product_attention(*own, is_causal=True)[0] for own in rows])
 
 
-@right
-def a_recurrent_layer() -> Model:
-    class Recurs(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-        def forward(self, x: Tensor, sequences: Any) -> Tensor:
-            return torch.cat([self.recurrent(own[None])[0][0] for own in x.split(sequences.lengths)])
-
-    return model(second=Recurs())
+@layer(recurrent=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True))
+def a_recurrent_layer(layer: Any, x: Tensor, sequences: Any) -> Tensor:
+    return torch.cat([layer.recurrent(own[None])[0][0] for own in x.split(sequences.lengths)])
 
 
-@right
-def keys_of_the_batch_by_name() -> Model:
-    class Weighs(Block):
-        def forward(self, x: Tensor, weight: Tensor, reward: Tensor, sequences: Any) -> Tensor:
-            return (
-                super().forward(x) * weight[:, None]
-                + reward.repeat_interleave(torch.tensor(sequences.lengths))[:, None]
-            )
-
-    return model(Weighs(), Weighs())
+@layer()
+def keys_of_the_batch_by_name(layer: Any, x: Tensor, weight: Tensor, reward: Tensor, sequences: Any) -> Tensor:
+    rewards = reward.repeat_interleave(torch.tensor(sequences.lengths))
+    return Block.forward(layer, x) * weight[:, None] + rewards[:, None]
 
 
-@right
-def numbers_by_name() -> Model:
-    class Warms(Block):
-        def forward(self, x: Tensor, microbatch: int, num_microbatches: int, step: int) -> Tensor:
-            return super().forward(x) * (step + microbatch / num_microbatches if self.training else 1.0)
-
-    return model(Warms(), Warms())
+@layer()
+def numbers_by_name(layer: Any, x: Tensor, microbatch: int, num_microbatches: int, step: int) -> Tensor:
+    return Block.forward(layer, x) * (step + microbatch / num_microbatches if layer.training else 1.0)
 
 
-@right
+@parts()
 def a_tuple_between_layers() -> Model:
-    class Gives(Block):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), x
-
-    class Takes(Block):
-        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-            return super().forward(x) + skip
-
-    return model(Gives(), Takes())
+    return model(
+        changed(lambda layer, x: (Block.forward(layer, x), x)),
+        changed(lambda layer, x, skip: Block.forward(layer, x) + skip),
+    )
 
 
-@right
+@parts()
 def a_mapping_between_layers() -> Model:
-    class Gives(Block):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"x": super().forward(x), "mask": x > 0}
-
-    class Takes(Block):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(x) * mask
-
-    return model(Gives(), Takes())
+    return model(
+        changed(lambda layer, x: {"x": Block.forward(layer, x), "mask": x > 0}),
+        changed(lambda layer, x, mask: Block.forward(layer, x) * mask),
+    )
 
 
-@right
-def an_auxiliary_loss_handed_on() -> tuple[Model, dict[str, Any]]:
-    class Gives(Block):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), x.square().sum().reshape(1)
-
-    class Passes(Block):
-        def forward(self, x: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), loss
-
+@parts()
+def an_auxiliary_loss_handed_on() -> Given:
     class Ends(nn.Linear):
-        def forward(self, x: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), loss
+        def forward(self, input: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(input), loss
 
     def loss_fn(output: tuple[Tensor, Tensor], microbatch: PackedBatch) -> Tensor:
         return nats(output[0], microbatch) + 0.1 * output[1].sum()
 
-    layers = model(Gives(), Passes())
+    layers = model(
+        changed(lambda layer, x: (Block.forward(layer, x), x.square().sum().reshape(1))),
+        changed(lambda layer, x, loss: (Block.forward(layer, x), loss)),
+    )
     layers[-1] = Ends(WIDTH, VOCAB)
     return layers, {"loss_fn": loss_fn}
 
 
-@right
+@parts()
 def a_function_of_the_layer_itself() -> Model:
     class Scales(Block):
         def __init__(self) -> None:
@@ -1093,64 +819,55 @@ def a_function_of_the_layer_itself() -> Model:
             self.scale = nn.Parameter(torch.ones(WIDTH))
             self.act = lambda x: x * self.scale
 
-        def change(self, x: Tensor) -> Tensor:
-            return self.act(x)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(super().forward(x))
 
     return model(Scales(), Scales())
 
 
-@right
+@parts()
 def hooks_that_change_outputs() -> Model:
     first, second = Block(), Block()
-
-    def scale(module: nn.Module, given: Any, output: Any) -> Tensor:
-        return output * 1.5
-
-    first.register_forward_hook(scale)
+    first.register_forward_hook(lambda module, given, output: output.mul(1.5))
     second.up.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
     return model(first, second)
 
 
-@right
+@parts()
 def a_gradient_hook() -> Model:
     first = Block()
     first.up.weight.register_hook(lambda grad: grad * 0.5)
     return model(first)
 
 
-@right
-def a_function_with_a_backward_of_its_own() -> Model:
-    class Rounds(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Tensor) -> Tensor:
-            return (given[0] * 8).round() / 8
+class Rounds(torch.autograd.Function):
+    """Rounds to eighths; the gradient passes straight through."""
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            return grads[0]
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        return (given[0] * 8).round() / 8
 
-    class Straight(Block):
-        def change(self, x: Tensor) -> Tensor:
-            return Rounds.apply(x)
-
-    return model(Straight())
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
-@right
+@layer()
+def a_function_with_a_backward_of_its_own(layer: Any, x: Tensor) -> Tensor:
+    return Rounds.apply(Block.forward(layer, x))
+
+
+@parts()
 def in_place_operations_inside() -> Model:
     return model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
 
 
-@right
-def checkpointing_of_torch_inside() -> Model:
-    class Saves(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    return model(Saves(), Saves())
+@layer()
+def checkpointing_of_torch_inside(layer: Any, x: Tensor) -> Any:
+    return checkpoint(partial(Block.forward, layer), x, use_reentrant=False)
 
 
-@right
+@parts()
 def frozen_layers() -> Model:
     layers = model()
     layers[0].requires_grad_(False)
@@ -1158,116 +875,108 @@ def frozen_layers() -> Model:
     return layers
 
 
-@right
+@parts()
 def a_layer_without_parameters() -> Model:
     return [*model()[:2], nn.Tanh(), *model()[2:]]
 
 
-@right
+@parts()
 def a_layer_that_gives_what_it_gets() -> Model:
     return [*model()[:2], nn.Identity(), *model()[2:]]
 
 
-@right
+@parts()
 def float64() -> Model:
     return [own.double() for own in model()]
 
 
-@right
-def a_list_of_modules() -> Model:
-    class Several(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(Block() for _ in range(2))
-
-        def change(self, x: Tensor) -> Tensor:
-            for own in self.parts:
-                x = own(x)
-            return x
-
-    return model(Several())
+@layer(parts=lambda: nn.ModuleList(Block() for _ in range(2)))
+def a_list_of_modules(layer: Any, x: Tensor) -> Tensor:
+    for part in layer.parts:
+        x = part(x)
+    return Block.forward(layer, x)
 
 
-@right
-def rows_of_numbers_instead_of_tokens() -> tuple[Model, dict[str, Any]]:
+@parts()
+def rows_of_numbers_instead_of_tokens() -> Given:
     rows = [torch.randn(n, WIDTH) for n in (4, 2, 5, 3)]
     wanted = [torch.randn(n, VOCAB) for n in (4, 2, 5, 3)]
-    batch = PackedBatch.from_sequences({"tokens": rows, "wanted": wanted})
 
     def loss_fn(output: Tensor, microbatch: PackedBatch) -> Tensor:
         return F.mse_loss(output, microbatch["wanted"], reduction="sum")
 
-    layers = [nn.Linear(WIDTH, WIDTH), *model()[1:]]
-    return layers, {"batch": batch, "loss_fn": loss_fn, "loss_weight_fn": lambda microbatch: microbatch.num_tokens}
+    return [nn.Linear(WIDTH, WIDTH), *model()[1:]], {
+        "batch": PackedBatch.from_sequences({"tokens": rows, "wanted": wanted}),
+        "loss_fn": loss_fn,
+        "loss_weight_fn": lambda microbatch: microbatch.num_tokens,
+    }
 
 
-@right
+@parts()
 def layers_made_where_they_are_held() -> Model:
     return [own if number != 2 else partial(Block) for number, own in enumerate(model())]  # type: ignore[misc]
 
 
-@right
-def a_loss_of_logits_and_labels() -> tuple[Model, dict[str, Any]]:
+# ---- Losses and optimizers that are right
+
+
+@parts()
+def a_loss_of_logits_and_labels() -> Given:
     return model(), {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.1)}
 
 
-@right
-def a_loss_with_numbers_beside_it() -> tuple[Model, dict[str, Any]]:
-    def loss_fn(logits: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
-        return nats(logits, microbatch), {"largest": Metric(logits.max(), "max")}
-
-    return model(), {"loss_fn": loss_fn}
+@loss()
+def a_loss_with_numbers_beside_it(logits: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
+    return nats(logits, microbatch), {"largest": Metric(logits.max(), "max")}
 
 
-@right
-def a_loss_by_step_and_rewards() -> tuple[Model, dict[str, Any]]:
-    def loss_fn(logits: Tensor, microbatch: PackedBatch, step: int) -> Tensor:
-        losses = F.cross_entropy(logits, microbatch["labels"], reduction="none")
-        return (losses * microbatch["weight"]).sum() * min(1.0, step / 2)
-
-    return model(), {"loss_fn": loss_fn}
+@loss()
+def a_loss_by_step_and_rewards(logits: Tensor, microbatch: PackedBatch, step: int) -> Tensor:
+    return (nats_of_tokens(logits, microbatch) * microbatch["weight"]).sum() * min(1.0, step / 2)
 
 
-@right
-def a_frozen_teacher_in_the_loss() -> tuple[Model, dict[str, Any]]:
+@parts()
+def a_frozen_teacher_in_the_loss() -> Given:
     teacher = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)).requires_grad_(False)
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        wanted = teacher(microbatch["tokens"]).softmax(-1)
-        return F.cross_entropy(logits, wanted, reduction="sum")
+        return F.cross_entropy(logits, teacher(microbatch["tokens"]).softmax(-1), reduction="sum")
 
     return model(), {"loss_fn": loss_fn, "loss_weight_fn": lambda microbatch: microbatch.num_tokens}
 
 
-@right
-def gradient_descent_with_momentum() -> tuple[Model, dict[str, Any]]:
+@parts()
+def gradient_descent_with_momentum() -> Given:
     return model(), {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
 
 
-@right
-def adam_with_a_scheduler() -> tuple[Model, dict[str, Any]]:
+@parts()
+def adam_with_a_scheduler() -> Given:
     scheduler = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
     return model(), {"optimizer": OptimizerConfig(factory=partial(torch.optim.Adam, lr=0.1), scheduler=scheduler)}
 
 
-@right
-def adafactor() -> tuple[Model, dict[str, Any]]:
+@parts()
+def adafactor() -> Given:
     return model(), {"optimizer": partial(torch.optim.Adafactor, lr=0.1)}
 
 
-@right
-def an_optimizer_of_parameters_each_by_itself() -> tuple[Model, dict[str, Any]]:
-    class Trusts(Descent):
-        def direction(self, own: Tensor, grad: Tensor) -> Tensor:
-            state = self.state[own]
-            state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(own)) + grad
-            state["step"] = state.get("step", 0) + 1
-            return state["momentum"] * own.norm() / state["step"]
+@optimizer()
+def an_optimizer_of_parameters_each_by_itself(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
+    found = []
+    for own in parameters:
+        state = optimizer.state[own]
+        state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(own)) + own.grad
+        state["step"] = state.get("step", 0) + 1
+        found.append(state["momentum"] * own.norm() / state["step"])
+    return found
 
-    return model(), {"optimizer": Trusts}
 
-
-@right
-def groups_of_parameters() -> tuple[Model, dict[str, Any]]:
+@parts()
+def groups_of_parameters() -> Given:
     groups = (ParameterGroup("*.bias", weight_decay=0.0), ParameterGroup("layers.0.*", frozen=True))
     return model(), {"optimizer": OptimizerConfig(groups=groups, clip_norm=0.1)}
+
+
+BREACHES = [case for case in CASES if case.causes]
+RIGHT = [case for case in CASES if not case.causes]
