@@ -9,7 +9,7 @@ WORKDIR /penstock
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN pip install --no-cache-dir --constraint constraints.txt --index-url https://download.pytorch.org/whl/$TORCH torch
 COPY src src
-RUN pip install --no-cache-dir --constraint constraints.txt .
+RUN pip install --no-cache-dir --constraint constraints.txt '.[all]'
 COPY examples examples
 COPY tools tools
 # Kubeflow's runtimes may demand a user other than root, who needs a place for runs and for what is tokenized.

@@ -15,7 +15,7 @@ install: .venv/installed
 setup: .venv/tested
 
 .venv/installed: pyproject.toml constraints.txt
-	$(call install,.)
+	$(call install,.[all])
 	@touch $@
 
 .venv/tested: pyproject.toml constraints.txt

@@ -170,7 +170,6 @@ def environment(results: Results) -> None:
         "triton",
         "datasets",
         "shtab",
-        "tomli_w",
         "uvicorn",
         "starlette",
         "peft",

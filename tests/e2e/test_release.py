@@ -120,7 +120,7 @@ def test_the_changelog_keeps_its_form() -> None:
     assert {words for level, words in headings if level == "###"} <= KINDS
 
 
-@pytest.mark.parametrize("target, wanted", [("demo", "'.'"), ("test", "'.[dev]'"), ("bench", "'.'")])
+@pytest.mark.parametrize("target, wanted", [("demo", "'.[all]'"), ("test", "'.[dev]'"), ("bench", "'.[all]'")])
 def test_make_installs_what_the_target_needs(target: str, wanted: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)

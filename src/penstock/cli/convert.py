@@ -2,11 +2,12 @@
 
 import math
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Parser
-from penstock.cli.output import print_json, show_log
+from penstock.cli.output import Progress, print_json, show_log
 from penstock.engine.folders.runs import RUN_FILE
 from penstock.io.files import read_text
 
@@ -151,19 +152,23 @@ def parse_size(text: str) -> int:
 
 def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", quiet: bool) -> tuple[int, int | None]:
     """Returns the number of bytes written, and the step of the run's checkpoint."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from penstock.engine.folders.export import to_hugging_face
 
-    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("writing")
-        step = to_hugging_face(
-            source,
-            destination,
-            kept,
-            expect=lambda total: bar.update(task, total=total),
-            progress=lambda done: bar.update(task, advance=done),
-        )
-        return int(bar.tasks[0].completed), step
+    num_bytes, bar = 0, None
+
+    def expect(total: int) -> None:
+        nonlocal bar
+        bar = None if quiet else Progress(math.ceil(total / 1e6), 0, sys.stderr, "MB")
+
+    def progress(written: int) -> None:
+        nonlocal num_bytes
+        num_bytes += written
+        if bar is not None:
+            bar.count(math.ceil(num_bytes / 1e6))
+
+    try:
+        step = to_hugging_face(source, destination, kept, expect, progress)
+    finally:
+        if bar is not None:
+            bar.close()
+    return num_bytes, step

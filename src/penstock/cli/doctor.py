@@ -14,6 +14,7 @@ from penstock.cli.options import Parser, add_options, parallel_options, values_o
 from penstock.cli.output import print_json, refuse_to_overwrite, write_text
 from penstock.cli.processes.launch import LAUNCHER_PID, WorkerCommand, launch
 from penstock.cli.processes.meeting import Group, find_group
+from penstock.io.files import toml_text
 from penstock.settings import Groups, Layout, ParallelConfig
 
 if TYPE_CHECKING:
@@ -119,10 +120,8 @@ def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
             cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"]))
             links["cluster"] = cluster
             if group.rank == 0:
-                import tomli_w
-
                 # The launcher has seen whether the file may be replaced.
-                write_text(given.measure, tomli_w.dumps(cluster), force=True)
+                write_text(given.measure, toml_text(cluster), force=True)
         if group.rank == 0:
             show_layout(given, layout, links)
 
@@ -160,7 +159,7 @@ def machine() -> dict[str, str]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    optional = [name for name in ("transformers", "tokenizers", "safetensors", "matplotlib") if find_spec(name)]
+    libraries = "transformers", "tokenizers", "datasets", "peft", "starlette", "matplotlib", "tensorboard", "rich"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "machine": f"{platform.node()}: {platform.system()} {platform.release()}, {platform.machine()}",
@@ -169,7 +168,7 @@ def machine() -> dict[str, str]:
         "python": f"{platform.python_version()}, penstock {__version__}, torch {torch.__version__}",
         "backends": ", ".join(backends) or "none",
         "GPUs": ", ".join(found) or "none",
-        "libraries": ", ".join(optional),
+        "libraries": ", ".join(name for name in libraries if find_spec(name)),
     }
 
 

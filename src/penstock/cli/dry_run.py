@@ -1,7 +1,6 @@
 """`penstock train RUN.toml --dry-run`: the plan of a run, computed without starting it."""
 
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +9,7 @@ import torch
 
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
-from penstock.cli.output import print_json, show_log, size_in_words
+from penstock.cli.output import print_json, print_table, show_log, size_in_words
 from penstock.data import DataShard
 from penstock.engine.build import cut_units
 from penstock.engine.folders.run_parts import RunData
@@ -22,7 +21,6 @@ from penstock.schedule import Costs, Op
 from penstock.schedule.rehearsal import STATE, MemoryKind, MemoryPoint, Rehearsal
 from penstock.settings import ConfigError, Precision, RunConfig
 
-_FILE_COLUMNS = 120
 # Rehearsals that take longer are counted, for who waits.
 _SILENT_S = 5.0
 
@@ -203,19 +201,13 @@ def show_dry_run(config: RunConfig, as_json: bool) -> None:
 
 
 def _print(config: RunConfig, plan: RunPlan) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # In a file, a table cut to 80 columns helps nobody.
-    console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS)
-    facts = Table.grid(padding=(0, 2))
     live = ", ".join(f"{number:g}" for number in plan.peak_live_microbatches)
     at_times = "at the times measured here" if plan.is_measured else "if all stages were equal"
     # Windows are all alike.
     is_mean = plan.step_tokens != config.data.num_sequences * config.data.sequence_length
     mean = f" on average, in {plan.num_items:,} items" if is_mean else ""
     rank, most = max(enumerate(plan.states), key=lambda numbered: numbered[1].total)
-    for name, text in (
+    facts = (
         ("layout", f"{config.parallel}: {plan.world_size} processes of {config.parallel.num_threads} thread(s)"),
         *group_rows(config.parallel),
         ("schedule", f"{plan.schedule}, {plan.num_microbatches} microbatches: proved"),
@@ -230,26 +222,22 @@ def _print(config: RunConfig, plan: RunPlan) -> None:
         ),
         ("memory", f"as rehearsed for {plan.device}{' with the fullest batch' * is_mean}, rank by rank below"),
         ("output", config.output),
-    ):
-        facts.add_row(name, text)
-    console.print(facts, highlight=False)
-    stages = Table("stage", "rank", "units", "parameters", "work", "a microbatch", box=None, pad_edge=False)
-    for column in stages.columns[3:]:
-        column.justify = "right"
+    )
+    width = max(len(name) for name, _ in facts)
+    print("\n".join(f"{name:{width}}  {text}" for name, text in facts), end="\n\n")
+    stages = [("stage", "rank", "units", "parameters", "work", "a microbatch")]
     for stage in plan.stages:
         size = f"{stage.num_parameters:,}", f"{stage.share_of_work:.1%}", size_in_words(stage.microbatch_bytes)
         first, *others = stage.units or ("none: it hands on",)
         names = f"{first} ... {others[-1]} ({len(stage.units)})" if others else first
-        stages.add_row(str(stage.stage), str(stage.rank), names, *size)
-    memory = Table("rank", "fullest in", "peak", "state", "tape", "other", box=None, pad_edge=False)
-    for column in memory.columns[2:]:
-        column.justify = "right"
+        stages.append((str(stage.stage), str(stage.rank), names, *size))
+    print_table(stages, num_texts=3)
+    memory: list[tuple[str, ...]] = [("rank", "fullest in", "peak", "state", "tape", "other")]
     for rank in sorted(set(plan.peers)):
         point, more = plan.memory[rank], plan.peers.count(rank) - 1
         state, tape = sum(point.at_peak.get(kind, 0) for kind in STATE), point.at_peak.get(MemoryKind.TAPE, 0)
         sizes = map(size_in_words, (point.peak_bytes, state, tape, point.peak_bytes - state - tape))
-        memory.add_row(f"{rank} and {more} like it" if more else str(rank), point.action, *sizes)
-    for table in (stages, memory):
-        console.print()
-        console.print(table, highlight=False)
-    console.print("\nNothing was started; leave out --dry-run to train.", highlight=False)
+        memory.append((f"{rank} and {more} like it" if more else str(rank), point.action, *sizes))
+    print()
+    print_table(memory, num_texts=2)
+    print("\nNothing was started; leave out --dry-run to train.")

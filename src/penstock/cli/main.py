@@ -30,8 +30,8 @@ COMMANDS = {
 
 _MAX_LENGTH = 2000
 
-LIBRARIES = frozenset({"datasets", "filelock", "h11", "matplotlib", "numpy", "peft", "rich", "safetensors", "shtab"})
-LIBRARIES |= {"starlette", "tensorboard", "tokenizers", "tomli_w", "torch", "transformers", "uvicorn", "wandb"}
+LIBRARIES = frozenset({"datasets", "matplotlib", "numpy", "peft", "rich", "safetensors", "shtab"})
+LIBRARIES |= {"starlette", "tensorboard", "tokenizers", "torch", "transformers", "uvicorn", "wandb"}
 """Each is imported where it is used, so that a command does without those of others."""
 
 HEAD = """Pipeline parallelism whose schedules are data: built, proved, simulated and

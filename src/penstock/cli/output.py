@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -61,12 +62,13 @@ def print_json(value: object) -> None:
     print()
 
 
-def print_table(cells: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells, the head first, in columns; all columns but the first hold numbers."""
+def print_table(cells: Sequence[Sequence[str]], num_texts: int = 1) -> None:
+    """Print rows of cells, the head first, in columns; all columns but the first `num_texts` hold numbers."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *others in cells:
-        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *numbers]))
+    for row in cells:
+        texts = (cell.ljust(width) for cell, width in zip(row[:num_texts], widths))
+        numbers = (cell.rjust(width) for cell, width in zip(row[num_texts:], widths[num_texts:]))
+        print("  ".join([*texts, *numbers]).rstrip())
 
 
 # ---- Files that no command overwrites, and those that take long to write
@@ -335,7 +337,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     #: tokens so far
     num_tokens: int = field(default=0, init=False)
-    #: a line that rich redraws, and its only task; None if the file is no terminal
+    #: a line that rich redraws, and its only task; None if the file is no terminal, or without rich
     _bar: Any = field(default=None, init=False)
     _task: Any = field(default=None, init=False)
     #: when counting began, and when the last line was written
@@ -349,7 +351,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._start_s = self.clock()
-        if self.file.isatty():
+        if self.file.isatty() and find_spec("rich") is not None:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as RichProgress
@@ -381,12 +383,15 @@ class Progress:
         if self._bar is None:
             print_progress(f"{self._place(step)}  validation loss {loss:.4f}", self.file)
 
-    def count(self, done: int, num_tokens: int) -> None:
-        """Show that so many are done in all, `num_tokens` tokens more than at the last call."""
-        self.num_tokens += num_tokens
+    def count(self, done: int, num_tokens: int | None = None) -> None:
+        """Show that so many are done in all, `num_tokens` tokens more than at the last call; None of other work."""
         spent_s = max(self.clock() - self._start_s, 1e-9)
         left_s = spent_s / max(done - self.done, 1) * (self.total - done)
-        self._show(done, f"{self.num_tokens / spent_s:,.0f} tokens/s  {duration(left_s)} left")
+        speed = ""
+        if num_tokens is not None:
+            self.num_tokens += num_tokens
+            speed = f"{self.num_tokens / spent_s:,.0f} tokens/s  "
+        self._show(done, f"{speed}{duration(left_s)} left")
 
     def note(self, text: str) -> None:
         """Print a line that stays on screen."""

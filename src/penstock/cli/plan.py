@@ -14,6 +14,7 @@ from penstock.cli.options import Parser
 from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, write_text
 from penstock.draw import PICTURES, check_ending
 from penstock.engine.folders.run_check import with_pretrained
+from penstock.io.files import toml_text
 from penstock.planner.search import NUM_BEST
 from penstock.settings import ModelConfig, Precision, RunConfig
 from penstock.settings.declare import ConfigError
@@ -228,8 +229,6 @@ def _cluster(given: argparse.Namespace, devices: int | None) -> planner.Cluster:
 
 def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> None:
     """Write the run's settings with those of the plan's first layout, or the chosen one."""
-    import tomli_w
-
     from penstock.settings.declare import plain
 
     changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
@@ -244,7 +243,7 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
         section, _, key = name.rpartition(".")
         (sections.setdefault(section, {}) if section else sections)[key] = plain(value)
     plain_first = sorted(sections.items(), key=lambda item: isinstance(item[1], dict))
-    write_text(given.output, tomli_w.dumps(dict(plain_first)), force=given.force)
+    write_text(given.output, toml_text(dict(plain_first)), force=given.force)
 
 
 def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate:

@@ -3,6 +3,7 @@
 Shape suffixes: T tokens of all documents end to end.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -335,13 +336,12 @@ def _stores(
     if cache_folder is None:
         training, validation = _write(source, reader, fraction, names, None)
     else:
-        import filelock
-
         key = json.dumps([CACHE_FORMAT, source.identity(), reader.fingerprint, fraction])
         folder = Path(cache_folder) / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
         folder.parent.mkdir(parents=True, exist_ok=True)
         # the first process tokenises; the system drops the lock of a process that dies
-        with filelock.FileLock(folder.with_suffix(".lock")):
+        with folder.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 for abandoned in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
                     shutil.rmtree(abandoned, ignore_errors=True)

@@ -152,11 +152,12 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
         )
     if not path.is_file():
         raise CorpusError(f"no tokenizer at {str(path)!r}; give 'bytes', a tokenizer.json, or a folder that holds one")
+    # Missing, it is no fault of the file's.
+    import tokenizers
+
     try:
         content = read_bytes(path)
         with tokenization():
-            import tokenizers
-
             inner = tokenizers.Tokenizer.from_str(content.decode())
             # A saved tokenizer may truncate or pad its input, but texts must stay complete.
             inner.no_truncation()

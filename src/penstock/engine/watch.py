@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.engine.folders.runs import MetricsLog
+from penstock.engine.folders.runs import MetricsLog, writes_tensorboard
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.loss import EvaluationLoss
 from penstock.engine.training.trainer import TrainResult
@@ -255,7 +255,7 @@ class Trackers:
         """Open the trackers that `log` asks for, in a folder; a run that continues drops the lines of later steps."""
         folder, log = Path(folder), log or LogConfig()
         folder.mkdir(parents=True, exist_ok=True)
-        found: list[Tracker] = [MetricsLog(folder, resumed_step, log.tensorboard)]
+        found: list[Tracker] = [MetricsLog(folder, resumed_step, writes_tensorboard(log))]
         if log.prometheus:
             found.append(PrometheusFile(folder / PROMETHEUS_FILE))
         if log.wandb:

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -336,3 +336,35 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(_TOO_DEEP) from None
     check_depth(content)
     return content
+
+
+def toml_text(table: Mapping[str, Any], name: str = "") -> str:
+    """Write a table of texts, truth values, numbers, lists and tables as TOML, its own values before the tables in it.
+
+    >>> print(toml_text({"a": {"b": 1e-3, "c d": [True, "e\\n"]}, "f": 2}), end="")
+    f = 2
+    <BLANKLINE>
+    [a]
+    b = 0.001
+    "c d" = [true, "e\\n"]
+    """
+    keys = {key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in table}
+    lines = [f"{keys[key]} = {_toml_value(value)}\n" for key, value in table.items() if not isinstance(value, Mapping)]
+    head = f"[{name}]\n" if name and (lines or not table) else ""
+    inner = [
+        toml_text(value, f"{name}.{keys[key]}" if name else keys[key])
+        for key, value in table.items()
+        if isinstance(value, Mapping)
+    ]
+    return "\n".join(part for part in (head + "".join(lines), *inner) if part)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, float):
+        return repr(value)  # inf and nan are words of TOML, too
+    # JSON's texts, truth values and whole numbers are TOML's, but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

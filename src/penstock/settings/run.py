@@ -231,10 +231,12 @@ class LogConfig(Settings, section="log"):
     """Logging."""
 
     every: int = setting(1, "Steps between lines of metrics.", AT_LEAST_1)
-    tensorboard: bool = setting(True, "Also write for TensorBoard, beside metrics.jsonl.")
+    tensorboard: bool | None = setting(None, "Also write for TensorBoard, beside metrics.jsonl: if it is installed.")
     prometheus: bool = setting(False, "Also write the latest numbers to metrics.prom, in Prometheus's text format.")
     wandb: str | None = setting(None, "Also write to this project of Weights & Biases.")
-    timeline: bool = setting(True, "At the end, draw the last step's measured timeline under the simulated one.")
+    timeline: bool = setting(
+        True, "At the end, draw the last step as measured under the same simulated, if matplotlib is there."
+    )
 
 
 @dataclass(frozen=True)

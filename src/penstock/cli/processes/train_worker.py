@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,14 @@ class TrainLoop:
         result, progress = self.result, self._progress
         if recorded is not None:
             write_recorded_step(folder / RECORDED_STEP_FILE, recorded)
-            # Takes a second to import, so not before there is something to draw.
-            from penstock.draw.image import picture
+            if find_spec("matplotlib") is None:
+                progress.note(f"recorded one step; penstock trace {folder} shows it, and draws it where matplotlib is")
+            else:
+                # Takes a second to import, so not before there is something to draw.
+                from penstock.draw.image import picture
 
-            picture(folder / TIMELINE_FILE, [layer.timeline for layer in recorded.layers], unit="ms")
-            progress.note(f"drew one step, simulated and measured: {folder / TIMELINE_FILE}")
+                picture(folder / TIMELINE_FILE, [layer.timeline for layer in recorded.layers], unit="ms")
+                progress.note(f"drew one step, simulated and measured: {folder / TIMELINE_FILE}")
         self._trackers.close()
         validated = [entry for entry in read_metrics(folder / METRICS_FILE) if "validation_loss" in entry]
         if result.validation_loss is None and validated:

@@ -19,10 +19,11 @@ from penstock.io.files import (
     read_bytes,
     refuse_link_out,
     sync_folder,
+    toml_text,
     unfinished,
     write_durably,
 )
-from penstock.settings import ConfigError, RunConfig, differences, read_config
+from penstock.settings import ConfigError, LogConfig, RunConfig, differences, read_config
 
 RUN_FILE = "run.toml"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -52,10 +53,7 @@ _logger = logging.getLogger(__name__)
 
 def to_toml(config: RunConfig) -> str:
     """Write the settings as TOML that reads back as the same settings; None values are left out."""
-    # What only looks at a run does without.
-    import tomli_w
-
-    return tomli_w.dumps(_without_none(config.to_dict()))
+    return toml_text(_without_none(config.to_dict()))
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,13 +66,16 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_libraries(config: RunConfig) -> None:
     """Raises: ConfigError where a library that a run writes its folder with is not installed."""
-    lacking = "which is not installed; install it with pip install"
-    if find_spec("tomli_w") is None:
-        raise ConfigError(f"a run needs the library tomli-w, {lacking} tomli-w")
     if config.log.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError(
-            f"log.tensorboard = true needs the library tensorboard, {lacking} tensorboard, or set it to false"
+            "log.tensorboard = true needs the library tensorboard, which is not installed; install it with "
+            "pip install tensorboard, or leave the setting out"
         )
+
+
+def writes_tensorboard(log: LogConfig) -> bool:
+    """True for a run that also writes for TensorBoard: if it is to, or says nothing and the library is installed."""
+    return find_spec("tensorboard") is not None if log.tensorboard is None else log.tensorboard
 
 
 def read_run(folder: Path) -> RunConfig:
@@ -175,7 +176,7 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
         raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
     if metrics.exists():
         open_file(metrics).close()
-    tensorboard = config.log.tensorboard
+    tensorboard = writes_tensorboard(config.log)
     if tensorboard and board.exists() and not board.is_dir():
         raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
     for path in (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,):
