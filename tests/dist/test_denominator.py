@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.training import loss
+from penstock.engine.training import microbatches
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
@@ -37,12 +37,12 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
     buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.gradients.values() for b in g.buckets}
     totals: list[list[float]] = []
     reductions: list[tuple[str, Tensor, int]] = []
-    factors, all_reduce = loss.loss_factors, dist.all_reduce
+    check_total, all_reduce = microbatches.check_total, dist.all_reduce
 
-    def spy_on_factors(mode: Any, weights: Any, rank_totals: Any) -> Any:
+    def spy_on_totals(rank_totals: Any, num_dp: int) -> float:
         assert not any(gradients.any() for gradients in buckets.values()), "before any backward"
         totals.append(list(rank_totals))
-        return factors(mode, weights, rank_totals)
+        return check_total(rank_totals, num_dp)
 
     def spy_on_sums(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> Any:
         if tensor.data_ptr() in buckets:
@@ -50,7 +50,7 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
         return all_reduce(tensor, op=op, **rest)
 
     engine.trainer.zero_gradients()
-    loss.loss_factors, dist.all_reduce = spy_on_factors, spy_on_sums
+    microbatches.check_total, dist.all_reduce = spy_on_totals, spy_on_sums
     engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=MicroBatchSpec(num=2))
     engine.close()
     engine.grid.close()

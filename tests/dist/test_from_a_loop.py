@@ -226,7 +226,7 @@ class Pair(nn.Linear):
 
 @pytest.mark.shows(189)
 def test_a_name_says_what_a_loss_is_given() -> None:
-    """Of the second parameter; and a loss that takes the microbatch for labels is told so."""
+    """That of the second parameter."""
     for name in ("label", "labels", "target", "targets"):
         assert reduction_of_labels(eval(f"lambda logits, {name}: 0")) == ""
     assert reduction_of_labels(cross_entropy) == "mean" and reduction_of_labels(LOSSES["sum"]) == "sum"
@@ -234,10 +234,6 @@ def test_a_name_says_what_a_loss_is_given() -> None:
     for loss_fn in (lambda logits, microbatch: 0, lambda labels, output: 0, lambda labels: 0, lambda *labels: 0):
         assert reduction_of_labels(loss_fn) is None
     assert reduction_of_labels(torch.compile(nn.CrossEntropyLoss(reduction="sum"), backend="eager")) == "sum"
-    engine = engine_of(1)
-    for loss_fn in (lambda x, y: cross_entropy(x, y), lambda x, y: cross_entropy(x, y.view(-1))):
-        with pytest.raises((TypeError, AttributeError), match=r"PackedBatch.*give Labels\(loss_fn, reduction="):
-            engine.train_batch(batch_of(1), loss_fn)
 
 
 class Padded(nn.Module):

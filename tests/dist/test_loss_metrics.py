@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock import NO_LABEL, Engine, EngineOptions, Layout, Metric, MicroBatchSpec, PackedBatch, Precision
 from penstock.engine import EvaluationLoss
-from penstock.engine.training import loss as loss_room
+from penstock.engine.training import metrics
 from penstock.model import cross_entropy_sum, decoder_units, whole_logits
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
@@ -111,7 +111,7 @@ def test_pipelines_change_no_bit_of_them() -> None:
 def collectives_of(rank: int, layout: Layout) -> list[tuple[int, int]]:
     """How often a step without metrics and one with them added up numbers of all ranks, and gathered metrics."""
     engine, num_sums, num_gathered = engine_of(layout), 0, 0
-    add_up, gather = engine.pipeline.sum_over_ranks, loss_room.gather_json
+    add_up, gather = engine.pipeline.sum_over_ranks, metrics.gather_json
 
     def counted_sum(*values: float) -> list[float]:
         nonlocal num_sums
@@ -123,7 +123,7 @@ def collectives_of(rank: int, layout: Layout) -> list[tuple[int, int]]:
         num_gathered += 1
         return gather(*arguments)
 
-    engine.pipeline.sum_over_ranks, loss_room.gather_json = counted_sum, counted
+    engine.pipeline.sum_over_ranks, metrics.gather_json = counted_sum, counted
     [batch, _] = batches(engine.grid.dp_rank, layout.dp)
     found = []
     for loss in (lambda output, microbatch: loss_fn(output, microbatch)[0], loss_fn):

@@ -17,7 +17,7 @@ from penstock.engine.build import Ties, build_unit
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
-from penstock.engine.training.loss import LossFn, LossMetrics, LossWeightFn
+from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss
 from penstock.model import NUMBERS, Given, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
 
@@ -86,7 +86,7 @@ class PlainLoop:
     def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
         """Each microbatch's part of the loss of the step of that number; in training gradients are added up."""
         weights = [float(self._loss_weight_fn(microbatch)) for microbatch in microbatches]
-        measured, factor, losses = LossMetrics(self._loss_fn), 1.0 / sum(weights), list[Tensor]()
+        measured, factor, losses = StepLoss(self._loss_fn, self._loss_weight_fn), 1.0 / sum(weights), list[Tensor]()
         known = list(self.parameters.values())
         for module in self.modules.values():
             module.train(training)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.model.sequences import Sequences
+from penstock.settings.declare import type_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,22 @@ def numbers_asked(function: Any) -> frozenset[str]:
     form, parameters = _form_of(function)
     bound, others = form.keywords if isinstance(form, functools.partial) else (), parameters[2:]
     return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
+
+
+def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
+    """Refuse an argument that cannot be called. Raises: ValueError."""
+    if optional and function is None:
+        return
+    if not callable(function):
+        raise ValueError(f"{name}={function!r} is {type_in_words(function)}; give a function of ({arguments})")
+    try:
+        form = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return
+    try:
+        form.bind(*(arguments.split(", ") if arguments else ()), **dict.fromkeys(numbers_asked(function)))
+    except TypeError:
+        raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from penstock import schedule
 from penstock.data.tokenizer import TokenizationError
 from penstock.engine.generation.answers import AnswerText, Decodes
-from penstock.engine.training.microbatches import check_callable
+from penstock.model import check_callable
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.transport import default_store
 from penstock.schedule import Ending, Scheduler, Token

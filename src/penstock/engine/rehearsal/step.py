@@ -31,8 +31,8 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
-from penstock.engine.training.loss import LossFn, LossMetrics, token_cross_entropy
-from penstock.engine.training.microbatches import AgreedSplit
+from penstock.engine.training.loss import LossFn, StepLoss, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.microbatches import MicrobatchList, MicrobatchSource
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups
 from penstock.parallel import Grid
@@ -43,7 +43,7 @@ from penstock.schedule import Placement
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
-from penstock.settings import ConfigError, Division, Groups, Layout, Precision, RunConfig, read_config
+from penstock.settings import ConfigError, Division, Groups, Layout, Normalize, Precision, RunConfig, read_config
 from penstock.settings.declare import checked, words_of
 
 # ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
@@ -362,7 +362,8 @@ def rehearse(
         # The batch keeps its values, which the host may read; the mode goes on with these wherever it meets it.
         known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
         meter.claim(MemoryKind.OTHER, known)
-        feeds = _take_step(trainer, _agreed(pipeline, parts), batch.loss_fn)
+        step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
+        feeds = _take_step(trainer, _microbatches(pipeline, parts, step_loss), step_loss)
         timeline = tuple(meter.timeline)
         costs = rehearsed_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
     program, traffic = pipeline.program(len(feeds)), place.traffic
@@ -393,13 +394,13 @@ def claim_state(trainer: Trainer, meter: Meter) -> None:
     meter.claim(MemoryKind.GRADIENTS, [bucket.gradients for bucket in buckets])
 
 
-def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[Feed]:
+def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: StepLoss) -> list[Feed]:
     """The parts of `Trainer.train_batch` that one rank takes, in their order; returns the microbatches."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
     loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
     with explained(pipeline.recorder):
-        feeds = list(trainer.feeds(agreed, LossMetrics(loss_fn), lambda number: loss_scale / agreed.num_tokens, 1))
+        feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1))
         if optimizer.is_own:
             # One of torch makes its state in the first step; this is a later one.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
@@ -407,20 +408,21 @@ def _take_step(trainer: Trainer, agreed: AgreedSplit, loss_fn: LossFn) -> list[F
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.place.meter.guarded(never_read):
-            trainer.run(feeds, agreed.num)
-        trainer.finish(feeds, loss_scale, 1, optimizer.rates.at(1))
+            trainer.run(feeds, microbatches.num)
+        trainer.update(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds
 
 
-def _agreed(pipeline: RehearsedPipeline, parts: Split) -> AgreedSplit:
-    """The split that all ranks would agree on if each had a batch like this."""
+def _microbatches(pipeline: RehearsedPipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
+    """The microbatches on which all ranks would agree if each had a batch like this."""
     weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
-    return AgreedSplit(
+    return MicrobatchList(
+        pipeline,
+        parts.microbatches,
+        loss=step_loss,
         split=parts,
         weights=weights if pipeline.holds_last_stage else [],
+        num=len(parts.microbatches),
         rank_totals=[sum(weights)] * pipeline.layout.dp,
         num_tokens=int(sum(weights)) * pipeline.layout.dp,
-        stop_requested=False,
-        num=len(parts.microbatches),
-        microbatches=parts.microbatches,
     )

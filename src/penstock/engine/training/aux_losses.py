@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.data import PackedBatch, rows_with_label
 from penstock.engine.build import SECOND_COPY
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.microbatches import MicrobatchSource
 from penstock.model import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
@@ -58,29 +59,23 @@ class AuxLossTracker:
             if isinstance(part, Balance)
         }
 
-    def attached_to(
-        self,
-        feeds: Sequence[Feed],
-        microbatches: Sequence[PackedBatch],
-        factors: Sequence[float],
-        weight_per_token: float,
-    ) -> list[Feed]:
-        """The feeds, each with the factor of its microbatch's loss.
+    def attached_to(self, feeds: Iterable[Feed], microbatches: MicrobatchSource, loss_scale: float) -> list[Feed]:
+        """The feeds, each with the factor of its microbatch's loss; all ranks call this at one point.
 
         A coefficient of a router's loss weighs the mean over tokens, labelled or not: a microbatch without labels
         counts as its tokens would in any other, unless the main loss is divided microbatch by microbatch. So under
         `Normalize.GLOBAL` no loss depends on how the batch is split. (The balance loss of a microbatch compares that
         microbatch's own load, so its value does, though not its weight.)
-
-        `factors` are known where labels are seen, and empty elsewhere; all ranks call this at one point.
         """
-        found, everywhere = [], self._send_factors(len(feeds), factors)
-        for feed, factor, microbatch in zip(feeds, everywhere, microbatches, strict=True):
+        factors = self._send_factors([microbatches.factor(number) * loss_scale for number in range(microbatches.num)])
+        weight_per_token = sum(microbatches.rank_totals) / microbatches.num_tokens
+        attached = []
+        for feed, factor, microbatch in zip(feeds, factors, microbatches.split.microbatches, strict=True):
             aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
-            found.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
-        return found
+            attached.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
+        return attached
 
-    def finish(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
+    def report(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
         """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
         aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
         loads = self._loads(aux_losses)
@@ -99,15 +94,14 @@ class AuxLossTracker:
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
         return AuxLossReport(losses, float(busiest) or None)
 
-    def _send_factors(self, num_microbatches: int, factors: Sequence[float]) -> list[float]:
+    def _send_factors(self, factors: Sequence[float]) -> list[float]:
         """The factors of all microbatches, from the rank that sees labels to all ranks of its pipeline."""
         pipeline = self.pipeline
-        sent = torch.zeros(num_microbatches, dtype=torch.float64)
-        sent[: len(factors)] = torch.tensor(factors, dtype=torch.float64)
-        if pipeline.grid.pp_control is not None:
-            source = pipeline.placement.output_rank
-            with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
-                dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=source)
+        if pipeline.grid.pp_control is None:
+            return list(factors)
+        sent = torch.tensor(factors, dtype=torch.float64)
+        with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
+            dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=pipeline.placement.output_rank)
         return sent.tolist()
 
     def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from numbers import Real
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -18,13 +19,18 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.metrics import Metric, MetricReduction, reduced_number
-from penstock.engine.training.microbatches import AgreedSplit
-from penstock.model import Logits, cross_entropy_sum, numbers_asked, reduction_of_labels
+from penstock.engine.training.metrics import Metric, note_metrics, reduce_metrics
+from penstock.model import (
+    Logits,
+    argument_of,
+    check_callable,
+    cross_entropy_sum,
+    numbers_asked,
+    reduction_of_labels,
+)
 from penstock.model.linear import dtype_of_sums
-from penstock.parallel.host import gather_json
 from penstock.settings import Normalize
-from penstock.settings.declare import type_in_words, words_of
+from penstock.settings.declare import type_in_words
 
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
@@ -65,11 +71,6 @@ def reads_labelled_rows(function: Any) -> bool:
     return bool(getattr(function, "reads_labelled_rows", False))
 
 
-def reads_labels(loss_fn: Any) -> bool:
-    """True for a loss that reads the labels of tokens as classes."""
-    return reads_labelled_rows(loss_fn) or reduction_of_labels(loss_fn) is not None
-
-
 @labelled_rows
 def token_cross_entropy(output: Logits, microbatch: PackedBatch) -> Tensor:
     """The sum of the tokens' cross entropies in nats; the default loss of a language model.
@@ -89,6 +90,36 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
     3.0
     """
     return float((microbatch["labels"] != NO_LABEL).sum())
+
+
+def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
+    """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
+    check_callable("loss_fn", loss_fn, "output, microbatch")
+    if (reduction := reduction_of_labels(loss_fn)) == "":
+        raise ValueError(
+            "loss_fn takes (logits, labels) and does not say what it gives of them; give "
+            "Labels(loss_fn, reduction='mean') or 'sum', or let it have an attribute `reduction`, as torch's losses do"
+        )
+    if reduction not in (None, "mean", "sum"):
+        raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
+    if reduction is not None and (ignored := argument_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
+        raise ValueError(f"loss_fn has ignore_index={ignored}; tokens without a label have {NO_LABEL} here")
+    if reduction is not None and argument_of(loss_fn, "weight", None) is not None:
+        raise ValueError("loss_fn has a weight for each class; a loss of (output, microbatch) that gives a sum may")
+    check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
+
+
+def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
+    """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
+    weight = weight_fn(microbatch)
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
+    weight = float(weight)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
+    return weight
 
 
 def checked_loss(loss: Any) -> Tensor:
@@ -114,79 +145,90 @@ class ZeroLossWeight(ValueError):
     """
 
 
-def check_total(total: float, num_dp: int) -> None:
-    """Refuse a whole batch, of all data-parallel ranks, without any loss weight. Raises: ZeroLossWeight."""
+def check_total(rank_totals: Sequence[float], num_dp: int) -> float:
+    """The weight of a whole batch, of all data-parallel ranks. Raises: ZeroLossWeight if it has none."""
+    total = math.fsum(rank_totals)
     if not total > 0:
         raise ZeroLossWeight(
             f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
             "at least one token must carry loss"
         )
+    return total
 
 
-def loss_factors(mode: Normalize | float, weights: Sequence[float], rank_totals: Sequence[float]) -> list[float]:
-    """The factor of each of this rank's microbatches.
-
-    Args:
-        mode: how the divisor follows from the weights, or the divisor itself.
-        weights: loss weight of each microbatch on this data-parallel rank.
-        rank_totals: sum of the weights on each data-parallel rank, this one included.
-
-    Raises:
-        ZeroLossWeight: all totals are zero.
-    """
-    if isinstance(mode, float):
-        return [1.0 / mode] * len(weights)
-    assert isinstance(mode, Normalize)
-    num_dp, total = len(rank_totals), math.fsum(rank_totals)
-    check_total(total, num_dp)
-    match mode:
-        case Normalize.GLOBAL:
-            return [1.0 / total] * len(weights)
-        case Normalize.DP:
-            own = math.fsum(weights)
-            return [1.0 / (own * num_dp) if own else 0.0] * len(weights)
-        case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
-            # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
-            return [1.0 / (w * len(weights) * num_dp) if w else 0.0 for w in weights]
+def divisor_of(normalize: Normalize | str | float) -> Normalize | float:
+    """The rule by which a divisor follows from the weights, or the divisor itself. Raises: ValueError for neither."""
+    if isinstance(normalize, Normalize):
+        return normalize
+    if not isinstance(normalize, int | float):
+        return Normalize.parse(normalize)
+    if isinstance(normalize, bool) or not 0 < normalize < math.inf:
+        raise ValueError(f"normalize = {normalize!r} is no divisor of a loss; a number is above 0 and finite")
+    return float(normalize)
 
 
 def loss_factor(
-    pipeline: Pipeline,
-    agreed: AgreedSplit,
-    loss_weight_fn: LossWeightFn,
-    normalize: Normalize | str | float,
-    loss_scale: float,
-) -> Callable[[int], float]:
-    """The factor on the loss of this rank's microbatch of a number; 0 where no labels are seen."""
-    mode = Normalize.parse(normalize) if not isinstance(normalize, Normalize | int | float) else normalize
-    mode = mode if isinstance(mode, Normalize) else float(mode)
-    num_cp, context, weights, totals = pipeline.layout.cp, pipeline.context, agreed.weights, None
-    if agreed.is_drawn:
-        # Weights come as microbatches are drawn, and none counts for another.
-        ones = [1.0] * pipeline.layout.dp
-        return lambda i: loss_factors(mode, [weights[i]] * agreed.num, ones)[0] * loss_scale if weights else 0.0
-    if mode is Normalize.MICROBATCH_MEAN and context is not None:
-        # Here each context-parallel rank counts as a rank, with the mean of its part of every microbatch.
-        parts = [context.shard(m)[0] for m in agreed.split.microbatches if weights]
-        weights = [float(loss_weight_fn(part)) for part in parts]
-        totals = [total for total in agreed.rank_totals for _ in range(num_cp)]
-    factors = loss_factors(mode, weights, totals or agreed.rank_totals)
-    return lambda i: factors[i] * loss_scale if factors else 0.0
+    divisor: Normalize | float, number: int, num: int, weights: Sequence[float], rank_totals: Sequence[float]
+) -> float:
+    """The factor of this rank's microbatch of that number, of `num`.
+
+    Args:
+        divisor: see `divisor_of`.
+        weights: loss weights of this rank's microbatches; empty where it sees no labels.
+        rank_totals: sum of the weights on each data-parallel rank, this one included.
+    """
+    num_dp = len(rank_totals)
+    match divisor:
+        case _ if not weights:
+            return 0.0
+        case Normalize.GLOBAL:
+            return 1.0 / math.fsum(rank_totals)
+        case Normalize.DP:
+            rank_total = math.fsum(weights)
+            return 1.0 / (rank_total * num_dp) if rank_total else 0.0
+        case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
+            # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
+            return 1.0 / (weights[number] * num * num_dp) if weights[number] else 0.0
+    assert isinstance(divisor, float)
+    return 1.0 / divisor
 
 
 @dataclass(eq=False)
-class LossMetrics:
+class StepLoss:
     """A loss function, and what it gives beside losses in the course of one step or evaluation."""
 
     #: gives a microbatch's loss, or that and anything else
     loss_fn: LossFn
+    #: gives a microbatch's weight in the divisor
+    loss_weight_fn: LossWeightFn
+    #: the divisor, or how it follows from the weights; 1 where losses are only added up
+    normalize: Normalize | str | float = 1.0
     #: name -> the microbatches' parts, on this rank
-    _parts: dict[str, list[Metric]] = field(default_factory=dict)
+    _metrics: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
     _outputs: dict[int, Any] = field(default_factory=dict)
 
     @cached_property
-    def _asked(self) -> frozenset[str]:
+    def divisor(self) -> Normalize | float:
+        """See `divisor_of`."""
+        return divisor_of(self.normalize)
+
+    @property
+    def reads_labels(self) -> bool:
+        """True for a loss that reads the labels of tokens as classes."""
+        return reads_labelled_rows(self.loss_fn) or self._reduction is not None
+
+    def check(self) -> None:
+        """Refuse what is no loss, weight or divisor. Raises: ValueError."""
+        _ = self.divisor
+        check_loss(self.loss_fn, self.loss_weight_fn)
+
+    def weight(self, microbatch: PackedBatch, number: int) -> float:
+        """The weight of the microbatch of that number. Raises: ValueError unless it is a finite number from 0 on."""
+        return checked_weight(self.loss_weight_fn, microbatch, number)
+
+    @cached_property
+    def _numbers_asked(self) -> frozenset[str]:
         return numbers_asked(self.loss_fn)
 
     @cached_property
@@ -198,39 +240,23 @@ class LossMetrics:
 
         Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
-        loss_fn = partial(self.loss_fn, **{name: numbers[name] for name in self._asked})
-        try:
-            call = loss_fn if self._reduction is None else partial(self._of_labels, loss_fn)
-            given = call(output, microbatch)
-        except StopIteration as error:
-            # The engine's generators would take it for an end of their own.
-            raise RuntimeError("loss_fn: StopIteration, as next() raises it at the end of an iterator") from error
-        except (TypeError, AttributeError) as error:
-            if self._reduction is None and type(microbatch).__name__ in words_of(error):
-                raise type(error)(
-                    f"{words_of(error)}; loss_fn is given the microbatch, with its labels as microbatch['labels']: "
-                    "give Labels(loss_fn, reduction='mean') or 'sum', to have it given these alone"
-                ) from error
-            raise
-        loss, beside = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        loss_fn = partial(self.loss_fn, **{name: numbers[name] for name in self._numbers_asked})
+        if self._reduction is None:
+            result = loss_fn(output, microbatch)
+        else:
+            result = self._of_labels(loss_fn, output, microbatch)
+        loss, beside = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if isinstance(loss, tuple):
             kinds = ", ".join(type(part).__name__ for part in loss)
             raise ValueError(
                 f"loss_fn gave a tuple of ({kinds}); possible are the loss, or the loss and one more value, such as a "
                 "dict"
             )
-        metrics: dict[Any, Metric] = {}
         if isinstance(beside, Mapping):
             metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
+            note_metrics(self._metrics, metrics)
             beside = {name: value for name, value in beside.items() if name not in metrics} or None
         self._outputs[numbers["microbatch"]] = tree_map_only(Tensor, Tensor.detach, beside)
-        for name, metric in metrics.items():
-            if not isinstance(name, str):
-                raise ValueError(f"loss_fn reported a Metric under {name!r}; give each a name")
-            parts = self._parts.setdefault(name, [])
-            if parts and parts[0].reduction != metric.reduction:
-                raise ValueError(f"loss_fn reported {name!r} as a {parts[0].reduction} and as a {metric.reduction}")
-            parts.append(metric)
         return loss
 
     def _of_labels(self, loss_fn: LossFn, output: Any, microbatch: PackedBatch) -> Any:
@@ -251,8 +277,8 @@ class LossMetrics:
         if not num:
             # The mean of nothing is none.
             return output[:0].sum(dtype=dtype_of_sums(output))
-        given = loss_fn(output, labels_T.to(output.device))
-        loss, *beside = given if isinstance(given, tuple) and len(given) == 2 else (given,)
+        result = loss_fn(output, labels_T.to(output.device))
+        loss, *beside = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type_in_words(loss)
             raise ValueError(
@@ -263,46 +289,25 @@ class LossMetrics:
 
     def outputs(self) -> tuple[Any, ...]:
         """All that was given beside losses since the last call, in the order of microbatches; empty for nothing."""
-        found = tuple(own for _, own in sorted(self._outputs.items(), key=itemgetter(0)))
+        outputs = tuple(output for _, output in sorted(self._outputs.items(), key=itemgetter(0)))
         self._outputs.clear()
-        return found if any(own is not None for own in found) else ()
+        return outputs if any(output is not None for output in outputs) else ()
 
     def total(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[float, int]:
         """The sum of all ranks' losses, and the number of names that ranks report; all ranks call it at one point."""
+        sums = (0.0, 0.0)
         # Ranks of a tp group have the same ones, which count once.
-        own = (0.0, 0.0)
         if not pipeline.grid.tp_rank:
-            own = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self._parts)))
-        loss, num_names = pipeline.sum_over_ranks(*own)
+            sums = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self._metrics)))
+        loss, num_names = pipeline.sum_over_ranks(*sums)
         return loss, int(num_names)
 
     def reduced(self, pipeline: Pipeline, num_names: int) -> dict[str, float]:
-        """The numbers by name, the same on every rank; without `num_names` no rank sends anything.
+        """The metrics by name, the same on every rank; without `num_names` no rank sends anything.
 
-        Raises: ValueError on all ranks where some report a name with different reductions.
+        Raises: see `reduce_metrics`.
         """
-        if not num_names:
-            return {}
-        # Ranks of a tp group have the same ones, which count once.
-        own = self._parts if pipeline.grid.tp_rank == 0 else {}
-        # Value and weight of each part.
-        rows = {
-            name: [
-                str(parts[0].reduction),
-                [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts],
-            ]
-            for name, parts in own.items()
-        }
-        with pipeline.recorder.collective("gather the loss's metrics"):
-            by_rank = gather_json(rows, pipeline.grid.control)
-        found: dict[str, tuple[str, list[Any]]] = {}
-        for theirs in by_rank:
-            for name, (reduction, numbers) in theirs.items():
-                kind, every = found.setdefault(name, (reduction, []))
-                if kind != reduction:
-                    raise ValueError(f"ranks reported the loss's {name!r} as a {kind} and as a {reduction}")
-                every.extend(numbers)
-        return {name: reduced_number(MetricReduction(kind), numbers) for name, (kind, numbers) in sorted(found.items())}
+        return reduce_metrics(pipeline, self._metrics) if num_names else {}
 
 
 class EvaluationLoss(float):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from penstock.engine.pipeline import Pipeline
+from penstock.parallel.host import gather_json
 from penstock.settings.declare import NamedValue, type_in_words
 
 
@@ -59,16 +62,54 @@ class Metric:
         if self.weight is not None and self.reduction != MetricReduction.MEAN:
             raise ValueError(f"a metric's weight counts in a mean alone, not in a {self.reduction}; leave it out")
         for name in ("value", "weight"):
-            given = getattr(self, name)
-            if isinstance(given, Tensor) and given.numel() == 1:
+            number = getattr(self, name)
+            if isinstance(number, Tensor) and number.numel() == 1:
                 # A copy of one number: the loss function may change its tensor, or hold a whole graph by it.
-                object.__setattr__(self, name, given.detach().clone())
-            elif not (isinstance(given, int | float) or (given is None and name == "weight")):
-                shape = f" of shape {list(given.shape)}" if isinstance(given, Tensor) else ""
-                raise ValueError(f"a metric's {name} is one number, not {type_in_words(given)}{shape}")
+                object.__setattr__(self, name, number.detach().clone())
+            elif not (isinstance(number, int | float) or (number is None and name == "weight")):
+                shape = f" of shape {list(number.shape)}" if isinstance(number, Tensor) else ""
+                raise ValueError(f"a metric's {name} is one number, not {type_in_words(number)}{shape}")
 
 
-def reduced_number(reduction: MetricReduction, numbers: Sequence[Sequence[float]]) -> float:
+def note_metrics(noted: dict[str, list[Metric]], metrics: Mapping[Any, Metric]) -> None:
+    """Add what one microbatch reported. Raises: ValueError without a name, or for a name with different reductions."""
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"loss_fn reported a Metric under {name!r}; give each a name")
+        parts = noted.setdefault(name, [])
+        if parts and parts[0].reduction != metric.reduction:
+            raise ValueError(f"loss_fn reported {name!r} as a {parts[0].reduction} and as a {metric.reduction}")
+        parts.append(metric)
+
+
+def reduce_metrics(pipeline: Pipeline, noted: Mapping[str, Sequence[Metric]]) -> dict[str, float]:
+    """The numbers by name, the same on every rank; all ranks call it.
+
+    Raises: ValueError on all ranks where some report a name with different reductions.
+    """
+    # Ranks of a tp group have the same ones, which count once.
+    noted = noted if pipeline.grid.tp_rank == 0 else {}
+    # Value and weight of each part.
+    rows = {
+        name: [
+            str(parts[0].reduction),
+            [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts],
+        ]
+        for name, parts in noted.items()
+    }
+    with pipeline.recorder.collective("gather the loss's metrics"):
+        by_rank = gather_json(rows, pipeline.grid.control)
+    merged: dict[str, tuple[str, list[Any]]] = {}
+    for rank_rows in by_rank:
+        for name, (reduction, numbers) in rank_rows.items():
+            kind, every = merged.setdefault(name, (reduction, []))
+            if kind != reduction:
+                raise ValueError(f"ranks reported the loss's {name!r} as a {kind} and as a {reduction}")
+            every.extend(numbers)
+    return {name: _reduced(MetricReduction(kind), numbers) for name, (kind, numbers) in sorted(merged.items())}
+
+
+def _reduced(reduction: MetricReduction, numbers: Sequence[Sequence[float]]) -> float:
     """One number of all parts, in one rounding, so that their order does not matter; NaN if the mean has no weight."""
     if reduction is MetricReduction.MEAN:
         # A part without weight may be the mean of nothing.

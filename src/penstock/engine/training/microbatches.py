@@ -1,32 +1,492 @@
-"""A batch checked, and split into microbatches, the same number on every rank, with one small collective."""
+"""Microbatches: one source of them on every rank, and the collective by which all ranks agree on their number.
+
+A source is a batch that is split, a list of the user's own microbatches, or an iterator, from which they are drawn one
+by one as the program of the call first needs them.
+"""
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
 import struct
 import sys
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, SplitError, agree, count, split
+from penstock.data.split import SplitCounts
 from penstock.engine.pipeline import Pipeline
-from penstock.model import Limits, argument_of, numbers_asked, reduction_of_labels
+from penstock.engine.training.drawn import Comparison, num_ahead
+from penstock.engine.training.loss import StepLoss, check_total, loss_factor
+from penstock.model import Limits, random_numbers
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
-from penstock.runtime import PipelineError
-from penstock.settings import TrainConfig
-from penstock.settings.declare import type_in_words
+from penstock.runtime import Feed, PipelineError
+from penstock.schedule import Program
+from penstock.settings import Normalize, TrainConfig
+from penstock.settings.declare import type_in_words, words_of
 
-# ---- Checks of what a caller gives: of the batch's numbers against the model, and of the other arguments' kinds
+BY_DEFAULT = MicroBatchSpec(num=TrainConfig().num_microbatches, allow_fewer=True)
+"""The microbatches of a call that names none: as many as those of a run that names none, whatever the layout.
+
+So another layout changes no bit. Fewer where the batch has fewer items.
+"""
+
+END: Any = object()
+"""The batch of a rank that has none left."""
+
+Place = tuple[int, int, int]
+"""The `penstock.model.NUMBERS` of a microbatch."""
+
+_NOTHING = Split((), (), (), ())
+_NO_LIMIT = 1 << 62
+
+
+# ---- What each rank reports, so that all agree
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """One rank's view of its batch: whole numbers of 64 bits, numbers and truth values, sent in this order."""
+
+    #: tokens of the rank's batch
+    num_tokens: int = 0
+    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.SplitCounts`
+    wanted: int = 0
+    needed: int = 0
+    num_items: int = 0
+    longest_item: int = 0
+    #: the number of microbatches that the rank has split into so far
+    num_microbatches: int = 0
+    #: covers ids, keys and lengths
+    digest: int = 0
+    #: covers the data; 0 for metadata alone, or for no iterator where others have one
+    contents: int = 0
+    #: covers the engine's method and its settings
+    job: int = 0
+    #: the sum of the loss weights
+    weight: float = 0.0
+    #: True if the rank cannot go on with its batch
+    failed: bool = False
+    #: True if the rank was asked to end after the step
+    stop: bool = False
+    #: True if a parameter of the rank was frozen or thawed since the last step
+    refit: bool = False
+    #: the step's number
+    step: int = 0
+    #: True if the rank has no batch left; its counts then ask for nothing
+    ended: bool = False
+    #: True if the rank has callbacks
+    watched: bool = False
+    #: True if its microbatches are drawn from an iterator in the course of the call
+    drawn: bool = False
+
+    @property
+    def counts(self) -> SplitCounts:
+        return SplitCounts(self.wanted, self.needed, self.num_items, self.longest_item)
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "no batch left"
+        if self.drawn:
+            return f"a source of {self.num_microbatches} microbatches"
+        size = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
+        return f"{size}, digest {self.digest:x}, contents {self.contents:08x}"
+
+
+_LETTERS = {"int": "q", "float": "d", "bool": "?"}
+_ROW = struct.Struct("<" + "".join(_LETTERS[str(entry.type)] for entry in fields(BatchReport)))
+"""A report as bytes, equally many for every one, so that one small collective shows it to all ranks."""
+
+
+def agree_on_microbatches(
+    pipeline: Pipeline, call: str, source: Callable[[], MicrobatchSource], report: BatchReport | None = None
+) -> MicrobatchSource:
+    """Make this rank's source, report it to all ranks, and divide again if another rank needs more microbatches.
+
+    call: the engine's method, with the settings that must be the same on all ranks. source: makes the source, or raises
+    what is wrong with this rank's arguments. report: what this rank reports beside, such as a wish to end.
+
+    Raises:
+        SplitError: the batch cannot be split so; on all ranks alike.
+        ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
+        PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
+    """
+    asked = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
+    made: MicrobatchSource | None = None
+    error, num = None, None
+    while True:
+        report = replace(asked, failed=True)
+        try:
+            if error is None:
+                made = made or source()
+                report = made.report(asked, num)
+        except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
+            error = exception
+        with pipeline.recorder.collective("agree on the batch"):
+            rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
+        reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
+        if made is not None and all(any(view.counts) for view in reports) and len(_kinds(reports)) <= 1:
+            num = agree([view.counts for view in reports], made.spec)
+        _check_alike(pipeline, reports, call, error)
+        if made is not None and all(view.ended or view.num_microbatches == num for view in reports):
+            made.begin(num or 0, reports)
+            return made
+
+
+def _kinds(reports: Sequence[BatchReport]) -> set[int]:
+    """0 for ranks that were given batches; for iterators, the number of microbatches that these are asked for."""
+    return {report.drawn and report.wanted for report in reports if not report.ended}
+
+
+def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, error: Exception | None) -> None:
+    """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
+
+    Ranks with the same place on the dp axis share a batch.
+
+    Raises:
+        PipelineError: on other ranks than the failed ones, which raise `error`. On all ranks alike, if they make other
+            calls or take different steps, or hold different batches where they share one; lists their places.
+    """
+    if any(report.failed for report in reports) or len({report.job for report in reports}) > 1:
+
+        def call_or_error() -> tuple[None, str]:
+            if error is not None:
+                raise error
+            return None, call
+
+        message = "rank {rank} cannot use what it was given: {error}"
+        gather = partial(gather_json, group=pipeline.grid.control)
+        _, calls = shown_to_all_ranks(call_or_error, gather, otherwise=PipelineError, message=message)
+        rank, other = next((rank, text) for rank, text in enumerate(calls) if text != calls[0])
+        raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
+    if len(steps := {report.step for report in reports}) > 1:
+        raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
+    if len(_kinds(reports)) > 1:
+        views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
+        raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
+    for ranks in pipeline.ranks_by_batch:
+        contents = {reports[r].contents for r in ranks} - {0}
+        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
+            views = "; ".join(f"({pipeline.layout.coordinates(r)}) has {reports[r]}" for r in ranks)
+            raise PipelineError(f"ranks that share a batch were given different ones: {views}")
+
+
+# ---- The source of a rank's microbatches
+
+
+def source_of(
+    pipeline: Pipeline,
+    batch: Any,
+    spec: MicroBatchSpec | None,
+    loss: StepLoss | None = None,
+    reads_labels: bool = False,
+) -> MicrobatchSource:
+    """The source of a call's microbatches, of whatever was given as its batch; see `MicrobatchSource`.
+
+    Raises: ValueError for what is no batch, list or iterator, or does not fit the `spec`.
+    """
+    reads_labels = reads_labels if loss is None else loss.reads_labels
+    if spec is not None and not isinstance(spec, MicroBatchSpec):
+        raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
+    if isinstance(batch, list | tuple):
+        if not batch:
+            raise BatchError("batch", "an empty list; give at least one microbatch")
+        if spec is not None and len(batch) < spec.at_least:
+            raise SplitError(
+                f"micro_batches asks for {spec.at_least} microbatches, but the list has {len(batch)}; give as many"
+            )
+        kind, batch = MicrobatchList, tuple(batch)
+    elif batch is END:
+        kind, batch = MicrobatchList, ()
+    elif is_source(batch) or (batch is None and spec and not (pipeline.holds_first_stage or pipeline.holds_last_stage)):
+        if spec is None or spec.num is None:
+            raise ValueError(
+                "how many microbatches a source gives is known to the caller alone; say it, as in "
+                "micro_batches=MicroBatchSpec(num=8), or give a list"
+            )
+        kind = DrawnMicrobatches
+    else:
+        kind = SplitBatch
+        check_batch(batch, pipeline.units[0].limits, reads_labels)
+    return kind(pipeline, batch, spec or BY_DEFAULT, loss, reads_labels)
+
+
+_NO_SOURCES = PackedBatch | list | tuple | str | bytes | Mapping | Tensor
+
+
+def is_source(batch: Any) -> bool:
+    """True if microbatches are drawn from it in the course of a call: of an iterable that is no list."""
+    return isinstance(batch, Iterable) and not isinstance(batch, _NO_SOURCES)
+
+
+@dataclass(eq=False)
+class MicrobatchSource:
+    """This rank's microbatches of one call, in the order in which they are computed.
+
+    A rank `report`s what it has until all ranks agree, and only then begins. Where they are drawn, `split`, `weights`
+    and the totals are complete once the call has `finished`. As a context it is that of the call: if the call fails,
+    iterators of all ranks are left at one place.
+    """
+
+    #: the part of the model that computes them
+    pipeline: Pipeline
+    #: what they come from: a batch, microbatches, or an iterator
+    batch: Any
+    #: how many there are, and the most tokens of each
+    spec: MicroBatchSpec = BY_DEFAULT
+    #: the loss, which weighs them; None where there is none
+    loss: StepLoss | None = None
+    #: True if labels are token ids, which a loss or a score reads
+    reads_labels: bool = False
+    #: this rank's microbatches as far as they are known, and where their items stand in the batch
+    split: Split = _NOTHING
+    #: the loss weight of each of these; empty where the rank does not see labels
+    weights: list[float] = field(default_factory=list)
+    #: the number of this rank's microbatches; 0 where it has no batch left
+    num: int = 0
+    #: what each rank has reported
+    reports: Sequence[BatchReport] = ()
+    #: data-parallel rank -> the sum of its loss weights
+    rank_totals: Sequence[float] = ()
+    #: tokens of all data-parallel ranks
+    num_tokens: int = 0
+
+    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+        """The rank's report with what it has, divided into `num` microbatches; into as many as it wants where None.
+
+        Raises: ValueError for microbatches that cannot be computed.
+        """
+        raise NotImplementedError
+
+    def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
+        """Take note of what all ranks have agreed on. Raises: ZeroLossWeight where there has to be some."""
+        pipeline = self.pipeline
+        pipeline.is_watched_anywhere = any(report.watched for report in reports)
+        self.reports, self.num = reports, 0 if reports[pipeline.grid.rank].ended else num
+        seeing_labels = [reports[rank] for rank in pipeline.output_ranks]
+        self.rank_totals = [report.weight for report in seeing_labels]
+        if not any(report.drawn for report in reports):
+            self._add_up(self.rank_totals, sum(report.num_tokens for report in seeing_labels))
+        if self.loss and self.loss.divisor is Normalize.MICROBATCH_MEAN and pipeline.context and self.weights:
+            # From now on those of this rank's part of each.
+            parts, self.weights = [pipeline.context.shard(part)[0] for part in self.split.microbatches], []
+            for part in parts:
+                self._weigh(part)
+
+    def feeds(self, make: Callable[[PackedBatch, Place], Feed], step: int, program: Program) -> Iterable[Feed]:
+        """The microbatches as that program takes them in a step of that number; `make` reads labels before it runs."""
+        return list(map(make, self.split.microbatches, self.places(step)))
+
+    def places(self, step: int) -> Iterator[Place]:
+        return ((number, self.num, step) for number in range(self.num))
+
+    def factor(self, number: int) -> float:
+        """The factor on the loss of the microbatch of that number; 0 where no labels are seen."""
+        assert self.loss is not None
+        divisor, totals = self.loss.divisor, self.rank_totals
+        if divisor is Normalize.MICROBATCH_MEAN:
+            # Each context-parallel rank counts as a rank.
+            totals = [*totals] * self.pipeline.layout.cp
+        return loss_factor(divisor, number, self.num, self.weights, totals)
+
+    def finished(self) -> None:
+        """Learn the totals of microbatches that were drawn; all ranks call it after the program.
+
+        Raises: ZeroLossWeight where there has to be some.
+        """
+        pipeline, totals = self.pipeline, (0.0, 0.0)
+        if any(report.drawn for report in self.reports):
+            if pipeline.grid.rank in pipeline.output_ranks:
+                totals = sum(self.weights), float(sum(known.num_tokens for known in self.split.microbatches))
+            weight, num_tokens = pipeline.sum_over_ranks(*totals)
+            self._add_up([weight], int(num_tokens))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Leave the source; if the call failed, at the place where it would have ended."""
+
+    def _add_up(self, rank_totals: Sequence[float], num_tokens: int) -> None:
+        self.rank_totals, self.num_tokens = rank_totals, num_tokens
+        if self.loss is not None and isinstance(self.loss.divisor, Normalize):
+            check_total(rank_totals, self.pipeline.layout.dp)
+
+    def _weigh(self, microbatch: PackedBatch) -> None:
+        if self.pipeline.holds_last_stage and self.loss is not None:
+            self.weights.append(self.loss.weight(microbatch, len(self.weights)))
+
+    def _check(self, batch: PackedBatch, microbatches: Sequence[PackedBatch]) -> None:
+        """Refuse what context-parallel ranks cannot share, or a user's own layers cannot take. Raises: ValueError."""
+        pipeline = self.pipeline
+        if pipeline.context is not None:
+            for microbatch in microbatches:
+                pipeline.context.spread(microbatch)
+        if pipeline.own_layers is not None:
+            pipeline.own_layers.prepare_for(batch, check_labels if self.reads_labels else None)
+
+    def _check_made(self, microbatch: Any, where: str) -> None:
+        """Refuse a microbatch of the user's own that cannot be computed. Raises: `SplitError`, which says which one."""
+        try:
+            check_batch(microbatch, self.pipeline.units[0].limits, self.reads_labels)
+            if (most := self.spec.max_tokens) is not None and microbatch.num_tokens > most:
+                raise SplitError(f"it has {microbatch.num_tokens} tokens, but micro_batches allows {most}")
+            self._check(microbatch, [microbatch])
+        except ValueError as error:
+            raise SplitError(f"{where}: {error}") from error
+
+
+class SplitBatch(MicrobatchSource):
+    """A batch, split into microbatches of nearly equal load."""
+
+    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+        batch, counts = self.batch, count(self.batch, self.spec)
+        report = replace(asked, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
+        report = replace(report, **counts._asdict())
+        try:
+            num = num or agree([counts], self.spec)
+        except SplitError:
+            # So it is with the counts of all ranks, which then refuse it alike.
+            return report
+        self.split, self.weights = split(batch, self.spec, num), []
+        self._check(batch, self.split.microbatches)
+        for microbatch in self.split.microbatches:
+            self._weigh(microbatch)
+        return replace(report, num_microbatches=num, weight=sum(self.weights))
+
+
+class MicrobatchList(MicrobatchSource):
+    """Microbatches as the user made them, never regrouped; an empty list is that of a rank with no batch left."""
+
+    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+        microbatches: Sequence[PackedBatch] = self.batch
+        if not microbatches:
+            return replace(asked, num_items=_NO_LIMIT, ended=True)
+        num = len(microbatches)
+        for number, microbatch in enumerate(microbatches):
+            self._check_made(microbatch, f"microbatch {number} of {num}")
+            self._weigh(microbatch)
+        self.split = split_of(microbatches)
+        digest = crc32(repr([microbatch.digest() for microbatch in microbatches]).encode())
+        contents = crc32(repr([microbatch.contents_digest() for microbatch in microbatches]).encode())
+        return replace(
+            asked,
+            num_tokens=sum(microbatch.num_tokens for microbatch in microbatches),
+            digest=digest,
+            contents=contents if microbatches[0].data is not None else 0,
+            num_microbatches=num,
+            weight=sum(self.weights),
+            **SplitCounts(num, num, num, 1)._asdict(),
+        )
+
+
+@dataclass(eq=False)
+class DrawnMicrobatches(MicrobatchSource):
+    """Microbatches that are drawn from an iterator, each when this rank's program first needs it.
+
+    Each rank of a pipeline has an iterator of its own, or none where it holds neither end of the model. What the first
+    one gives, the others hear of: all its lengths where they need them for messages, and digests for comparison.
+    """
+
+    #: this rank's iterator; None where it has none
+    _iterator: Iterator[Any] | None = field(default=None, init=False)
+    #: what is drawn here, beside what the others draw
+    _comparison: Comparison = field(init=False)
+    #: those drawn so far, without their data
+    _drawn: list[PackedBatch] = field(default_factory=list, init=False)
+    #: those that are not needed yet
+    _waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
+    #: in training, puts back the random numbers that the iterator draws from: layers draw from seeds of their own
+    _to_its_numbers: Callable[[], None] | None = field(default=None, init=False)
+
+    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+        num = self.spec.at_least
+        counts = SplitCounts(num, num, num, 1)._asdict()
+        has_one = int(self.batch is not None)
+        return replace(asked, drawn=True, digest=1, contents=has_one, num_microbatches=num, **counts)
+
+    def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
+        super().begin(num, reports)
+        self._iterator = None if self.batch is None else iter(self.batch)
+        self._comparison = Comparison.of(self.pipeline, [report.contents > 0 for report in reports])
+
+    def feeds(self, make: Callable[[PackedBatch, Place], Feed], step: int, program: Program) -> Iterable[Feed]:
+        if program.schedule.training:
+            self._to_its_numbers = random_numbers(self.pipeline.device)
+        # Not a generator, which would hold each until the next is asked for.
+        return map(make, self._draws(num_ahead(program) if self._comparison.is_first else 0), self.places(step))
+
+    def finished(self) -> None:
+        self._comparison.wait()
+        self.split = split_of(self._drawn)
+        super().finished()
+        if self._to_its_numbers is not None:
+            self._to_its_numbers()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None or self._iterator is None:
+            return
+        with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
+            for _ in range(len(self._drawn), self.num):
+                next(self._iterator)
+
+    def _draws(self, ahead: int) -> Iterator[PackedBatch]:
+        """All of them in order, of which so many more are drawn before they are needed."""
+        for number in range(self.num):
+            while len(self._drawn) <= min(number + ahead, self.num - 1):
+                self._draw()
+            yield self._waiting.popleft()
+
+    def _draw(self) -> None:
+        number = len(self._drawn)
+        microbatch = self._comparison.heard(None if self._iterator is None else self._next(number), number)
+        self._weigh(microbatch)
+        self._drawn.append(microbatch.without_data())
+        self._waiting.append(microbatch)
+
+    def _next(self, number: int) -> PackedBatch:
+        """The iterator's next. Raises: PipelineError or ValueError, which say which one it was."""
+        assert self._iterator is not None
+        where, to_layers_numbers = f"microbatch {number} of {self.num}", None
+        if self._to_its_numbers is not None:
+            to_layers_numbers = random_numbers(self.pipeline.device)
+            self._to_its_numbers()
+        try:
+            with self.pipeline.recovery.asking(f"drawing {where}"):
+                microbatch = next(self._iterator, END)
+        except Exception as error:
+            words = f"{type(error).__name__}: {words_of(error)}"
+            raise PipelineError(f"the source of microbatches failed at {where}: {words}") from error
+        finally:
+            if to_layers_numbers is not None:
+                self._to_its_numbers = random_numbers(self.pipeline.device)
+                to_layers_numbers()
+        if microbatch is END:
+            raise PipelineError(
+                f"the source of microbatches ended before {where}; let it give as many, or micro_batches ask for fewer"
+            )
+        self._check_made(microbatch, where)
+        # An iterator may fill the same memory again before this one is computed.
+        data = microbatch.data
+        return microbatch if data is None else microbatch.with_data({key: data[key].clone() for key in data})
+
+
+def split_of(microbatches: Sequence[PackedBatch]) -> Split:
+    """A user's own microbatches as a split, whose items stand in their order."""
+    loads = tuple(load for microbatch in microbatches for load in microbatch.item_lengths(microbatch.main_key))
+    order = tuple(range(len(loads)))
+    return Split(tuple(microbatches), order, order, loads)
+
+
+# ---- Checks of a batch's numbers against the model
 
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -98,52 +558,6 @@ def check_labels(batch: PackedBatch, num_classes: int | None) -> None:
     _check_range(batch, "labels", num_classes or _NO_INT_LIMIT, known, besides=NO_LABEL)
 
 
-def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
-    """Refuse an argument that cannot be called. Raises: ValueError."""
-    if optional and function is None:
-        return
-    if not callable(function):
-        raise ValueError(f"{name}={function!r} is {type_in_words(function)}; give a function of ({arguments})")
-    try:
-        form = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions in C nothing is known
-        return
-    try:
-        form.bind(*(arguments.split(", ") if arguments else ()), **dict.fromkeys(numbers_asked(function)))
-    except TypeError:
-        raise ValueError(f"{name} is a function of {form}; give one of ({arguments})") from None
-
-
-def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
-    """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
-    check_callable("loss_fn", loss_fn, "output, microbatch")
-    if (reduction := reduction_of_labels(loss_fn)) == "":
-        raise ValueError(
-            "loss_fn takes (logits, labels) and does not say what it gives of them; give "
-            "Labels(loss_fn, reduction='mean') or 'sum', or let it have an attribute `reduction`, as torch's losses do"
-        )
-    if reduction not in (None, "mean", "sum"):
-        raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
-    if reduction is not None and (ignored := argument_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
-        raise ValueError(f"loss_fn has ignore_index={ignored}; tokens without a label have {NO_LABEL} here")
-    if reduction is not None and argument_of(loss_fn, "weight", None) is not None:
-        raise ValueError("loss_fn has a weight for each class; a loss of (output, microbatch) that gives a sum may")
-    check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
-
-
-def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
-    """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
-    weight = weight_fn(microbatch)
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
-    weight = float(weight)
-    if not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
-    return weight
-
-
 def _check_ids(batch: PackedBatch, key: str) -> None:
     if batch.dtypes[key] not in _INTEGERS:
         raise BatchError(f"data[{key!r}]", f"{batch.dtypes[key]}; token ids are torch.int64 or torch.int32")
@@ -169,316 +583,3 @@ def _check_range(batch: PackedBatch, key: str, end: int, possible: str, besides:
     raise BatchError(
         f"data[{key!r}]", f"sequence {number} has {int(values[place])} at its place {row - starts[number]}; {possible}"
     )
-
-
-# ---- The split of a batch into microbatches, the same number on every rank, with one small collective
-
-
-BY_DEFAULT = MicroBatchSpec(num=TrainConfig().num_microbatches, allow_fewer=True)
-"""The microbatches of a call that names none: as many as those of a run that names none, whatever the layout.
-
-So another layout changes no bit. Fewer where the batch has fewer items.
-"""
-
-_NOTHING = Split((), (), (), ())
-_NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """One rank's view of its batch: whole numbers of 64 bits, numbers and truth values, sent in this order."""
-
-    #: tokens of the rank's batch
-    num_tokens: int = 0
-    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.SplitCounts`
-    wanted: int = 0
-    needed: int = 0
-    num_items: int = 0
-    longest_item: int = 0
-    #: the number of microbatches that the rank has split into so far
-    num_microbatches: int = 0
-    #: covers ids, keys and lengths
-    digest: int = 0
-    #: covers the data; 0 for metadata alone
-    contents: int = 0
-    #: covers the engine's method and its settings
-    job: int = 0
-    #: the sum of the loss weights
-    weight: float = 0.0
-    #: True if the rank cannot go on with its batch
-    failed: bool = False
-    #: True if the rank was asked to end after the step
-    stop: bool = False
-    #: True if a parameter of the rank was frozen or thawed since the last step
-    refit: bool = False
-    #: the step's number
-    step: int = 0
-    #: True if the rank has no batch left; its counts then ask for nothing
-    ended: bool = False
-    #: True if the rank has callbacks
-    watched: bool = False
-    #: True if its microbatches are drawn from a source in the course of the call
-    drawn: bool = False
-
-    @classmethod
-    def of_end(cls) -> BatchReport:
-        """The report of a rank that has no batch left."""
-        return cls(num_items=_NO_LIMIT, ended=True)
-
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        return self.wanted, self.needed, self.num_items, self.longest_item
-
-    def __str__(self) -> str:
-        if self.ended:
-            return "no batch left"
-        if self.drawn:
-            return f"a source of {self.num_microbatches} microbatches"
-        asked = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
-        return f"{asked}, digest {self.digest:x}, contents {self.contents:08x}"
-
-
-_LETTERS = {"int": "q", "float": "d", "bool": "?"}
-_ROW = struct.Struct("<" + "".join(_LETTERS[str(own.type)] for own in fields(BatchReport)))
-"""A report as bytes, equally many for every one, so that one small collective shows it to all ranks."""
-
-
-@dataclass(frozen=True)
-class BatchCall:
-    """The engine's method that a batch was given to."""
-
-    #: its name, with the settings that must be the same on all ranks
-    name: str
-    #: refuses other arguments by an exception
-    check: Callable[[], object] = lambda: None
-    #: True if labels are token ids, which a loss or a score reads
-    reads_labels: bool = False
-    #: a microbatch's loss weight; None where there are no losses
-    loss_weight_fn: Callable[[PackedBatch], float] | None = None
-    #: what else this rank reports, such as a wish to end after the step
-    asked: BatchReport = BatchReport()
-
-
-@dataclass(frozen=True)
-class AgreedSplit:
-    """A split that all ranks agree on."""
-
-    #: this rank's microbatches, and where their items stand in the batch
-    split: Split
-    #: the loss weight of each microbatch; empty where the rank does not see labels
-    weights: Sequence[float]
-    #: data-parallel rank -> the sum of its loss weights
-    rank_totals: Sequence[float]
-    #: tokens of all data-parallel ranks
-    num_tokens: int
-    #: True if some rank asks all to end after this step
-    stop_requested: bool
-    #: True if on some rank a parameter was frozen or thawed since the last step
-    refit: bool = False
-    #: data-parallel ranks that have no batch left, in order
-    ended: Sequence[int] = ()
-    #: the number of this rank's microbatches
-    num: int = 0
-    #: the same microbatches in order, or where they are drawn in the course of the call, the object that draws them
-    microbatches: Iterable[PackedBatch] = ()
-    #: True if they are drawn, and `split` is empty
-    is_drawn: bool = False
-    #: this rank's source; None where it has none
-    source: Iterator[Any] | None = None
-    #: by rank, True if it has one
-    has_source: Sequence[bool] = ()
-    #: the most tokens of a microbatch that is drawn, if any
-    max_tokens: int | None = None
-
-    def places(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """The `penstock.model.NUMBERS` of each microbatch in a step of that number."""
-        return ((number, self.num, step) for number in range(self.num))
-
-
-def agree_on_microbatches(
-    pipeline: Pipeline, batch: PackedBatch | Iterable[PackedBatch] | None, spec: MicroBatchSpec | None, call: BatchCall
-) -> AgreedSplit:
-    """Split the batch, report the result to all ranks, and split again if another rank needs more microbatches.
-
-    A rank that has `ended` gives no batch, and gets no microbatches. A user's own microbatches stay as they are. spec:
-    left out, `BY_DEFAULT`.
-
-    Raises:
-        SplitError: the batch cannot be split so; on all ranks alike.
-        ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
-        PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
-    """
-    (view, own, error), num = _seen(pipeline, batch, spec, call), None
-    spec = spec if isinstance(spec, MicroBatchSpec) else BY_DEFAULT
-    if isinstance(batch, PackedBatch):
-        view = replace(view, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
-        view = replace(view, **count(batch, spec)._asdict())
-    while True:
-        parts, weights, report = None, [], replace(view, failed=True)
-        try:
-            if error is not None:
-                raise error
-            parts = own or split(batch, spec, num)  # pyright: ignore[reportArgumentType]  # where it is no own split
-            if own is None and (pipeline.context is not None or pipeline.own_layers is not None):
-                _check_parts(pipeline, batch, parts.microbatches, call.reads_labels)
-            if pipeline.holds_last_stage and (weight_fn := call.loss_weight_fn) is not None:
-                weights = [checked_weight(weight_fn, m, i) for i, m in enumerate(parts.microbatches)]
-            num_own = view.wanted if view.drawn else len(parts.microbatches)
-            report = replace(view, num_microbatches=num_own, weight=sum(weights))
-        except Exception as exception:
-            error = exception
-        with pipeline.recorder.collective("agree on the batch"):
-            rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
-        reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
-        kinds = _kinds(reports)
-        if all(any(r.counts) for r in reports) and len(kinds) <= 1:
-            num = agree([r.counts for r in reports], spec)
-        _check_alike(pipeline, reports, call.name, error)
-        if parts is not None and all(r.ended or r.num_microbatches == num for r in reports):
-            break
-    pipeline.is_watched_anywhere = any(r.watched for r in reports)
-    seeing_labels = [reports[rank] for rank in pipeline.output_ranks]
-    return AgreedSplit(
-        parts,
-        weights,
-        rank_totals=[r.weight for r in seeing_labels],
-        num_tokens=sum(r.num_tokens for r in seeing_labels),
-        stop_requested=any(r.stop for r in reports),
-        refit=any(r.refit for r in reports),
-        ended=[dp for dp, r in enumerate(seeing_labels) if r.ended],
-        num=0 if view.ended else num or 0,
-        microbatches=parts.microbatches,
-        is_drawn=any(kinds),
-        source=iter(batch) if view.drawn and isinstance(batch, Iterable) else None,
-        has_source=[r.contents > 0 for r in reports],
-        max_tokens=spec.max_tokens,
-    )
-
-
-def _seen(
-    pipeline: Pipeline, batch: Any, spec: MicroBatchSpec | None, call: BatchCall
-) -> tuple[BatchReport, Split | None, Exception | None]:
-    """A rank's report on what it was given, the user's own split if it is one, and why it cannot be used, if so."""
-    view = replace(call.asked, job=crc32(call.name.encode()), watched=pipeline.is_watched)
-    own = None if isinstance(batch, PackedBatch) else _NOTHING
-    try:
-        if spec is not None and not isinstance(spec, MicroBatchSpec):
-            raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
-        if own is None:
-            check_batch(batch, pipeline.units[0].limits, call.reads_labels)
-        elif not view.ended:
-            own, view = _own_microbatches(pipeline, batch, spec, call.reads_labels, view)
-        call.check()
-    except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
-        return view, own, exception
-    return view, own, None
-
-
-_NO_SOURCES = PackedBatch | list | tuple | str | bytes | Mapping | Tensor
-
-
-def is_source(batch: Any) -> bool:
-    """True if microbatches are drawn from it in the course of a call: of an iterable that is no list."""
-    return isinstance(batch, Iterable) and not isinstance(batch, _NO_SOURCES)
-
-
-def _own_microbatches(
-    pipeline: Pipeline, batch: Any, spec: MicroBatchSpec | None, reads_labels: bool, view: BatchReport
-) -> tuple[Split, BatchReport]:
-    """A user's own microbatches, and their report: those of a list as a split, of a source their number alone.
-
-    Raises: ValueError.
-    """
-    at_ends = pipeline.holds_first_stage or pipeline.holds_last_stage
-    if isinstance(batch, list | tuple) and batch:
-        num, least, most = len(batch), 1 if spec is None else spec.at_least, None if spec is None else spec.max_tokens
-        for number, own in enumerate(batch):
-            check_given(pipeline, own, f"microbatch {number} of {num}", most, reads_labels)
-        if num < least:
-            raise SplitError(f"micro_batches asks for {least} microbatches, but the list has {num}; give as many")
-        digest, contents = (crc32(repr([f(own) for own in batch]).encode()) for f in _DIGESTS)
-        contents *= batch[0].data is not None
-        view = replace(view, num_tokens=sum(own.num_tokens for own in batch), digest=digest, contents=contents)
-        parts = split_of(batch)
-    elif is_source(batch) or (batch is None and spec is not None and not at_ends):
-        if spec is None or spec.num is None:
-            raise ValueError(
-                "how many microbatches a source gives is known to the caller alone; say it, as in "
-                "micro_batches=MicroBatchSpec(num=8), or give a list"
-            )
-        num, parts = spec.num, _NOTHING
-        view = replace(view, drawn=True, digest=1, contents=int(batch is not None))
-    elif isinstance(batch, list | tuple):
-        raise BatchError("batch", "an empty list; give at least one microbatch")
-    else:
-        check_batch(batch, None, False)
-        raise AssertionError("a batch is split")
-    return parts, replace(view, wanted=num, needed=num, num_items=num, longest_item=1)
-
-
-_DIGESTS = PackedBatch.digest, PackedBatch.contents_digest
-
-
-def split_of(microbatches: Sequence[PackedBatch]) -> Split:
-    """A user's own microbatches as a split, whose items stand in their order."""
-    loads = tuple(load for own in microbatches for load in own.item_lengths(own.main_key))
-    order = tuple(range(len(loads)))
-    return Split(tuple(microbatches), order, order, loads)
-
-
-def check_given(pipeline: Pipeline, own: Any, where: str, max_tokens: int | None, reads_labels: bool) -> None:
-    """Refuse a user's own microbatch that cannot be computed. Raises: `SplitError`, which says where it was given."""
-    try:
-        check_batch(own, pipeline.units[0].limits, reads_labels)
-        if max_tokens is not None and own.num_tokens > max_tokens:
-            raise SplitError(f"it has {own.num_tokens} tokens, but micro_batches allows {max_tokens}")
-        _check_parts(pipeline, own, [own], reads_labels)
-    except ValueError as error:
-        raise SplitError(f"{where}: {error}") from error
-
-
-def _check_parts(pipeline: Pipeline, batch: Any, parts: Sequence[PackedBatch], reads_labels: bool) -> None:
-    """Refuse what cannot be shared among context-parallel ranks, or a user's own layers cannot take."""
-    if pipeline.context is not None:
-        for microbatch in parts:
-            pipeline.context.spread(microbatch)
-    if pipeline.own_layers is not None:
-        pipeline.own_layers.prepare_for(batch, check_labels if reads_labels else None)
-
-
-def _kinds(reports: Sequence[BatchReport]) -> set[int]:
-    """0 for ranks that were given batches; for sources, the number of microbatches that these are asked for."""
-    return {report.drawn and report.wanted for report in reports if not report.ended}
-
-
-def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, own_error: Exception | None) -> None:
-    """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
-
-    Ranks with the same place on the dp axis share a batch.
-
-    Raises:
-        PipelineError: on other ranks than the failed ones, which raise `own_error`. On all ranks alike, if they make
-            other calls or take different steps, or hold different batches where they share one; lists their places.
-    """
-    if any(report.failed for report in reports) or len({report.job for report in reports}) > 1:
-
-        def own_call() -> str:
-            if own_error is not None:
-                raise own_error
-            return call
-
-        message = "rank {rank} cannot use what it was given: {error}"
-        gather = partial(gather_json, group=pipeline.grid.control)
-        _, calls = shown_to_all_ranks(lambda: (None, own_call()), gather, otherwise=PipelineError, message=message)
-        rank, other = next((rank, theirs) for rank, theirs in enumerate(calls) if theirs != calls[0])
-        raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
-    if len(steps := {report.step for report in reports}) > 1:
-        raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
-    if len(_kinds(reports)) > 1:
-        views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
-        raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
-    for ranks in pipeline.ranks_by_batch:
-        contents = {reports[r].contents for r in ranks} - {0}
-        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
-            views = "; ".join(f"({pipeline.layout.coordinates(r)}) has {reports[r]}" for r in ranks)
-            raise PipelineError(f"ranks that share a batch were given different ones: {views}")

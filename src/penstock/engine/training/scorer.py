@@ -5,10 +5,8 @@ Shapes: T tokens of a microbatch, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,25 +15,23 @@ from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.loss import (
     EvaluationLoss,
     LossFn,
-    LossMetrics,
     LossWeightFn,
+    StepLoss,
     labelled_rows,
     reads_labelled_rows,
-    reads_labels,
 )
 from penstock.engine.training.microbatches import (
-    BatchCall,
-    BatchReport,
+    END,
+    MicrobatchSource,
+    Place,
     agree_on_microbatches,
-    check_callable,
-    check_loss,
     is_source,
+    source_of,
 )
-from penstock.model import Logits, numbers_asked, token_log_probs, token_statistics, whole_logits
+from penstock.model import Logits, check_callable, numbers_asked, token_log_probs, token_statistics, whole_logits
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
 from penstock.settings import Layout
@@ -49,8 +45,6 @@ It may ask for `penstock.model.NUMBERS` by name.
 
 AggregateFn = Callable[[list[Any]], Any]
 
-_END: Any = object()
-
 
 def forward(
     pipeline: Pipeline,
@@ -60,23 +54,33 @@ def forward(
 ) -> Any:
     """Run the batch through the model; see `Engine.forward`."""
     pipeline.set_training(False)
-    with ExitStack() as after, pipeline.recovery.joined(), pipeline.casts.kept():
+    hook = outputs.post_hook
+
+    def source() -> MicrobatchSource:
+        reads_labels = isinstance(hook, PerToken) and hook.reads_labels
+        made = source_of(pipeline, batch, micro_batches, reads_labels=reads_labels)
+        outputs.check(batch)
+        return made
+
+    with pipeline.recovery.joined(), pipeline.casts.kept():
         pipeline.recorder.begin_step(pipeline.step)
-        call = BatchCall(
-            f"forward(broadcast={outputs.broadcast})",
-            check=lambda: outputs.check(batch),
-            reads_labels=isinstance(outputs.post_hook, PerToken) and outputs.post_hook.reads_labels,
-        )
-        agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
-        if agreed.is_drawn:
-            agreed = drawn_one_by_one(pipeline, agreed, call, None, after)
-        with pipeline.recovery.announcing():
-            feeds = map(partial(outputs.feed, pipeline), agreed.microbatches, agreed.places(pipeline.step))
-            # What is read of labels is read before the program runs.
-            pipeline.executor(agreed.num).run(feeds if agreed.is_drawn else list(feeds))
-            if isinstance(agreed.microbatches, DrawnMicrobatches):
-                agreed = agreed.microbatches.finished(agreed)
-        return outputs.handed_out(pipeline, agreed.split)
+        call = f"forward(broadcast={outputs.broadcast})"
+        with agree_on_microbatches(pipeline, call, source) as microbatches:
+            with pipeline.recovery.announcing():
+                _run_forwards(pipeline, microbatches, partial(outputs.feed, pipeline))
+            return outputs.handed_out(pipeline, microbatches.split)
+
+
+def _run_forwards(
+    pipeline: Pipeline, microbatches: MicrobatchSource, feed: Callable[[PackedBatch, Place], Feed]
+) -> list[Tensor]:
+    """Run the program of forwards; a rank without microbatches has none. Returns the last stage's results."""
+    results: list[Tensor] = []
+    if microbatches.num:
+        executor = pipeline.executor(microbatches.num)
+        results = executor.run(microbatches.feeds(feed, pipeline.step, executor.program))
+    microbatches.finished()
+    return results
 
 
 def evaluate(
@@ -87,47 +91,43 @@ def evaluate(
     micro_batches: MicroBatchSpec | None = None,
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
-    loss, weight, recovery, layout = 0.0, 0.0, pipeline.recovery, pipeline.layout
-    num_rounds, num_metrics, measured, outputs = 0, 0, LossMetrics(loss_fn), list[Any]()
+    loss, weight, num_rounds, num_metrics = 0.0, 0.0, 0, 0
+    step_loss, outputs, labelled = StepLoss(loss_fn, loss_weight_fn), list[Any](), reads_labelled_rows(loss_fn)
+    recovery, num_dp = pipeline.recovery, pipeline.layout.dp
     batches = [batches] if isinstance(batches, PackedBatch) else batches
     are_batches = isinstance(batches, Iterable) and not isinstance(batches, str | bytes | Mapping)
-    pipeline.set_training(False)
-
-    def check() -> None:
-        if not are_batches:
-            raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
-        check_loss(loss_fn, loss_weight_fn)
-
-    labelled = reads_labelled_rows(loss_fn)
-    call = BatchCall("evaluate()", check, reads_labels(loss_fn), loss_weight_fn)
     # Anything else is refused on all ranks alike, as if there were no batch.
     remaining = iter(batches if are_batches else ())
+    pipeline.set_training(False)
+
+    def feed(microbatch: PackedBatch, place: Place) -> Feed:
+        return pipeline.feed(microbatch, step_loss, place, labelled=labelled)
+
+    def source_from(batch: Any) -> MicrobatchSource:
+        if not are_batches:
+            raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
+        source = source_of(pipeline, batch, micro_batches, step_loss)
+        step_loss.check()
+        return source
+
     with pipeline.casts.kept():
         while True:
-            with ExitStack() as after, recovery.joined():
+            with recovery.joined():
                 with recovery.announcing():
-                    batch = next(remaining, _END)
-                if batch is _END:
-                    batch, call = None, replace(call, asked=BatchReport.of_end())
-                agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
-                _check_ended(layout, agreed.ended, num_rounds)
-                if len(agreed.ended) == layout.dp:
-                    break
-                num_rounds += 1
-                if agreed.is_drawn:
-                    agreed = drawn_one_by_one(pipeline, agreed, call, None, after)
-                with recovery.announcing():
-                    feed, places = partial(pipeline.feed, labelled=labelled), agreed.places(pipeline.step)
-                    feeds = map(feed, agreed.microbatches, itertools.repeat(measured), places)
-                    feeds = feeds if agreed.is_drawn else list(feeds)
-                    losses = pipeline.executor(agreed.num).run(feeds) if agreed.num else []
-                    total, num_metrics = measured.total(pipeline, losses)
-                    if isinstance(agreed.microbatches, DrawnMicrobatches):
-                        agreed = agreed.microbatches.finished(agreed)
-                outputs += measured.outputs()
-                loss += total
-                weight += sum(agreed.rank_totals)
-    metrics = measured.reduced(pipeline, num_metrics)
+                    batch = next(remaining, END)
+                with agree_on_microbatches(pipeline, "evaluate()", partial(source_from, batch)) as microbatches:
+                    ended = [dp for dp, rank in enumerate(pipeline.output_ranks) if microbatches.reports[rank].ended]
+                    _check_ended(pipeline.layout, ended, num_rounds)
+                    if len(ended) == num_dp:
+                        break
+                    num_rounds += 1
+                    with recovery.announcing():
+                        losses = _run_forwards(pipeline, microbatches, feed)
+                        total, num_metrics = step_loss.total(pipeline, losses)
+                    outputs += step_loss.outputs()
+                    loss += total
+                    weight += sum(microbatches.rank_totals)
+    metrics = step_loss.reduced(pipeline, num_metrics)
     return EvaluationLoss(loss / weight if weight else float("nan"), metrics, tuple(outputs))
 
 
@@ -242,7 +242,7 @@ class Outputs:
         check_argument("output_seqlens", self.output_seqlens, Sequence[int] | None)
         if self.output_seqlens is not None and not is_source(batch):
             parts = [batch] if isinstance(batch, PackedBatch) else batch
-            check_lengths(self.output_seqlens, sum(own.num_items for own in parts))
+            check_lengths(self.output_seqlens, sum(part.num_items for part in parts))
 
     def feed(self, pipeline: Pipeline, microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
         """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""

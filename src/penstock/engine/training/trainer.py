@@ -10,7 +10,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,23 +25,20 @@ from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import StateName, Stored, Values
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker
-from penstock.engine.training.drawn import DrawnMicrobatches, drawn_one_by_one
 from penstock.engine.training.loss import (
     LossFn,
-    LossMetrics,
     LossWeightFn,
+    StepLoss,
     checked_loss,
-    loss_factor,
     reads_labelled_rows,
-    reads_labels,
 )
 from penstock.engine.training.microbatches import (
-    AgreedSplit,
-    BatchCall,
     BatchReport,
+    DrawnMicrobatches,
+    MicrobatchSource,
+    Place,
     agree_on_microbatches,
-    check_loss,
-    is_source,
+    source_of,
 )
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
@@ -236,100 +232,93 @@ class Trainer:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
         pipeline, recovery = self.pipeline, self.pipeline.recovery
         recovery.check_usable()
-        if not pipeline.options.learns:
-            raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
         number = pipeline.step + 1 if step is None else step
+        step_loss = StepLoss(loss_fn, loss_weight_fn, normalize)
+        source = partial(self._source, batch, micro_batches, step_loss, number)
+        call, report = f"train_batch(normalize={str(normalize)!r})", self._report(number)
         pipeline.recorder.begin_step(number)
-        check = partial(self._check_arguments, batch, loss_fn, loss_weight_fn, normalize, number)
-        changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
-        asked = BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
-        name = f"train_batch(normalize={str(normalize)!r})"
-        call = BatchCall(name, check, reads_labels(loss_fn), loss_weight_fn, asked)
-        measured = LossMetrics(loss_fn)
-        with ExitStack() as after, recovery.joined():
-            agreed = agree_on_microbatches(pipeline, batch, micro_batches, call)
-            if agreed.refit:
-                self.refit()
-            if not self._names:
-                raise ValueError(_NONE_TRAINED)
-            if agreed.is_drawn:
-                agreed = drawn_one_by_one(pipeline, agreed, call, self.start_reduction, after)
-            factor = loss_factor(self.pipeline, agreed, loss_weight_fn, normalize, loss_scale)
+        with recovery.joined(), agree_on_microbatches(pipeline, call, source, report) as microbatches:
+            self._follow_freezing(microbatches.reports)
             with recovery.announcing():
-                feeds = self.feeds(agreed, measured, factor, number)
-                losses = self.run(feeds, agreed.num)
+                feeds = self.feeds(microbatches, step_loss, loss_scale, number)
+                losses = self.run(feeds, microbatches.num)
                 rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
-                loss, num_metrics = measured.total(pipeline, losses)
-                if isinstance(agreed.microbatches, DrawnMicrobatches):
-                    agreed = agreed.microbatches.finished(agreed, not isinstance(normalize, int | float))
-            metrics = measured.reduced(pipeline, num_metrics)
-            update, aux_losses = self.finish(feeds, loss_scale, number, rates)
+                loss, num_metrics = step_loss.total(pipeline, losses)
+                microbatches.finished()
+            metrics = step_loss.reduced(pipeline, num_metrics)
+            update, aux_losses = self.update(feeds, loss_scale, number, rates)
         pipeline.step, step_time_s = number, time.perf_counter() - start
         return TrainResult(
             step=number,
             loss=loss / loss_scale,
-            num_tokens=agreed.num_tokens,
-            num_microbatches=agreed.num,
+            num_tokens=microbatches.num_tokens,
+            num_microbatches=microbatches.num,
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             loss_scale=loss_scale,
             success=update.success,
             step_time_s=step_time_s,
             idle_share=1.0 - pipeline.recorder.busy_s() / step_time_s,
-            stop_requested=agreed.stop_requested,
+            stop_requested=any(report.stop for report in microbatches.reports),
             aux_losses=aux_losses,
             metrics=metrics,
-            outputs=measured.outputs(),
+            outputs=step_loss.outputs(),
         )
 
     # ---- the parts of a step, in order
 
-    def _check_arguments(self, batch: Any, loss_fn: Any, loss_weight_fn: Any, normalize: Any, number: Any) -> None:
-        """Refuse what no step can be taken with. Raises: ValueError."""
-        if not isinstance(normalize, int | float):
-            mode = normalize if isinstance(normalize, Normalize) else Normalize.parse(normalize)
-        elif isinstance(normalize, bool) or not 0 < normalize < math.inf:
-            raise ValueError(f"normalize = {normalize!r} is no divisor of a loss; a number is above 0 and finite")
-        else:
-            mode = None
-        if is_source(batch) or batch is None:
-            by_parts = mode is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
-            if mode in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None:
-                what = "the model's auxiliary losses need" if self.aux_losses else f"normalize = {str(mode)!r} needs"
-                raise ValueError(
-                    f"{what} the counts of all microbatches before the first backward, which a source does not tell; "
-                    "give the divisor itself, as in normalize=4096.0, or normalize='token_per_microbatch', or a list "
-                    "of microbatches"
-                )
+    def _report(self, number: Any) -> BatchReport:
+        """This rank's part of the agreement beside its batch."""
+        changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
+        return BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
+
+    def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
+        """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
+        if any(report.refit for report in reports):
+            self.refit()
+        if not self._names:
+            raise ValueError(_NONE_TRAINED)
+
+    def _source(
+        self, batch: Any, micro_batches: MicroBatchSpec | None, step_loss: StepLoss, number: Any
+    ) -> MicrobatchSource:
+        """The source of a step's microbatches. Raises: ValueError for what no step can be taken with."""
+        if not self.pipeline.options.learns:
+            raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
+        source = source_of(self.pipeline, batch, micro_batches, step_loss)
+        step_loss.check()
         if not _is_step(number):
             raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
-        check_loss(loss_fn, loss_weight_fn)
+        divisor = step_loss.divisor
+        by_parts = divisor is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
+        needs_counts = divisor in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None
+        if needs_counts and isinstance(source, DrawnMicrobatches):
+            what = "the model's auxiliary losses need" if self.aux_losses else f"normalize = {str(divisor)!r} needs"
+            raise ValueError(
+                f"{what} the counts of all microbatches before the first backward, which a source does not tell; "
+                "give the divisor itself, as in normalize=4096.0, or normalize='token_per_microbatch', or a list of "
+                "microbatches"
+            )
+        return source
 
     def feeds(
-        self, agreed: AgreedSplit, measured: LossMetrics, factor: Callable[[int], float], number: int
+        self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
+        labelled = reads_labelled_rows(step_loss.loss_fn)
 
-        labelled = reads_labelled_rows(measured.loss_fn)
+        def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+            loss = checked_loss(step_loss(output, microbatch, numbers))
+            return loss * (microbatches.factor(numbers["microbatch"]) * loss_scale)
 
-        def finish(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
-            loss = checked_loss(measured(output, microbatch, numbers))
-            return loss * factor(numbers["microbatch"])
+        def feed(microbatch: PackedBatch, place: Place) -> Feed:
+            return self.pipeline.feed(microbatch, scaled_loss, place, True, labelled)
 
-        def feed(microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
-            return self.pipeline.feed(microbatch, finish, place, True, labelled)
-
-        # Not a generator, which would hold each until the next is asked for.
-        feeds = map(feed, agreed.microbatches, agreed.places(number))
-        if agreed.is_drawn:
-            return feeds
-        if self.aux_losses is None:
-            return list(feeds)
-        factors = [factor(i) for i in range(agreed.num)] if agreed.weights else []
-        weight_per_token = sum(agreed.rank_totals) / agreed.num_tokens
-        return self.aux_losses.attached_to(list(feeds), agreed.split.microbatches, factors, weight_per_token)
+        program = self.pipeline.executor(microbatches.num, self.start_reduction).program
+        feeds = microbatches.feeds(feed, number, program)
+        return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
 
     def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
@@ -373,7 +362,7 @@ class Trainer:
         """Start summing the gradients of a local stage over ranks."""
         self.gradients[stage].launch()
 
-    def finish(
+    def update(
         self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
         """The optimizer's step, and what follows from it: weights that other ranks have stepped, routers, new casts."""
@@ -384,7 +373,7 @@ class Trainer:
             self._gather_weights()
             pipeline.casts.renew()
             if self.aux_losses is not None:
-                aux_losses = self.aux_losses.finish(feeds, loss_scale, learns=update.success)
+                aux_losses = self.aux_losses.report(feeds, loss_scale, learns=update.success)
         pipeline.recorder.end(record)
         return update, aux_losses
 
