@@ -1,6 +1,5 @@
 """What goes wrong in a command is one sentence with its cause, and the exit code says what came of it."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,6 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, StepError, token_cross_entropy
 from penstock.cli.main import STOPPED, main
-from penstock.parallel import connect
-from penstock.parallel.host import gather_json, on_all_ranks
-from penstock.settings.declare import words_of
 from tests.dist.launch import run_ranks
 from tests.e2e.training import Started, exact_metrics, last_step, run, wait_until, write_run
 from tests.fork_server import run_command
@@ -67,40 +62,15 @@ REFUSED: dict[str, tuple[bytes | None, Sequence[str], str]] = {
     "a schedule that is not UTF-8": (b"\xff", ("schedule", "show", "texts.csv"), r"texts.csv is not UTF-8 \(byte 0\)"),
     "a corpus that is not UTF-8": (b"\xff", (*NEW, "--data.corpus", "texts.jsonl"), r"line 1: is not UTF-8 \(byte 0\)"),
     "a row whose text is a number": (b'{"text": 3}', (*NEW, "--data.corpus", "texts.jsonl"), f"{LINE}'text' is an int"),
-    "a scored line whose text is a number": (
-        b'{"text": 3}',
-        ("score", "run", "texts.jsonl"),
-        f"{LINE}'text' must be a",
-    ),
-    "a prompt that is a number": (
-        b'{"prompt": 3}',
-        ("generate", "run", "--file", "texts.jsonl"),
-        f"{LINE}'prompt' is an",
-    ),
     "a line of texts and tokens": (
         b'{"text": "a", "tokens": [1]}',
         ("score", "run", "texts.jsonl"),
         f"{LINE}has 'tokens' and 'text', of which one is expected",
     ),
-    "a line of prompts and tokens": (
-        b'{"prompt": "a", "tokens": [1]}',
-        ("generate", "run", "--file", "texts.jsonl"),
-        f"{LINE}has 'prompt' and 'tokens', of which one is expected",
-    ),
     "a row with two texts": (
         b'{"text": "a", "text": "b"}',
         (*NEW, "--data.corpus", "texts.jsonl"),
         rf"{LINE}is not JSON \(it gives the key 'text' twice; give it once\)",
-    ),
-    "a scored line with two texts": (
-        b'{"text": "a", "text": "b"}',
-        ("score", "run", "texts.jsonl"),
-        rf"{LINE}is not JSON \(it gives the key 'text' twice; give it once\)",
-    ),
-    "a line with two prompts": (
-        b'{"prompt": "a", "prompt": "b"}',
-        ("generate", "run", "--file", "texts.jsonl"),
-        rf"{LINE}is not JSON \(it gives the key 'prompt' twice; give it once\)",
     ),
     "too few words": (None, ("score",), "penstock score: the following arguments are required: MODEL, FILE.jsonl$"),
     "a word too many": (None, ("train", "run.toml", "3"), "penstock train has no use for '3'"),
@@ -175,48 +145,6 @@ def test_a_corpus_that_may_not_be_read_is_named_and_not_its_cache(folder: Path, 
             err = capfd.readouterr().err
             assert (code, err) == (2, f"penstock: {named}: permission denied\n")
     assert not (folder / "elsewhere").exists()
-
-
-DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
-    "eos_token_id": ({"eos_token_id": "a"}, r"config.json: eos_token_id = 'a': expected int or list\[int\], got str"),
-    "model_type": ({"model_type": "nope"}, r"model_type='nope' is not the decoder's \('llama' is\)"),
-    "rms_norm_eps": ({"rms_norm_eps": None}, r"config.json: rms_norm_eps is null; give float, or leave it out"),
-    "rope_theta": ({"rope_theta": None, "rope_parameters": None}, r"config.json: rope_theta is null"),
-}
-
-
-@pytest.mark.shows(168)
-@pytest.mark.parametrize("key", DAMAGED)
-def test_damage_in_a_models_settings_is_refused_by_its_key(
-    key: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    changes, cause = DAMAGED[key]
-    for path in (folder / "model").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2]}\n')
-    assert main(["score", str(tmp_path), str(tmp_path / "texts.jsonl"), "--native", "true"]) == 2
-    err = capfd.readouterr().err
-    assert is_one_sentence(err) and re.search(cause, err), err
-    assert not list(tmp_path.glob("*scores*"))
-
-
-@pytest.mark.shows(168)
-def test_a_manifest_with_a_size_that_is_text_is_refused_by_its_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    file = write_run(tmp_path, "run", 6)
-    assert main(["train", str(file), "--parallel.pp", "1", "--checkpoint.every", "6"]) == 0
-    [path] = (tmp_path / "run").glob("checkpoints/step-*/manifest.json")
-    content = json.loads(path.read_text())
-    del content["sha256"]
-    for record in content["files"].values():
-        record["size_bytes"] = str(record["size_bytes"])
-    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(content))
-    capfd.readouterr()
-    assert main(["train", str(file), "--parallel.pp", "1"]) == 2
-    err = capfd.readouterr().err.splitlines()[-1]
-    assert re.search(r"^penstock: .*size_bytes = '\d+': expected int, got str", err), err
 
 
 @pytest.mark.shows(168)
@@ -298,27 +226,6 @@ class Mute(Exception):
         raise ArithmeticError("no words")
 
 
-class Raises:
-    """A callback whose error has no words, on one rank."""
-
-    def on_step(self, taken: Any) -> None:
-        if taken.step == 2 and os.environ.get("RANK", "0") == "0":
-            raise Mute
-
-
-raises = Raises()
-
-
-@pytest.mark.shows(168)
-def test_an_error_without_words_is_heard_by_all_ranks(tmp_path: Path):
-    ended = run(str(write_run(tmp_path, "run", 20)), "--watch.callbacks", f"{__name__}:raises", "--log.every", "1")
-    assert ended.exit_code == 1
-    for rank in (0, 1):
-        said = [line for line in ended.err.splitlines() if line.startswith(f"penstock: process {rank}: ")]
-        assert len(said) == 1, ended.err
-        assert "rank 0 failed in on_step, step 2: Mute: Mute whose __str__ raises ArithmeticError" in said[0], said
-
-
 class MuteLayer(torch.nn.Linear):
     """A layer that fails once, in its second step, with an error that has no words."""
 
@@ -358,23 +265,6 @@ def test_an_error_without_words_in_a_layer_or_a_loss_is_heard_by_all_ranks_and_t
     for said in (said for said in one if not said.startswith("step")):
         assert "Mute: Mute whose __str__ raises ArithmeticError" in said, said
     assert len(one) == 4
-
-
-def fails_on_rank_0(rank: int) -> str:
-    def act() -> None:
-        if rank == 0:
-            raise Mute
-
-    grid = connect(Layout(pp=2), "cpu")
-    with pytest.raises((Mute, RuntimeError)) as caught:
-        on_all_ranks(act, partial(gather_json, group=grid.control))
-    return words_of(caught.value)
-
-
-@pytest.mark.shows(168)
-def test_an_error_without_words_outside_of_a_step_is_heard_by_all_ranks():
-    said = "Mute whose __str__ raises ArithmeticError"
-    assert run_ranks(2, fails_on_rank_0) == [said, f"rank 0: {said}"]
 
 
 # ---- Runs that were stopped: not done, and the same command goes on

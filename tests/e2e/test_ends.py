@@ -254,46 +254,24 @@ def test_scoring_and_generation_end_as_fast(
     assert list(emptied.iterdir()) == []
 
 
-@pytest.mark.shows(147)
-def test_a_folder_deleted_while_a_run_starts_is_one_sentence_and_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    output = tmp_path / "run"
+def limited(size: int) -> Callable[[Path], object]:
+    """What lets a disk seem full after files of so many bytes."""
+    return lambda output: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    class DeletedFolder(RunLock):
+
+def at_start(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act as soon as the run has its folder."""
+
+    class Acting(RunLock):
         def __init__(self, config: RunConfig) -> None:
             super().__init__(config)
-            shutil.rmtree(output)
+            act()
 
-    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", DeletedFolder)
-    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
-    err = capsys.readouterr().err
-    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/checkpoints cannot be made: [^\n]+\n", err), err
-    assert not output.exists()
+    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", Acting)
 
 
-@pytest.mark.shows(147)
-def test_a_disk_full_after_the_first_file_is_one_sentence_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    class FolderOnFullDisk(RunLock):
-        def __init__(self, config: RunConfig) -> None:
-            super().__init__(config)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-
-    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", FolderOnFullDisk)
-    try:
-        assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    err = capsys.readouterr().err
-    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/[^\n]+: [^\n]+\n", err), err
-
-
-def saves_after(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Act once, before the first checkpoint is saved."""
+def at_save(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Act before each checkpoint is saved."""
     save = TrainLoop._save
 
     def acting(loop: TrainLoop, wait: bool) -> None:
@@ -304,15 +282,33 @@ def saves_after(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> N
 
 
 @pytest.mark.shows(147)
-def test_a_folder_deleted_in_training_is_one_sentence_and_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("moment", "act", "says"),
+    [
+        (at_start, shutil.rmtree, "{0}/checkpoints cannot be made: [^\n]+"),
+        (at_start, limited(0), "{0}/[^\n]+: [^\n]+"),
+        (at_save, shutil.rmtree, "rank 0: {0}/[^\n]+: no such file or directory"),
+        (at_save, limited(4096), "rank 0: {0}/checkpoints/[^\n]+: file too large"),
+    ],
+    ids=["deleted at the start", "full at the start", "deleted at a save", "full at a save"],
+)
+def test_a_folder_deleted_and_a_full_disk_are_one_sentence_with_the_path(
+    moment: Callable[[pytest.MonkeyPatch, Callable[[], object]], None],
+    act: Callable[[Path], object],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    output = tmp_path / "run"
-    saves_after(monkeypatch, lambda: shutil.rmtree(output))
-    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    moment(monkeypatch, lambda: act(output))
+    try:
+        assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capsys.readouterr().err
-    assert re.fullmatch(rf"penstock: process 0: [^\n]*rank 0: {output}/[^\n]+: no such file or directory\n", err), err
-    assert not output.exists()
+    assert re.fullmatch(rf"penstock: process 0: [^\n]*{says.format(output)}\n", err), err
+    assert output.exists() == (act is not shutil.rmtree), "it is not made again"
 
 
 @pytest.mark.shows(147)
@@ -336,20 +332,6 @@ def test_a_folder_deleted_while_tensorboard_writes_is_one_sentence(
 
 
 @pytest.mark.shows(147)
-def test_a_disk_full_while_a_checkpoint_is_saved_is_one_sentence_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    output, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    saves_after(monkeypatch, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1])))
-    try:
-        assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    err = capsys.readouterr().err
-    assert re.fullmatch(rf"penstock: process 0: [^\n]*rank 0: {output}/checkpoints/[^\n]+: file too large\n", err), err
-
-
-@pytest.mark.shows(147)
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -370,13 +352,7 @@ def test_what_lies_where_checkpoints_go_is_refused_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ):
     folder = tmp_path / "run" / "checkpoints"
-
-    class OccupiedFolder(RunLock):
-        def __init__(self, config: RunConfig) -> None:
-            super().__init__(config)
-            make(folder)
-
-    monkeypatch.setattr("penstock.cli.processes.train_worker.RunLock", OccupiedFolder)
+    at_start(monkeypatch, lambda: make(folder))
     assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: {re.escape(says.format(folder))}[^\n]*\n", err), err

@@ -21,8 +21,7 @@ from tests.hugging_face import make_model
 SECRET = "a secret of somebody's"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEEP, DEEP_TOML = b"[" * 100_000, b"a = " + b"[" * 100_000
-LONG_NAME = b".".join([b"a"] * 50_000)
-CONFIG, GENERATION, RANK_VALUES = "config.json", "generation_config.json", "extras"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -212,10 +211,6 @@ def endless(name: str) -> Act:
     return lambda p: os.truncate(p.put(name, ""), 20 << 30)
 
 
-def header(text: bytes, size: int | None = None) -> Act:
-    return in_model(WEIGHTS, (len(text) if size is None else size).to_bytes(8, "little") + text)
-
-
 def adapter(**changes: Any) -> Act:
     usual = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
     return both(put(ADAPTER_WEIGHTS, b"\2\0\0\0\0\0\0\0{}"), lambda p: p.change(ADAPTER, **usual | changes))
@@ -253,7 +248,6 @@ def recorded(title: str, end_ms: float) -> str:
 
 
 names_of_answers: list[Path] = []
-HUGE_TENSOR = {"shape": [10**18], "dtype": "float32"}
 FOREIGN_CODE = {"auto_map": {"AutoConfig": "code.Any", "AutoModelForCausalLM": "code.Any"}, "model_type": "code"}
 
 # name -> what is done to the files, the command they are given to, and its exit code
@@ -268,7 +262,6 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "an index of a file outside": (in_model(INDEX, index_of("../../outside/x.safetensors")), score, REFUSED),
     "an index of an absolute path": (in_model(INDEX, index_of("/etc/x.safetensors")), score, REFUSED),
     "an index of a pickle": (in_model(INDEX, index_of("x.bin")), score, REFUSED),
-    "a deep index": (in_model(INDEX, DEEP), score, REFUSED),
     "weights that are a link out": (linked(f"model/{WEIGHTS}"), score, REFUSED),
     "a configuration that is a link out": (linked(f"model/{CONFIG}"), score, REFUSED),
     "a tokenizer that is a link out": (linked("model/tokenizer.json"), score, REFUSED),
@@ -280,31 +273,14 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
         both(config(**FOREIGN_CODE, architectures=["Any"]), python("model/code.py")), FOREIGN, REFUSED
     ),
     "a kernel from elsewhere": (config(_attn_implementation="somebody/kernel"), FOREIGN, REFUSED),
-    "a deep configuration": (in_model(CONFIG, DEEP), generate(), REFUSED),
-    "a configuration that is null": (in_model(CONFIG, "null"), generate(), REFUSED),
-    "a configuration that is no text": (in_model(CONFIG, b"\xff\xfe\0"), generate(), REFUSED),
-    "a configuration cut short": (in_model(CONFIG, '{"model_type": "lla'), generate(), REFUSED),
-    "a number of 6000 digits": (in_model(CONFIG, b"9" * 6000), generate(), REFUSED),
     "a billion layers": (config(num_hidden_layers=10**9), generate(), REFUSED),
     "a billion layers of transformers": (config(num_hidden_layers=10**9), FOREIGN, REFUSED),
-    "a vocabulary of a trillion": (config(vocab_size=10**12), generate(), REFUSED),
-    "a vocabulary of a trillion in transformers": (config(vocab_size=10**12), FOREIGN, REFUSED),
-    "heads that are a text": (config(num_attention_heads="x"), generate(), REFUSED),
-    "rotary settings that are a list": (config(rope_scaling=[1]), generate(), REFUSED),
-    "deep settings of generation": (in_model(GENERATION, DEEP), generate(), REFUSED),
-    "an end token that is an object": (generation(eos_token_id={"a": 1}), generate(), REFUSED),
     "bad words that are a number": (generation(bad_words_ids=3), generate(), REFUSED),
     "a temperature that is a text": (generation(temperature="x"), generate(), REFUSED),
-    "a deep tokenizer": (in_model("tokenizer.json", DEEP), generate(), REFUSED),
-    "a header of weights that is deep": (header(DEEP), generate(), REFUSED),
-    "a header of 2^60 bytes": (header(b"{}", 2**60), generate(), REFUSED),
-    "a header that is a list": (header(b"[]"), generate(), REFUSED),
+    "a header of 2^60 bytes": (in_model(WEIGHTS, (2**60).to_bytes(8, "little") + b"{}"), generate(), REFUSED),
     "weights that are a pipe": (pipe(f"model/{WEIGHTS}"), generate(), REFUSED),
     "a pipe beside the weights": (pipe("model/README.md"), convert, REFUSED),
     "a configuration of 20 GiB": (endless(f"model/{CONFIG}"), generate(), REFUSED),
-    "settings of generation of 20 GiB": (endless(f"model/{GENERATION}"), generate(), REFUSED),
-    "a tokenizer of 20 GiB": (endless("model/tokenizer.json"), generate(), REFUSED),
-    "an index of 20 GiB": (endless(f"model/{INDEX}"), score, REFUSED),
     # their tokenizers
     "a tokenizer that panics on a prompt": (tokenizer(), SAY, REFUSED),
     "one that panics on a scored text": (tokenizer(), given("score", "INSIDE/model", "INSIDE/many.jsonl"), REFUSED),
@@ -329,28 +305,17 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "an adapter for a number": (adapter(target_modules=3), ADAPTED, REFUSED),
     # runs and checkpoints
     "deep settings": (in_run("run.toml", DEEP_TOML), TRAIN, REFUSED),
-    "a setting of 50,000 names": (in_run("run.toml", LONG_NAME + b" = 1"), TRAIN, REFUSED),
-    "the same within braces": (in_run("run.toml", b"a = {" + LONG_NAME + b" = 1}"), use_run, REFUSED),
     "a callback of a run used as a model": (
         both(python("code.py"), callback), use_run, DONE
     ),
-    "a deep manifest": (lambda p: (p.checkpoint / "manifest.json").write_bytes(DEEP), TRAIN, DONE),
-    "a manifest of other types": (lambda p: p.sign(tensors=3, files="x"), TRAIN, DONE),
     "a manifest that names a file outside": (signed_files, TRAIN, DONE),
     "a pickle as tensors, signed": (lambda p: p.pickle_as_tensors(), TRAIN, DONE),
     "the same in a run used as a model": (lambda p: p.pickle_as_tensors(), use_run, DONE),
-    "tensors of 10^18 elements": (lambda p: p.sign(tensors={"a": HUGE_TENSOR}), TRAIN, DONE),
-    "ranks' values that are none": (lambda p: p.sign(extras=[{"engine": 3}]), TRAIN, DONE),
-    "values of no rank": (lambda p: p.sign(extras=[]), TRAIN, DONE),
     "a step of another name": (lambda p: p.checkpoint.rename(p.run / "checkpoints/step-00000099"), TRAIN, DONE),
     "a checkpoint that is a link out": (lambda p: p.link("run/checkpoints/step-00000099", p.outside), TRAIN, DONE),
     "an unfinished one that is a link out": (lambda p: p.link("run/checkpoints/.saving-x", p.outside), TRAIN, DONE),
     "an old one that is a link out": (lambda p: p.link("run/checkpoints/.deleting-x", p.outside), TRAIN, DONE),
-    "an identity that is a list": (in_run("checkpoints/run.json", '{"identity": []}'), TRAIN, REFUSED),
-    "a deep identity": (in_run("checkpoints/run.json", DEEP), TRAIN, REFUSED),
     "a pickle beside a checkpoint": (lambda p: (p.checkpoint / "optimizer.pt").write_bytes(p.pickle), TRAIN, DONE),
-    "deep metrics": (in_run("metrics.jsonl", DEEP), TRAIN, DONE),
-    "metrics of other types": (in_run("metrics.jsonl", '{"step": 6, "validation_loss": {}}\n'), TRAIN, DONE),
     "metrics that are a link out": (linked("run/metrics.jsonl"), TRAIN, REFUSED),
     "a lock that is a link out": (linked("run/.lock"), TRAIN, REFUSED),
     "a picture that is a link out": (lambda p: p.link("run/timeline.png", p.outside / "new"), TRAIN, REFUSED),
@@ -359,24 +324,17 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "settings that are a device": (lambda p: None, given("train", "/dev/zero"), REFUSED),
     "settings of 20 GiB": (endless("run/run.toml"), use_run, REFUSED),
     "a manifest that is a pipe": (lambda p: pipe(f"run/checkpoints/{p.checkpoint.name}/manifest.json")(p), TRAIN, DONE),
-    "a manifest of 20 GiB": (lambda p: endless(f"run/checkpoints/{p.checkpoint.name}/manifest.json")(p), TRAIN, DONE),
     "an identity that is a pipe": (pipe("run/checkpoints/run.json"), TRAIN, REFUSED),
-    "an identity of 20 GiB": (endless("run/checkpoints/run.json"), TRAIN, REFUSED),
     "metrics that are a pipe": (pipe("run/metrics.jsonl"), TRAIN, REFUSED),
-    "metrics of 20 GiB": (endless("run/metrics.jsonl"), TRAIN, REFUSED),
     # texts
     "prompts that are a pipe": (pipe("prompts.jsonl"), score, REFUSED),
     "prompts of 20 GiB": (endless("prompts.jsonl"), score, REFUSED),
     "answers left as a pipe": (answers_left_as_a_pipe, generate(), REFUSED),
     "rows that are a pipe": (pipe("rows/a.jsonl"), anew("--data.corpus", "INSIDE/rows"), REFUSED),
-    "rows of 20 GiB": (endless("rows.jsonl"), anew("--data.corpus", "INSIDE/rows.jsonl"), REFUSED),
-    "deep prompts": (put("prompts.jsonl", DEEP), generate(), REFUSED),
     "half a character": (put("prompts.jsonl", '{"text": "\\ud800"}'), score, REFUSED),
-    "a token of 30 digits": (put("prompts.jsonl", json.dumps({"tokens": [10**30]})), generate(), REFUSED),
     "answers left as a link out": (answers_left(None), generate(), REFUSED),
     "deep answers left": (answers_left(DEEP + b"\n"), generate(), DONE),
     "answers left of other types": (answers_left(b'{"prompt": []}\n'), generate(), DONE),
-    "rows that are null": (put("rows.jsonl", "null"), anew("--data.corpus", "INSIDE/rows.jsonl"), REFUSED),
     "deep rows": (put("rows.jsonl", DEEP), anew("--data.corpus", "INSIDE/rows.jsonl"), REFUSED),
     "deep messages": (
         put("rows.jsonl", b'{"messages": [{"role": "user", "content": ' + DEEP + b"}]}"),
@@ -384,8 +342,6 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     ),
     "rows as a pickle": (pickled("rows.parquet"), anew("--data.corpus", "INSIDE/rows.parquet"), REFUSED),
     # what planner, schedules and drawings read
-    "a deep cluster": (put("cluster.toml", DEEP_TOML), PLAN, REFUSED),
-    "a cluster of 50,000 names": (put("cluster.toml", LONG_NAME + b" = 1"), PLAN, REFUSED),
     "a cluster of other types": (put("cluster.toml", "device = {peak_tflops = {a = {}}}"), PLAN, REFUSED),
     "a cell of 200,000 letters": (
         put("s.csv", b"0F0," + b"x" * 200_000), given("schedule", "verify", "INSIDE/s.csv"), REFUSED
@@ -393,14 +349,10 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     "a microbatch of 5000 digits": (
         put("s.csv", b"0F" + b"9" * 5000), given("schedule", "show", "INSIDE/s.csv"), REFUSED
     ),
-    "a deep schedule": (put("s.txt", DEEP), given("schedule", "show", "INSIDE/s.txt"), REFUSED),
-    "a deep recorded step": (put("step.json", DEEP), TRACE, REFUSED),
     "a step at infinity": (put("step.json", recorded("F", 1e308)), TRACE, REFUSED),
     "a title that is code for a browser": (put("step.json", recorded("</script><script>x()", 1)), TRACE, DONE),
     "a cluster that is a pipe": (pipe("cluster.toml"), PLAN, REFUSED),
-    "a schedule of 20 GiB": (endless("s.csv"), given("schedule", "show", "INSIDE/s.csv"), REFUSED),
     "a recorded step that is a pipe": (pipe("step.json"), TRACE, REFUSED),
-    "a recorded step of 20 GiB": (endless("step.json"), TRACE, REFUSED),
     "deep words": (put("x", ""), train("--dry-run", "--optimizer.groups", "[" * 100_000), REFUSED),
 }  # fmt: skip
 
@@ -467,7 +419,7 @@ def test_a_hostile_file_neither_runs_nor_reaches_out_nor_ends_in_a_traceback(
 
 @pytest.mark.shows(155)
 def test_the_hostile_files_are_many_and_run_where_they_are_loaded(place: Place) -> None:
-    assert len(KINDS) >= 60
+    assert len(KINDS) == 75
     for run in (lambda: pickle.loads(place.pickle), lambda: exec(place.python)):
         run()
         (place.outside / "ran").unlink()

@@ -134,15 +134,3 @@ def test_mistakes_get_one_sentence(trace, tmp_path: Path):
         assert (code, out) == (2, "")
         assert err.count("\n") == 1
         assert all(word in err for word in words), err
-
-
-@pytest.mark.parametrize("ending", [".html", ".json"])
-def test_schedules_are_drawn_in_these_forms_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert main(["schedule", "show", "1f1b", "--ranks", "3", "--output", f"a{ending}"]) == 0
-    assert f"a{ending}" in capsys.readouterr().out
-    text = Path(f"a{ending}").read_text()
-    assert f"penstock schedule show 1f1b --ranks 3 --output a{ending}" in text
-    assert "2B7" in text or '"kinds":"FBFB' in text

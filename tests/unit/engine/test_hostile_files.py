@@ -225,6 +225,7 @@ MISSTATED: list[dict[str, Any]] = [
     {"tensors": {"a": {"shape": [-1], "dtype": "float32"}}},
     {"tensors": {"a": {"shape": [1], "dtype": "float32", "of": "b"}}},
     {"files": {"a": {"size": 3}}},
+    {"files": {"a": {"size_bytes": "3", "sha256": "x"}}},
     {"files": {"a": [1, 2]}},
     {"format": "another"},
     {"step": 4},
