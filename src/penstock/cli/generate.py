@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.input_lines import InputReader, Text
 from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options, values_of
 from penstock.cli.output import Progress, ResultsFile, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
@@ -25,11 +26,7 @@ from penstock.cli.session import (
     IMPORTS,
     RING_OPTIONS,
     ModelCommand,
-    Text,
-    prompts_of_texts,
-    read_prompts,
     show_lacking,
-    tokens_of_word,
 )
 from penstock.io.files import text_in
 from penstock.settings import SamplingParams
@@ -175,14 +172,15 @@ class Generate(ModelCommand):
         if self.sampling.get("stop") and model.tokenizer is None:
             raise ValueError(f"--stop is a text, but {model.folder} has no tokenizer; give --end-token ids")
         has_ends = given.ignore_end or given.end_token
-        words = [tokens for word in given.bad_word for tokens in tokens_of_word(word, model)]
+        reader = InputReader(model)
+        words = [tokens for word in given.bad_word for tokens in reader.tokens_of_word(word)]
         words += map(tuple, model.sampling.get("bad_words", ()))
         ends = {"end_tokens": tuple(given.end_token or ()) if has_ends else model.end_tokens, "bad_words": tuple(words)}
         params = SamplingParams(**{**model.sampling, **self.sampling, **ends})
         if given.file is not None:
-            prompts = read_prompts(given.file, model)
+            prompts = reader.prompts(given.file)
         else:
-            prompts = prompts_of_texts(given.prompts or [_standard_input()], model)
+            prompts = reader.prompts_of(given.prompts or [_standard_input()])
         limits = Limits(model.vocab_size, model.max_length)
         names = [prompt.name(number, given.file) for number, prompt in enumerate(prompts)]
         check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.input_lines import InputReader, Text
 from penstock.cli.options import PROCESSES, Parser, options_of, parallel_options, values_of
 from penstock.cli.output import (
     Progress,
@@ -24,7 +25,7 @@ from penstock.cli.output import (
     print_json,
 )
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.session import IMPORTS, ModelCommand, Text, read_texts
+from penstock.cli.session import IMPORTS, ModelCommand
 from penstock.settings import DataConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
@@ -118,7 +119,7 @@ class Score(ModelCommand):
         """Read the model's settings and the texts. Raises: ValueError for input that cannot be scored."""
         model = self.look()
         model = model.without_special_tokens() if self.given.no_special_tokens else model
-        texts, most = read_texts(self.given.file, model, self.scoring.text_field), self.scoring.max_tokens
+        texts, most = InputReader(model).texts(self.given.file, self.scoring.text_field), self.scoring.max_tokens
         longest = max(texts, key=lambda text: len(text.tokens))
         if most is not None and len(longest.tokens) > most:
             raise ValueError(

@@ -9,10 +9,9 @@ import json
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from penstock.cli.options import Options, Parser, add_options, options_of, values_of
 from penstock.cli.output import refuse_to_overwrite, show_log
@@ -20,18 +19,17 @@ from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
 from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
-from penstock.settings.declare import type_in_words
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
     from penstock.cli.processes.session import Pipelines
-    from penstock.data.examples import ExampleReader
     from penstock.engine.build import EngineArguments
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
 T = TypeVar("T")
+_MOST_SHOWN = 40
 
 IMPORTS = (
     *("penstock.cli.processes.session", "penstock.cli.processes.measure", "penstock.data.examples"),
@@ -246,38 +244,6 @@ class ModelCommand:
         return arguments._replace(options=replace(options, quantize=kind))
 
 
-# ---- Input: JSON lines of texts to score or to continue
-
-
-_TEXT_FORMS = '{"text": ...}, {"tokens": [...]} or {"prompt": ..., "completion": ...}'
-_MOST_SHOWN = 40
-_PROMPT_FORMS = '{"prompt": ...}, {"messages": [...]} or {"tokens": [...]}'
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text to score or to continue: its token ids, of which some may be a prompt, and the text if it was given so.
-
-    Of a file it has its line, counted from 1, and its "id" if it has one.
-    """
-
-    tokens: Sequence[int]
-    text: str | None = None
-    line: int | None = None
-    id: Any = None
-    num_prompt_tokens: int = 0
-
-    @property
-    def num_scored(self) -> int:
-        """The tokens that follow another token and are not part of the prompt."""
-        return len(self.tokens) - max(self.num_prompt_tokens, 1)
-
-    def name(self, number: int, file: Path | None) -> str:
-        """The name in messages of the text of that number: its line of the file, and its "id" if it has one."""
-        own_id = "" if self.id is None else f' ("id": {self.id!r})'
-        return f"prompt {number}" if self.line is None else f"{file}, line {self.line}{own_id}:"
-
-
 def show_layers(model: "ModelFolder") -> None:
     """Say on standard error where transformers' own layers run the model, and why."""
     if model.transformers_because is not None:
@@ -291,199 +257,9 @@ def show_lacking(model: "ModelFolder", told: Container[str] = ()) -> None:
     """
     from penstock.model.hf.families import GENERATION_CONFIG
 
-    fields = {name: own for name, own in model.lacking.items() if name != "max_length" or "max_new_tokens" not in told}
+    means_nothing = {"max_length"} if "max_new_tokens" in told else set[str]()
+    fields = {name: value for name, value in model.lacking.items() if name not in means_nothing}
     if fields:
-        named = ", ".join(f"{name} = {json.dumps(own)[:_MOST_SHOWN]}" for name, own in fields.items())
+        named = ", ".join(f"{name} = {json.dumps(value)[:_MOST_SHOWN]}" for name, value in fields.items())
         where = (model.tokenizer_folder or model.folder) / GENERATION_CONFIG
         print(f"penstock: {where} has {named}, which Penstock lacks; answers are made without", file=sys.stderr)
-
-
-def read_texts(path: Path, model: "ModelFolder", text_field: str = "text") -> list[Text]:
-    """Read all lines of a file to score.
-
-    Raises: ValueError naming the line that the model cannot score, and why.
-    """
-    from penstock.data.examples import ExampleReader
-
-    # Loaded where a line has messages: transformers takes seconds.
-    reader = cache(lambda: ExampleReader.load(str(model.tokenizer_folder), None))
-    texts = [
-        _text(where, number, value, model, text_field, reader)
-        for where, number, value in _lines(path, "score", _TEXT_FORMS)
-    ]
-    for text in texts:
-        where = f"{path}, line {text.line}"
-        if not text.tokens:
-            raise ValueError(f"{where}: has no token; give at least one")
-        if len(text.tokens) > model.max_length:
-            raise ValueError(
-                f"{where}: has {len(text.tokens)} tokens, but {model.folder} takes at most {model.max_length}"
-            )
-        outside = next((token for token in text.tokens if not 0 <= token < model.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"{where}: token {outside} is outside the vocabulary of {model.folder}, 0 to {model.vocab_size - 1}"
-            )
-    return texts
-
-
-def read_prompts(path: Path, model: "ModelFolder") -> list[Text]:
-    """Read all lines of a file of prompts.
-
-    Raises: ValueError naming the line that is not a prompt, and why.
-    """
-    from penstock.data.examples import ExampleReader
-
-    reader = cache(lambda: ExampleReader.load(str(model.tokenizer_folder), None))
-    found = []
-    for where, number, value in _lines(path, "continue", _PROMPT_FORMS):
-        given = value if isinstance(value, dict) else {}
-        form = _form(where, given, {name: (name,) for name in ("prompt", "messages", "tokens")})
-        text, tokens = given.get("prompt"), given.get("tokens")
-        if form is None:
-            raise ValueError(f"{where}: holds no prompt; a line is {_PROMPT_FORMS}, a text or a list of token ids")
-        if form == "messages":
-            tokens = _conversation(where, given, model, reader, answer_follows=True)
-            found.append(Text(tokens, None, number, given.get("id")))
-            continue
-        if form == "prompt":
-            if not isinstance(text, str):
-                raise ValueError(f"{where}: 'prompt' is {type_in_words(text)}; a text is expected")
-            tokens = _prompt_tokens(where, text, model)
-        elif not _are_ids(tokens):
-            raise ValueError(f"{where}: 'tokens' must be a list of token ids")
-        found.append(Text(tokens, text, number, given.get("id")))
-    return found
-
-
-def prompts_of_texts(texts: Sequence[str], model: "ModelFolder") -> list[Text]:
-    """Make prompts of texts.
-
-    Raises: ValueError where the model has no tokenizer.
-    """
-    return [Text(_prompt_tokens(f"prompt {number}", text, model), text) for number, text in enumerate(texts)]
-
-
-def tokens_of_word(word: str, model: "ModelFolder") -> list[tuple[int, ...]]:
-    """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.
-
-    Raises: ValueError for no text, or where the model has no tokenizer.
-    """
-    if not word:
-        raise ValueError("--bad-word '' is empty; give a text")
-    if model.tokenizer is None:
-        raise ValueError(f"--bad-word {word!r} is a text, but {_lack(model)}")
-    return [tuple(_encoded(f"--bad-word {word!r}", text, model, special_tokens=False)) for text in (word, f" {word}")]
-
-
-def _lines(path: Path, purpose: str, forms: str) -> list[tuple[str, int, Any]]:
-    """The values of the lines that are not blank, each with its name in messages and its number.
-
-    Raises: ValueError for a file that cannot be read, has no such line, or one that is not JSON.
-    """
-    from penstock.data.sources import json_lines
-
-    lines = [(f"{path}, line {number}", number, value) for number, value in json_lines(path)]
-    if not lines:
-        raise ValueError(f"{path} has no line to {purpose}; a line is {forms}")
-    return lines
-
-
-def _text(
-    where: str, number: int, value: Any, model: "ModelFolder", text_field: str, reader: "Callable[[], ExampleReader]"
-) -> Text:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: is a JSON {type(value).__name__}; a line is {_TEXT_FORMS}")
-    own = {"line": number, "id": value.get("id")}
-    forms = {name: (name,) for name in ("tokens", text_field, "messages")} | {"prompt": ("prompt", "completion")}
-    form = _form(where, value, forms)
-    if form == "prompt":
-        prompt, completion = (_text_tokens(where, name, value[name], model) for name in ("prompt", "completion"))
-        if not completion:
-            raise ValueError(f"{where}: its completion is empty; nothing would be scored")
-        return Text([*prompt, *completion], num_prompt_tokens=len(prompt), **own)
-    if form in ("tokens", text_field):
-        return Text(_text_tokens(where, form, value[form], model), **own)
-    if form == "messages" and model.rates is not None:
-        # As a reward model learns from them.
-        return Text(_conversation(where, value, model, reader), **own)
-    raise ValueError(f"{where}: has only {', '.join(map(repr, value)) or 'an empty object'}; a line is {_TEXT_FORMS}")
-
-
-def _conversation(
-    where: str,
-    value: Mapping[str, Any],
-    model: "ModelFolder",
-    reader: "Callable[[], ExampleReader]",
-    answer_follows: bool = False,
-) -> list[int]:
-    """The token ids of a line's messages, written by the chat template, which puts all special tokens itself.
-
-    answer_follows: they end where the assistant is to speak.
-    """
-    if model.tokenizer is None or model.tokenizer_folder is None:
-        raise ValueError(f"{where}: holds messages, but {_lack(model)} with a chat template; give token ids")
-    from penstock.data.examples import Chat, messages_of, template_options
-
-    messages = messages_of(where, "messages", value)
-    if answer_follows and messages[-1]["role"] == "assistant":
-        raise ValueError(f"{where}: ends with the assistant, so that no answer follows; leave its last message out")
-    chat = Chat(reader(), where, template_options(where, value))
-    return chat.tokenise(chat.render(messages, answer_follows))
-
-
-def _form(where: str, value: Mapping[str, Any], forms: Mapping[str, Sequence[str]]) -> str | None:
-    """The one of these forms, each with its names, whose names a line has; None for none.
-
-    Raises: ValueError for a line of several forms: what of it was meant?
-    """
-    found = [form for form, names in forms.items() if all(value.get(name) is not None for name in names)]
-    if len(found) > 1:
-        given = " and ".join(repr(name) for form in found for name in forms[form])
-        raise ValueError(f"{where}: has {given}, of which one is expected; leave out the other")
-    return found[0] if found else None
-
-
-def _text_tokens(where: str, name: str, value: Any, model: "ModelFolder") -> Sequence[int]:
-    """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
-    if isinstance(value, str) and name != "tokens":
-        if model.tokenizer is None:
-            raise ValueError(f"{where}: {name!r} is a text, but {_lack(model)}; give token ids")
-        return _encoded(f"{where}: {name!r}", value, model, special_tokens=name != "completion")
-    if _are_ids(value):
-        return value
-    wanted = "a list of token ids" if name == "tokens" else "a text or a list of token ids"
-    raise ValueError(f"{where}: {name!r} must be {wanted}")
-
-
-def _prompt_tokens(where: str, text: str, model: "ModelFolder") -> Sequence[int]:
-    if model.tokenizer is None:
-        raise ValueError(f"{where} is a text, but {_lack(model)}; give token ids in a --file")
-    tokens = _encoded(where, text, model)
-    if not tokens:
-        raise ValueError(f"{where} is empty; a model continues what has at least one token")
-    return tokens
-
-
-def _lack(model: "ModelFolder") -> str:
-    """Why there is no tokenizer."""
-    if (model.folder / "tokenizer.model").is_file():
-        return (
-            f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
-            "AutoTokenizer writes"
-        )
-    if model.tokenizer_folder is not None and not model.tokenizer_folder.exists():
-        return f"{model.folder} has no tokenizer: there is no {model.tokenizer_name} here"
-    return f"{model.folder} has no tokenizer"
-
-
-def _encoded(where: str, text: str, model: "ModelFolder", special_tokens: bool = True) -> list[int]:
-    assert model.tokenizer is not None
-    try:
-        return model.tokenizer.encode([text], special_tokens)[0].tolist()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
-
-
-def _are_ids(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(token) is int for token in value)

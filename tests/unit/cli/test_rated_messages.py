@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from penstock.cli.session import read_texts
+from penstock.cli.input_lines import InputReader
 from penstock.data import CorpusSpec, load_corpus
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from tests.chat import LLAMA3, assistant, user
@@ -35,7 +35,7 @@ def test_messages_are_rated_by_the_tokens_that_training_gives_them(tmp_path: Pat
     pairs = write(tmp_path / "pairs.jsonl", [{"chosen": CHATS[0], "rejected": CHATS[1]}])
     learned = load_corpus(CorpusSpec(str(pairs), tokenizer=str(tmp_path), validation_fraction=0.0, pairs=True)).training
     rows = [{"messages": chat, "id": number} for number, chat in enumerate(CHATS)]
-    texts = read_texts(write(tmp_path / "texts.jsonl", [*rows, {"text": "the cat"}]), model)
+    texts = InputReader(model).texts(write(tmp_path / "texts.jsonl", [*rows, {"text": "the cat"}]))
     assert [text.id for text in texts] == [0, 1, None]
     assert [*texts[0].tokens, *texts[1].tokens] == learned.tokens.tolist()
     assert len(texts[0].tokens) == learned.offsets[1]
@@ -54,4 +54,4 @@ def test_what_is_no_conversation_to_rate_is_named(
 ) -> None:
     model = make_model(tmp_path, made, template)
     with pytest.raises(ValueError, match=told):
-        read_texts(write(tmp_path / "texts.jsonl", [row]), model)
+        InputReader(model).texts(write(tmp_path / "texts.jsonl", [row]))

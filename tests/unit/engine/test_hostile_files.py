@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli.input_lines import InputReader
 from penstock.cli.main import main
-from penstock.cli.session import read_prompts, read_texts
 from penstock.data import BatchError, CorpusError, PackedBatch
 from penstock.data.corpus import load_store
 from penstock.draw.layers import read_recorded_step
@@ -184,11 +184,11 @@ def test_tensors_that_their_header_misstates_are_refused(
 @pytest.mark.shows(148)
 @pytest.mark.parametrize("content", RAW.values(), ids=RAW)
 def test_lines_of_texts_and_prompts_that_are_no_json_are_named(content: bytes, model: Path, tmp_path: Path) -> None:
-    path, opened = tmp_path / "lines.jsonl", open_model(model)
+    path, reader = tmp_path / "lines.jsonl", InputReader(open_model(model))
     path.write_bytes(content)
-    for read in (read_texts, read_prompts):
+    for read in (reader.texts, reader.prompts):
         with pytest.raises(ValueError, match=r"lines\.jsonl") as caught:
-            read(path, opened)
+            read(path)
         assert is_sentence(caught.value)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.cli.session import prompts_of_texts, read_texts, tokens_of_word
+from penstock.cli.input_lines import InputReader
 from penstock.data.corpus import CorpusSpec, load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.folders.model_folder import open_model
@@ -31,13 +31,13 @@ def test_prompts_texts_and_documents_have_the_special_tokens_of_transformers(fol
     model, theirs = open_model(folder), AutoTokenizer.from_pretrained(folder)
     expected = [theirs(text)["input_ids"] for text in TEXTS]
     plain = [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    assert [prompt.tokens for prompt in prompts_of_texts(TEXTS, model)] == expected
-    assert [prompt.tokens for prompt in prompts_of_texts(TEXTS, model.without_special_tokens())] == plain
-    assert tokens_of_word(TEXTS[0], model)[0] == tuple(plain[0])
+    assert [prompt.tokens for prompt in InputReader(model).prompts_of(TEXTS)] == expected
+    assert [prompt.tokens for prompt in InputReader(model.without_special_tokens()).prompts_of(TEXTS)] == plain
+    assert InputReader(model).tokens_of_word(TEXTS[0])[0] == tuple(plain[0])
     lines = tmp_path / "lines.jsonl"
     pair = {"prompt": TEXTS[0], "completion": TEXTS[1]}
     lines.write_text("".join(f"{json.dumps(line)}\n" for line in [*({"text": text} for text in TEXTS), pair]))
-    *texts, completed = read_texts(lines, model)
+    *texts, completed = InputReader(model).texts(lines)
     assert [list(text.tokens) for text in texts] == expected
     assert (list(completed.tokens), completed.num_prompt_tokens) == (expected[0] + plain[1], len(expected[0]))
     corpus = tmp_path / "corpus.jsonl"
