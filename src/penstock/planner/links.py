@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,62 +67,53 @@ class Wiring:
 @lru_cache(1024)
 def wiring(cluster: Cluster, layout: Layout, folded_ep: int = 0) -> Wiring:
     """Find the links of a layout on a cluster. folded_ep: ranks that share experts, if ranks of tp are among them."""
-    held = layout.groups("dp", "cp", "tp")
-    found = {
-        "tensor": _by_place(layout, layout.groups("tp")),
-        "context": _by_place(layout, layout.groups("cp")),
-        "gradients": _by_place(layout, layout.groups("dp", "cp")),
-    }
-    if folded_ep:
-        runs = range(0, len(held[0]), folded_ep)
-        found["experts"] = [[ranks[start : start + folded_ep] for start in runs] for ranks in held]
-        found["expert_gradients"] = [[ranks[place::folded_ep] for place in range(folded_ep)] for ranks in held]
-    else:
-        found["experts"] = _by_place(layout, layout.expert_groups())
-        found["expert_gradients"] = _by_place(layout, layout.expert_copies())
-    wires = _Wires(cluster.kinds)
+    wires = _Wires(cluster.kinds, layout, folded_ep)
     places: dict[int, PipelinePlace] = {}
     edges: dict[tuple[int, int], Price] = {}
-    for number, (ranks, after) in enumerate(zip(held, held[1:] + held[:1], strict=True)):
-        if (place := wires.alike(ranks[0])) not in places:
-            places[place] = wires.place(ranks, {name: groups[number] for name, groups in found.items()})
-        if (edge := (place, after[0] - ranks[0])) not in edges:
-            edges[edge] = wires.messages(zip(ranks, after, strict=True)) if layout.pp > 1 else Price()
-    firsts = [ranks[0] for ranks in held]
-    steps = zip(firsts, firsts[1:] + firsts[:1], strict=True)
-    return Wiring(
-        tuple(places[wires.alike(first)] for first in firsts),
-        tuple(edges[wires.alike(first), after - first] for first, after in steps),
-    )
-
-
-def _by_place(layout: Layout, groups: Sequence[Ranks]) -> list[list[Ranks]]:
-    """The groups of each place of the pipelines."""
-    pipeline = layout.groups("pp")[0]
-    stride = pipeline[1] if layout.pp > 1 else layout.world_size
-    found: list[list[Ranks]] = [[] for _ in pipeline]
-    for group in groups:
-        found[group[0] // stride % layout.pp].append(group)
-    return found
+    firsts = layout.offsets("pp")
+    steps = [(wires.alike(first), after - first) for first, after in zip(firsts, firsts[1:] + firsts[:1], strict=True)]
+    for first, (place, distance) in zip(firsts, steps, strict=True):
+        if place not in places:
+            places[place] = wires.place(first)
+        if (place, distance) not in edges:
+            senders = [first + offset for offset in wires.apart("dp", "cp", "tp")] if layout.pp > 1 else []
+            edges[place, distance] = wires.messages((sender, sender + distance) for sender in senders)
+    return Wiring(tuple(places[place] for place, _ in steps), tuple(edges[step] for step in steps))
 
 
 class _Wires:
-    """Ranks on their hosts, and the prices of what they send to each other."""
+    """The ranks of a layout on their hosts, and the prices of what they send to each other."""
 
     #: the hosts in order, by kind
     kinds: tuple[Hosts, ...]
     #: for each kind, its first rank and the number of its first host
     starts: list[tuple[int, int]]
+    #: the distance of ranks from which on hosts come in the same way
+    period: int
+    layout: Layout
+    folded_ep: int
 
-    def __init__(self, kinds: tuple[Hosts, ...]) -> None:
+    def __init__(self, kinds: tuple[Hosts, ...], layout: Layout, folded_ep: int) -> None:
+        self.layout, self.folded_ep = layout, folded_ep
         self.kinds, self.starts = kinds, [(0, 0)]
         for kind in kinds[:-1]:
             rank, host = self.starts[-1]
             self.starts.append((rank + kind.num_devices, host + kind.number))
+        self.period = kinds[0].devices_per_host if len(kinds) == 1 else sum(kind.num_devices for kind in kinds)
 
     def alike(self, rank: int) -> int:
         """A number that ranks have in common from which on hosts come in the same way."""
-        return rank % self.kinds[0].devices_per_host if len(self.kinds) == 1 else rank
+        return rank % self.period
+
+    def apart(self, *axes: str) -> list[int]:
+        """The offsets of ranks along some axes, without those that fill further hosts just as others do."""
+        found = [0]
+        for axis in axes:
+            size, stride = getattr(self.layout, axis), self.layout.stride(axis)
+            enough = math.lcm(stride, self.period) // stride
+            places = range(size if size % enough else enough)
+            found = [offset + stride * place for offset in found for place in places]
+        return found
 
     def host_of(self, rank: int) -> tuple[int, int, Hosts]:
         """The number of a rank's host, the rank's place on it, and its kind."""
@@ -131,51 +122,74 @@ class _Wires:
         number, local = divmod(rank - first, self.kinds[at].devices_per_host)
         return host + number, local, self.kinds[at]
 
-    def place(self, ranks: Ranks, groups: dict[str, list[Ranks]]) -> PipelinePlace:
-        """The place that so many ranks hold, given its groups by the names of their prices."""
-        kinds = self.kinds if len(self.kinds) == 1 else {self.host_of(rank)[2] for rank in ranks}
-        prices = {
-            name: self._slowest(own, self._exchange if name == "experts" else self._collective)
-            for name, own in groups.items()
-            if name != "context"
-        }
-        ring = [(group[i - 1], rank) for group in groups["context"] for i, rank in enumerate(group) if len(group) > 1]
-        # Each round of the ring is a message.
-        num_rounds = len(groups["context"][0]) - 1
-        context = Price.slowest([self.messages(ring)], num_rounds)
-        return PipelinePlace(Device.slowest([kind.device for kind in kinds]), context=context, **prices)
+    def place(self, first: int) -> PipelinePlace:
+        """The place in the pipelines whose first rank is given."""
+        layout, starts = self.layout, self.apart("tp")
+        copies = layout.offsets("dp", "cp")
+        holders, holder_starts, ep = copies, starts, layout.ep
+        if self.folded_ep:
+            holders, holder_starts, ep = layout.offsets("dp", "cp", "tp"), [0], self.folded_ep
+        # Of ranks that hold experts, a run shares them, and every so many of them have the same ones.
+        runs = (holders[start : start + ep] for start in range(0, len(holders), ep))
+        mirrors = (holders[start::ep] for start in range(ep))
+        kinds = {self.host_of(first + offset)[2]: None for offset in self.apart("dp", "cp", "tp")}
+        members = layout.offsets("cp")
+        ring = [
+            (first + start + sender, first + start + receiver)
+            for start in self.apart("dp", "tp")
+            for sender, receiver in zip(members[-1:] + members, members)
+            if layout.cp > 1
+        ]
 
-    def _slowest(self, groups: list[Ranks], price: Callable[[Ranks], Price]) -> Price:
-        """The price of the slowest group; those that lie alike on their hosts are priced once."""
-        size = len(groups[0])
-        if size == 1:
-            return Price()
-        different = {(self.alike(own[0]), own[1] - own[0], own[-1] - own[0]): own for own in groups}
+        def slowest(shapes: Iterable[Ranks], starts: Ranks, price: Callable[[Ranks], Price]) -> Price:
+            return self._slowest(shapes, [first + start for start in starts], price)
+
+        return PipelinePlace(
+            Device.slowest([kind.device for kind in kinds]),
+            tensor=slowest([layout.offsets("tp")], self.apart("dp", "cp"), self._collective),
+            # Each round of the ring is a message.
+            context=Price.slowest([self.messages(ring)], layout.cp - 1),
+            experts=slowest(runs, holder_starts, self._exchange),
+            gradients=slowest([copies], starts, self._collective),
+            expert_gradients=slowest(mirrors, holder_starts, self._collective),
+        )
+
+    def _slowest(self, shapes: Iterable[Ranks], starts: Ranks, price: Callable[[Ranks], Price]) -> Price:
+        """The price of the slowest group, each of the offsets of a shape from a start; those alike are priced once."""
+        different: dict[tuple[int, int, int], Ranks] = {}
+        size = 1
+        for shape in shapes:
+            if (size := len(shape)) == 1:
+                return Price()
+            for start in starts:
+                key = self.alike(start + shape[0]), shape[1] - shape[0], shape[-1] - shape[0]
+                if key not in different:
+                    different[key] = [start + offset for offset in shape]
         return Price.slowest(map(price, different.values()), math.log2(size))
 
     def _on_hosts(self, ranks: Ranks) -> list[tuple[int, Hosts]]:
-        """The number of ranks on each of their hosts, with its kind."""
-        on_host: dict[int, tuple[int, Hosts]] = {}
-        for rank in ranks:
-            host, _, kind = self.host_of(rank)
-            on_host[host] = on_host.get(host, (0, kind))[0] + 1, kind
-        return [*on_host.values()]
+        """The different numbers of ranks on their hosts, by kind of host. ranks: ascending."""
+        found: list[tuple[int, Hosts]] = []
+        for kind, (start, _) in zip(self.kinds, self.starts, strict=True):
+            own = ranks[bisect_left(ranks, start) : bisect_left(ranks, start + kind.num_devices)]
+            numbers = Counter((rank - start) // kind.devices_per_host for rank in own)
+            found += [(number, kind) for number in sorted({*numbers.values()})]
+        return found
 
     def _collective(self, ranks: Ranks) -> Price:
         """The price of a collective, whose ranks on a host use their network links together, as several rings do."""
-        on_hosts = self._on_hosts(ranks)
-        near = [Price.of(kind.host, kind.sharing(kind.host)) for number, kind in on_hosts if number > 1]
-        if len(on_hosts) == 1:
-            return near[0]
-        return Price.slowest(
-            [*near, *(Price.of(kind.network, kind.sharing(kind.network) / number) for number, kind in on_hosts)]
-        )
+        prices = []
+        for number, kind in self._on_hosts(ranks):
+            if number > 1:
+                prices.append(Price.of(kind.host, kind.sharing(kind.host)))
+            if number < len(ranks):
+                prices.append(Price.of(kind.network, kind.sharing(kind.network) / number))
+        return Price.slowest(prices)
 
     def _exchange(self, ranks: Ranks) -> Price:
         """The price of an all-to-all, of which each rank sends what goes to other hosts over the network."""
-        on_hosts, others = self._on_hosts(ranks), len(ranks) - 1
-        prices = []
-        for number, kind in on_hosts:
+        prices, others = [], len(ranks) - 1
+        for number, kind in self._on_hosts(ranks):
             if number > 1:
                 prices.append(Price.of(kind.host, kind.sharing(kind.host) * (number - 1) / others))
             if number <= others:

@@ -9,7 +9,7 @@ import itertools
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -175,20 +175,24 @@ class Layout(Settings, section="parallel"):
             if axis not in AXES:
                 raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
         others = [axis for axis in AXES if axis not in axes]
-        members = self._offsets(axes)
-        return tuple(tuple(first + member for member in members) for first in self._offsets(others))
+        members = self.offsets(*axes)
+        return tuple(tuple(first + member for member in members) for first in self.offsets(*others))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks of one group along some axes, that of `rank`, sorted."""
         place = self.coordinates(rank)._asdict()
         first = self.rank_of(**{axis: 0 if axis in axes else place[axis] for axis in AXES})
-        return tuple(first + member for member in self._offsets(axes))
+        return tuple(first + member for member in self.offsets(*axes))
 
-    def _offsets(self, axes: Iterable[str]) -> list[int]:
+    def stride(self, axis: str) -> int:
+        """The distance of ranks that are neighbours on an axis."""
+        return math.prod(getattr(self, later) for later in self.axes[self.axes.index(axis) + 1 :])
+
+    def offsets(self, *axes: str) -> list[int]:
         """The numbers of the ranks whose place on all other axes is 0, sorted."""
         found = [0]
         for axis in axes:
-            stride = math.prod(getattr(self, later) for later in self.axes[self.axes.index(axis) + 1 :])
+            stride = self.stride(axis)
             found = [offset + stride * i for offset in found for i in range(getattr(self, axis))]
         return sorted(found)
 

@@ -84,6 +84,19 @@ def test_a_slower_link_slows_the_layouts_that_use_it_and_no_other(case: tuple[La
         assert link in used or step_s(link) == before, link
 
 
+def test_hosts_that_are_filled_alike_cost_what_each_of_them_costs():
+    """A layout repeats itself from host to host, of which only as many are looked at as differ."""
+    orders = ("pp-dp-cp-tp", "dp-pp-cp-tp", "cp-pp-tp-dp")
+    for pp, dp, cp, tp, order in itertools.product((1, 2, 4), (1, 4), (2, 3), (1, 3), orders):
+        layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=cp, order=order)
+        for per_host in (size for size in (2, 4, 8) if layout.world_size % size == 0):
+            network = replace(ONE.network, shared_by=8)
+            alike = replace(ONE, num_devices=layout.world_size, devices_per_host=per_host, network=network)
+            apart = replace(alike, differing=(replace(alike.kinds[0], number=1),) * alike.num_hosts)
+            for folded_ep in (0, cp * tp):
+                assert wiring(alike, layout, folded_ep) == wiring(apart, layout, folded_ep)
+
+
 @pytest.mark.shows(171)
 def test_a_pipeline_over_hosts_takes_at_least_what_its_slowest_edge_needs():
     workload, hosts = Workload(SHAPE, 1024, 16), Cluster.named("h100", 16)
