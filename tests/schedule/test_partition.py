@@ -62,8 +62,12 @@ def test_the_slowest_rank_of_a_v_is_the_fastest_there_is():
     differs = 0
     for num_ranks in (1, 2, 3):
         for num_units in range(2 * num_ranks, 11):
-            for high in (1, 3, 20):
+            for high in (1, 3, 20, 0):
                 times = [chance.randint(0, high) for _ in range(num_units)]
+                if not high:
+                    # Layers that repeat, between an embedding and a head.
+                    layers = [chance.randint(1, 9), chance.randint(1, 9)] * 5
+                    times = [1, *layers[: num_units - 2], chance.randint(0, 9)]
                 best = min(rank_badness(times, cut) for cut in all_cuts(num_units, 2 * num_ranks))
                 found = balanced_cut(times, Placement(PlacementKind.V, num_ranks, 2))
                 assert check_cut([len(stage) for stage in found], num_units, 2 * num_ranks) == found
@@ -135,6 +139,15 @@ def test_a_thousand_layers_are_cut_into_hundreds_of_stages_in_a_moment():
     assert sorted(loads(times, partition(times, 500)))[-2:] == [5.0, 100.0]
     # Some twenty seconds where every end of a stage is tried; one where Yao's bounds hold.
     assert time.process_time() - start < 8
+
+
+def test_a_v_looks_once_at_layers_that_repeat():
+    times = [1.0, *[34.0, 83.0] * 250, 100.0]
+    start = time.process_time()
+    cut = balanced_cut(times, Placement(PlacementKind.V, 32, 2))
+    assert rank_badness(times, cut)[0] == 936
+    # Ten seconds where each rest of the units is looked at, one where one of those alike is.
+    assert time.process_time() - start < 4
 
 
 LAYOUTS = {

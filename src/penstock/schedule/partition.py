@@ -210,8 +210,11 @@ Join: TypeAlias = Callable[[Cost, int, int], Cost]
 _State: TypeAlias = tuple[int, int]
 """The units left once some ranks have theirs: the first, and the one behind the last."""
 
-_Layer: TypeAlias = dict[_State, tuple[Cost, _State]]
-"""State after some ranks -> its least cost, and the state before the last of them."""
+_Repeats: TypeAlias = list[tuple[int, int]]
+"""By unit an earlier one, and how many units from there on take the same times as from this one on."""
+
+_Layer: TypeAlias = dict[_State, tuple[Cost, list[_State]]]
+"""State before a rank -> the least cost of the ranks from this one on, and the states to which it may leave for it."""
 
 
 def balanced_cut(
@@ -251,43 +254,86 @@ def balanced_cut(
         return partition(times, placement.stages_per_route)
     num_ranks = placement.num_ranks
     until = prefix_times(times, placement.num_stages)
+    repeats = _repeats(until)
     limit = -(-until[-1] // num_ranks)
     margin = limit // 32 + 1
     # A narrow limit makes the search fast; once any cut keeps to it, the best one does.
-    while (found := _best(until, num_ranks, limit, (0,), lambda cost, a, b: (max(cost[0], a + b),))) is None:
+    while (found := _best(until, repeats, num_ranks, limit, (0,), lambda cost, a, b: (max(cost[0], a + b),))) is None:
         limit, margin = limit + margin, 2 * margin
     (limit,), _ = found
     squares: Join = lambda cost, a, b: (cost[0] + (a + b) ** 2, cost[1] + a * a + b * b)  # noqa: E731
-    even = _best(until, num_ranks, limit, (0, 0), squares)
+    even = _best(until, repeats, num_ranks, limit, (0, 0), squares)
     assert even is not None, "the slowest rank keeps to its own time"
     return ranges(even[1])
 
 
-def _best(until: list[int], num_ranks: int, limit: int, nothing: Cost, join: Join) -> tuple[Cost, list[int]] | None:
+def _repeats(until: list[int]) -> _Repeats:
+    """Find of each unit the earlier one from which on the most units take the same times."""
+    times = [after - before for before, after in pairwise(until)]
+    found, alike = list[tuple[int, int]](), [0] * len(times)
+    for place in reversed(range(len(times))):
+        alike = [alike[i + 1] + 1 if times[i] == times[place] else 0 for i in range(place)]
+        earlier = max(range(place), key=alike.__getitem__, default=0)
+        found.append((earlier, alike[earlier] if place else 0))
+    return found[::-1]
+
+
+def _best(
+    until: list[int], repeats: _Repeats, num_ranks: int, limit: int, nothing: Cost, join: Join
+) -> tuple[Cost, list[int]] | None:
     """Find the least cost of a cut whose ranks all keep to the limit, and its borders; None if no cut does.
 
     `until[i]` is the time of the first i units. The first rank holds both ends of the model, the next rank both ends of
-    the rest, and so on, so a state is the rest; the last rank divides it between its two stages.
+    the rest, and so on, so a state is the rest; the last rank divides it between its two stages. Its cost follows from
+    the times of its units, which a model repeats from layer to layer: of rests that are alike, one is looked at.
     """
+
+    def first_like(state: _State) -> _State:
+        earlier, num_units = repeats[state[0]]
+        size = state[1] - state[0]
+        return (earlier, earlier + size) if size <= num_units else state
+
     everything = 0, len(until) - 1
-    layers: list[_Layer] = [{everything: (nothing, everything)}]
-    for num_after in reversed(range(num_ranks)):
+    states: list[set[_State]] = [{everything}]
+    for num_after in reversed(range(1, num_ranks)):
+        states.append({first_like(rest) for state in states[-1] for rest in _rests(until, state, num_after, limit)})
+    layers: list[_Layer] = []
+    for num_after, of_rank in enumerate(reversed(states)):
         layer: _Layer = {}
-        for state, (cost, _) in layers[-1].items():
+        for state in of_rank:
             for rest in _rests(until, state, num_after, limit):
-                total = join(cost, until[rest[0]] - until[state[0]], until[state[1]] - until[rest[1]])
-                if rest not in layer or total < layer[rest][0]:
-                    layer[rest] = total, state
+                after = layers[-1].get(first_like(rest)) if num_after else (nothing, [])
+                if after is None:
+                    continue
+                cost = join(after[0], until[rest[0]] - until[state[0]], until[state[1]] - until[rest[1]])
+                if state not in layer or cost < layer[state][0]:
+                    layer[state] = cost, [rest]
+                elif cost == layer[state][0]:
+                    layer[state][1].append(rest)
         layers.append(layer)
-    if not layers[-1]:
+    if everything not in layers[-1]:
         return None
-    state, (cost, _) = min(layers[-1].items(), key=lambda end: (end[1][0], end[0]))
+    return layers[-1][everything][0], _borders(layers, everything, first_like)
+
+
+def _borders(layers: list[_Layer], everything: _State, first_like: Callable[[_State], _State]) -> list[int]:
+    """The borders of a cut of the least cost; of several, the last rank begins the earliest, then the one before it."""
+    # State after some ranks -> the first one before the last of them.
+    steps = [{everything: everything}]
+    for layer in reversed(layers):
+        step: dict[_State, _State] = {}
+        for state in sorted(steps[-1]):
+            like = first_like(state)
+            for first, end in layer[like][1]:
+                step.setdefault((state[0] + first - like[0], state[0] + end - like[0]), state)
+        steps.append(step)
+    state = min(steps[-1])
     lower, upper = [state[0]], list[int]()
-    for layer in reversed(layers[1:]):
-        state = layer[state][1]
+    for step in reversed(steps[1:]):
+        state = step[state]
         lower.append(state[0])
         upper.append(state[1])
-    return cost, lower[::-1] + upper
+    return lower[::-1] + upper
 
 
 def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Iterator[_State]:
