@@ -17,7 +17,7 @@ from penstock import schedule
 from penstock.planner.links import PipelinePlace, Price
 from penstock.planner.model_costs import MessageKind, Work
 from penstock.schedule import builders
-from penstock.schedule.actions import COMPUTE
+from penstock.schedule.actions import COMPUTE, parts
 
 LEAST_COMPUTE, MOST_COMPUTE = 0.02, 1.0
 """The bounds that `compute` is fitted within; an action takes at least no time."""
@@ -215,16 +215,14 @@ def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Cos
 
 def _simulated(order: Order, costs: schedule.Costs, order_costs: schedule.Costs | None = None) -> SimulatedStep:
     timeline = schedule.simulate(_program(order, (order_costs or costs) if order.is_searched else None), costs)
-    computed = [
-        [event for event in events if schedule.parts(event.action)[0].op in COMPUTE] for events in timeline.events
-    ]
+    computed = [[event for event in events if parts(event.action)[0].op in COMPUTE] for events in timeline.events]
     return SimulatedStep(
         timeline.makespan,
         timeline.span_cost,
         tuple(sum(event.end - event.start for event in events) for events in computed),
         timeline.peak_live_bytes,
         tuple(timeline.makespan - (events[-1].end - events[0].start) for events in computed),
-        tuple(any(schedule.parts(event.action)[0].op is schedule.Op.I for event in events) for events in computed),
+        tuple(any(parts(event.action)[0].op is schedule.Op.I for event in events) for events in computed),
     )
 
 

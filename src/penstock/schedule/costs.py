@@ -190,6 +190,8 @@ class Durations:
     #: The time of a transfer, and what each message of length 1 costs besides; or those of each link.
     _latency: PerLink
     _sending: PerLink
+    #: By a send's op and stage, the receiving rank, and these two of its link.
+    _channels: dict[tuple[Op, int], tuple[int, float, float]]
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
         self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
@@ -212,7 +214,7 @@ class Durations:
         self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
         self._step = costs.step
         self._action = costs.action
-        self._latency, self._sending = costs.transfer, costs.sending
+        self._latency, self._sending, self._channels = costs.transfer, costs.sending, {}
         for name, links in (("transfer", self._latency), ("bandwidth", self._sending)):
             if isinstance(links, Sequence) and len(links) != self._placement.num_ranks:
                 raise ValueError(
@@ -246,27 +248,27 @@ class Durations:
             return 0.0
         return self._recompute[action.stage] * self._length(action.microbatch)
 
-    def transfer(self, send: Action) -> float:
-        """The time that the message of a send is in flight on a free channel.
+    def message(self, send: Action) -> tuple[int, float, float]:
+        """The rank that a send's message goes to, and the times that it occupies its channel and is in flight.
 
         Raises: ValueError if times are given for each link, and none joins the two ranks.
         """
-        latency = self._latency
-        return (latency[self._link(send)] if isinstance(latency, Sequence) else latency) + self.sending(send)
-
-    def sending(self, send: Action) -> float:
-        """The time that the message of a send occupies its channel. Raises: as `transfer`."""
-        sending = self._sending
-        return (sending[self._link(send)] if isinstance(sending, Sequence) else sending) * self._length(send.microbatch)
-
-    def receiver(self, send: Action) -> int:
-        """The rank that a send's message goes to."""
-        return self._placement.rank_of(partner(send).stage)
+        key = send.op, send.stage
+        if key not in self._channels:
+            latency, sending = self._latency, self._sending
+            self._channels[key] = (
+                self._placement.rank_of(partner(send).stage),
+                latency[self._link(send)] if isinstance(latency, Sequence) else latency,
+                sending[self._link(send)] if isinstance(sending, Sequence) else sending,
+            )
+        to, latency_s, sending_s = self._channels[key]
+        occupied = sending_s * self._length(send.microbatch)
+        return to, occupied, latency_s + occupied
 
     def _link(self, send: Action) -> int:
         """The number of the link between the ranks of a send and of its receive."""
         placement = self._placement
-        low, high = sorted((placement.rank_of(send.stage), self.receiver(send)))
+        low, high = sorted(placement.rank_of(stage) for stage in (send.stage, partner(send).stage))
         if high - low == 1:
             return low
         if low == 0 and high == placement.num_ranks - 1:

@@ -318,13 +318,13 @@ class _Clock:
 
     def _send(self, step: Action, message: int) -> float:
         """Put a message on its channel, behind those that are on it; returns when it arrives."""
-        to = self.durations.receiver(step)
+        to, occupied, in_flight = self.durations.message(step)
         before, free = self.channels.get(to, (message, self.now))
         if free > self.now:
             self.behind[message] = before
         start = max(self.now, free)
-        self.channels[to] = message, start + self.durations.sending(step)
-        return start + self.durations.transfer(step)
+        self.channels[to] = message, start + occupied
+        return start + in_flight
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
         """Run a compute action, pair or optimizer step; return False if its message has not been sent yet."""

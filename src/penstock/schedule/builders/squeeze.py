@@ -112,8 +112,8 @@ class _Pass:
     tapes: int
     #: The actions that have not run, with their places in the rank's order.
     rest: deque[tuple[int, Action]]
-    #: The ends of what its actions need, and of its own, by microbatch.
-    needs: list[list[int]]
+    #: The ends of what its actions need, of another stage and of their own, and of themselves, by microbatch.
+    needs: tuple[list[int], list[int]]
     ends: list[int]
     #: The rank that waits for its actions.
     waiting: int
@@ -123,16 +123,16 @@ class _Pass:
         self.number, self.tapes, self.rest = number, 1 if op is Op.F else -1, deque()
         previous, next_ = placement.previous(stage), placement.next(stage)
         source, target = (previous, next_) if op is Op.F else (next_, previous)
-        self.needs = [] if source is None else [ends[op, source]]
-        if op is Op.I:
-            self.needs.append(ends[Op.F, stage])
         self.ends = ends[op, stage]
+        nothing = [0] * len(self.ends)
+        self.needs = nothing if source is None else ends[op, source], ends[Op.F, stage] if op is Op.I else nothing
         self.waiting = placement.rank_of(stage if target is None else target)
 
     def is_ready(self, slot: int) -> bool:
         """True if everything that its next action needs was done before this slot."""
         microbatch = self.rest[0][1].microbatch
-        return all(ends[microbatch] <= slot for ends in self.needs)
+        other, own = self.needs
+        return other[microbatch] <= slot and own[microbatch] <= slot
 
 
 class _SqueezedRank:
@@ -206,10 +206,10 @@ class _SqueezedRank:
 
     def _choice(self, slot: int) -> _Pass | None:
         """Choose the pass whose next action to take, if any."""
-        passes = [own for own in self.passes if own.rest]
+        ready = [own for own in self.passes if own.rest and own.is_ready(slot)]
         if not self.preference.deepest_first:
-            passes.sort(key=_place)
-        return next((own for own in passes if own.is_ready(slot) and self._fits(own)), None)
+            ready.sort(key=_place)
+        return next((own for own in ready if self._fits(own)), None)
 
     def _fits(self, own: _Pass) -> bool:
         """True if memory is left for the next action of the pass; what is kept only for a W counts as free."""
