@@ -48,7 +48,8 @@ def test_a_wrong_argument_on_one_rank_is_named_on_all(layout: Layout, tmp_path: 
     words = (
         "batches=5 is an int; give a PackedBatch or a list of such",
         "broadcast = 'yes': expected bool, got str",
-        "ranks take different steps: 2, 3",
+        "all ranks make the same calls, but rank 0 made train_batch(step=2, normalize='global') and rank 1 "
+        "train_batch(step=3, normalize='global')",
         "path = 5: expected str or path, got int",
         "keep = '1': expected int, got str",
         "path = '' is empty; give a path",

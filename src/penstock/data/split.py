@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data.packed import NO_LABEL, Lengths, PackedBatch, PartitionError
-from penstock.settings.declare import type_in_words
 
 # ---- Grouping of items into nearly equal loads, none above a capacity: pure functions on whole numbers
 
@@ -314,32 +313,6 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
 # ---- results in the order of the batch
 
 
-def reorder(outputs: Any, split: Split, lengths: Sequence[int] | None = None) -> Any:
-    """Put outputs from the order of the microbatches into the order of the batch's items.
-
-    outputs: a tensor whose first dimension holds all items' rows end to end; or a list with one entry per item, of any
-    type; or a mapping of these. lengths: rows per item of a tensor in the order of the *batch*; by default the items'
-    lengths (for outputs that lack a row per item: those minus one; for one row per item: ones).
-
-    Raises: `PartitionError` if lengths, rows or entries do not fit the number of items; `TypeError` for other types.
-    """
-    num_items = len(split.forward_indices)
-    if isinstance(outputs, Mapping):
-        return {name: reorder(value, split, lengths) for name, value in outputs.items()}
-    if isinstance(outputs, (list, tuple)):
-        if len(outputs) != num_items:
-            raise PartitionError(f"{len(outputs)} outputs for {num_items} items; expected one per item")
-        return type(outputs)([outputs[i] for i in split.backward_indices])
-    if not isinstance(outputs, Tensor):
-        raise TypeError(f"cannot put {type_in_words(outputs)} in order; expected a tensor, a list or a mapping")
-    rows = tuple(lengths) if lengths is not None else split.item_lengths
-    check_lengths(rows, num_items)
-    if sum(rows) != outputs.shape[0]:
-        raise PartitionError(f"output lengths {list(rows)} sum to {sum(rows)}; the output has {outputs.shape[0]} rows")
-    pieces = outputs.split([rows[i] for i in split.forward_indices])
-    return torch.cat([pieces[i] for i in split.backward_indices])
-
-
 def merge(results: Sequence[Any], split: Split, lengths: Sequence[int] | None = None) -> Any:
     """Join one result per microbatch into one for the batch, in the order of its items.
 
@@ -381,7 +354,12 @@ def take_apart(results: Sequence[Any], split: Split, lengths: Sequence[int] | No
         pieces = [piece for result, of_items in zip(results, counts) for piece in result.split(of_items)]
         return [pieces[i] for i in split.backward_indices]
     if isinstance(first, (list, tuple)):
-        return reorder([entry for result in results for entry in result], split)
+        entries = [entry for result in results for entry in result]
+        if len(entries) != len(split.backward_indices):
+            raise PartitionError(
+                f"{len(entries)} outputs for {len(split.backward_indices)} items; expected one per item"
+            )
+        return [entries[i] for i in split.backward_indices]
     return None
 
 

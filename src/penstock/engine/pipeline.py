@@ -78,7 +78,7 @@ from penstock.schedule.choice import ScheduleChoice, forward_only
 from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 
-Finish = Callable[[Any, PackedBatch, Mapping[str, int]], Tensor]
+OutputFn = Callable[[Any, PackedBatch, Mapping[str, int]], Tensor]
 """A function from the last stage's output, its microbatch and the `NUMBERS` of that to a result.
 
 For training, this is the scaled scalar loss.
@@ -385,53 +385,55 @@ class Pipeline:
     def feed(
         self,
         microbatch: PackedBatch,
-        finish: Finish,
+        output_fn: OutputFn,
         place: tuple[int, int, int],
         training: bool = False,
         labelled: bool = False,
     ) -> Feed:
-        """The executor's view of a microbatch: tokens and `finish` only where this rank holds that end.
+        """The executor's view of a microbatch: tokens and `output_fn` only where this rank holds that end.
 
         `place`: its `NUMBERS`, on which random numbers depend in training.
 
-        Here alone a microbatch is cut: among context-parallel ranks, and where `finish` reads labelled tokens alone
-        (`labelled`), to those of them with a label. `finish` gets that part and its logits; where ranks share the
+        Here alone a microbatch is cut: among context-parallel ranks, and where `output_fn` reads labelled tokens alone
+        (`labelled`), to those of them with a label. `output_fn` gets that part and its logits; where ranks share the
         vocabulary, these are `ShardedLogits`.
         """
         if self.context is None:
             lengths = microbatch.sequence_lengths("tokens")
-            own, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
+            part, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
         else:
-            own, sequences = self.context.shard(microbatch)
+            part, sequences = self.context.shard(microbatch)
         # With another shape than a whole number for each token, positions are a user's own, for his layers.
         if (
-            "positions" in own
-            and own.lengths["positions"] == own.lengths["tokens"]
-            and not own.trailing_shapes["positions"]
-            and not own.dtypes["positions"].is_floating_point
+            "positions" in part
+            and part.lengths["positions"] == part.lengths["tokens"]
+            and not part.trailing_shapes["positions"]
+            and not part.dtypes["positions"].is_floating_point
         ):
-            sequences = sequences.with_positions(own["positions"])
+            sequences = sequences.with_positions(part["positions"])
         randomness, numbers = None, dict[str, int](zip(NUMBERS, place, strict=True))
         if training:
             shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
             randomness = Randomness(self.options.seed, self.step, shard, numbers["microbatch"], self.device)
-        present, read = self.units[-1].present, own
+        present, read = self.units[-1].present, part
         # A layer of a user's own computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
-            read, rows = labelled_part(own)
+            read, rows = labelled_part(part)
             sequences = sequences.with_read_rows(rows)
 
-        def finish_own(output: Any) -> Tensor:
+        def finish(output: Any) -> Tensor:
             if self.own_layers is not None:
-                self.own_layers.note_output(output, own)
-            return finish(output if present is None else present(output), read, numbers)
+                self.own_layers.note_output(output, part)
+            return output_fn(output if present is None else present(output), read, numbers)
 
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
-            tokens=own["tokens"].to(self.device) if self.holds_first_stage else None,
-            finish=finish_own if self.holds_last_stage else None,
-            given=Given({}, randomness) if self.own_layers is None else self.own_layers.given(own, randomness, numbers),
+            tokens=part["tokens"].to(self.device) if self.holds_first_stage else None,
+            finish=finish if self.holds_last_stage else None,
+            given=Given({}, randomness)
+            if self.own_layers is None
+            else self.own_layers.given(part, randomness, numbers),
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:

@@ -308,17 +308,6 @@ class GradientBuckets:
         for place in self.places:
             place.parameter.grad = self.gradients[place.name]
 
-    def check_forms(self) -> None:
-        """Raises: ValueError naming a parameter that was given another shape or dtype."""
-        for bucket in self.buckets:
-            for place in bucket.places:
-                own, shape, dtype = place.parameter, self.gradients[place.name].shape, bucket.parameters.dtype
-                if own.shape != shape or own.dtype != dtype:
-                    raise ValueError(
-                        f"{place.name} was given the form {list(own.shape)} of {own.dtype}, but is trained as "
-                        f"{list(shape)} of {dtype}; keep its form, or make another engine"
-                    )
-
     def launch(self) -> None:
         """Start summing every bucket over its group, in one fixed order; no backward may follow before `wait`.
 

@@ -48,22 +48,6 @@ def test_a_parameter_may_be_given_other_memory_in_a_forward_and_between_steps() 
             weight.data = weight.data * 0.5 if engine is rebound else weight.data.mul_(0.5)
 
 
-@pytest.mark.parametrize(
-    ("change", "form"),
-    [(lambda own: own.double(), r"\[8\] of torch.float64"), (lambda own: own[:1].clone(), r"\[1\] of torch.float32")],
-)
-@pytest.mark.parametrize("in_forward", [True, False], ids=["in a forward", "between steps"])
-def test_a_parameter_that_is_given_another_form_is_refused(
-    change: Callable[[Tensor], Tensor], form: str, in_forward: bool
-) -> None:
-    engine = engine_of(partial(Rebinds, change if in_forward else lambda own: own))
-    if not in_forward:
-        bias = engine.parameters()["layers.1.bias"]
-        bias.data = change(bias.data)
-    with pytest.raises(ValueError, match=rf"layers\.1\.bias was given the form {form}, but is trained as \[8\] of tor"):
-        steps(engine)
-
-
 def test_a_tied_weight_that_is_given_other_memory_is_refused_until_it_is_one_again() -> None:
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     second.weight = first.weight

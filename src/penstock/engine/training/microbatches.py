@@ -79,8 +79,6 @@ class BatchReport:
     stop: bool = False
     #: True if a parameter of the rank was frozen or thawed since the last step
     refit: bool = False
-    #: the step's number
-    step: int = 0
     #: True if the rank has no batch left; its counts then ask for nothing
     ended: bool = False
     #: True if the rank has callbacks
@@ -153,7 +151,7 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
 
     Raises:
         PipelineError: on other ranks than the failed ones, which raise `error`. On all ranks alike, if they make other
-            calls or take different steps, or hold different batches where they share one; lists their places.
+            calls, or hold different batches where they share one; lists their places.
     """
     if any(report.failed for report in reports) or len({report.job for report in reports}) > 1:
 
@@ -167,8 +165,6 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         _, calls = shown_to_all_ranks(call_or_error, gather, otherwise=PipelineError, message=message)
         rank, other = next((rank, text) for rank, text in enumerate(calls) if text != calls[0])
         raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
-    if len(steps := {report.step for report in reports}) > 1:
-        raise PipelineError(f"ranks take different steps: {', '.join(map(str, sorted(steps)))}")
     if len(_kinds(reports)) > 1:
         views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
         raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")

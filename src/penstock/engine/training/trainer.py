@@ -51,7 +51,7 @@ from penstock.settings import Normalize, Precision
 from penstock.settings.declare import check_argument, nearest
 
 _NONE_TRAINED = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
-# Ranks tell each other the step's number in 64 bits.
+# A checkpoint has it in 64 bits.
 _LAST = 2**63 - 1
 
 
@@ -236,9 +236,9 @@ class Trainer:
         number = pipeline.step + 1 if step is None else step
         step_loss = StepLoss(loss_fn, loss_weight_fn, normalize)
         source = partial(self._source, batch, micro_batches, step_loss, number)
-        call, report = f"train_batch(normalize={str(normalize)!r})", self._report(number)
+        call = f"train_batch(step={number!r}, normalize={str(normalize)!r})"
         pipeline.recorder.begin_step(number)
-        with recovery.joined(), agree_on_microbatches(pipeline, call, source, report) as microbatches:
+        with recovery.joined(), agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
             self._follow_freezing(microbatches.reports)
             with recovery.announcing():
                 feeds = self.feeds(microbatches, step_loss, loss_scale, number)
@@ -269,10 +269,10 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
-    def _report(self, number: Any) -> BatchReport:
+    def _report(self) -> BatchReport:
         """This rank's part of the agreement beside its batch."""
         changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
-        return BatchReport(stop=self.stop_requested, refit=changed, step=number if _is_step(number) else 0)
+        return BatchReport(stop=self.stop_requested, refit=changed)
 
     def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
         """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
@@ -289,7 +289,7 @@ class Trainer:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         source = source_of(self.pipeline, batch, micro_batches, step_loss)
         step_loss.check()
-        if not _is_step(number):
+        if not (isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST):
             raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
         divisor = step_loss.divisor
         by_parts = divisor is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
@@ -322,29 +322,23 @@ class Trainer:
 
     def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
-        self._check_parameters()
-        self.zero_gradients()
+        self._check_tied()
+        for buckets in self.gradients.values():
+            buckets.zero_()
         self.pipeline.set_training(True)
         with kept_random_state(self.pipeline.device):
             losses = self.pipeline.executor(num, self.start_reduction).run(feeds)
-        self._check_parameters()
+        self._check_tied()
         return losses
 
-    def _check_parameters(self) -> None:
-        """Raises: PipelineError naming a trained parameter of another form, or one that has parted from its owner."""
-        for buckets in self.gradients.values():
-            buckets.check_forms()
+    def _check_tied(self) -> None:
+        """Raises: PipelineError naming a tied parameter that has parted from its owner beside it."""
         for copy, owner in self.pipeline.loans.items():
-            one, other = self._parameters[copy], self._parameters[owner]
-            if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+            if self._parameters[copy].untyped_storage()._cdata != self._parameters[owner].untyped_storage()._cdata:
                 raise PipelineError(
                     f"{copy} is tied to {owner}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
                 )
-
-    def zero_gradients(self) -> None:
-        for buckets in self.gradients.values():
-            buckets.zero_()
 
     def _undo(self) -> None:
         for buckets in self.gradients.values():
@@ -402,10 +396,6 @@ class Trainer:
                 gather_json(None, pipeline.grid.control)
         self._put_back = None
         return update
-
-
-def _is_step(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST
 
 
 def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:
