@@ -31,8 +31,8 @@ class AuxLossReport:
 
     def metrics(self) -> dict[str, float]:
         """Name -> value, for a run's metrics."""
-        found = {f"{name}_loss": value for name, value in self.losses.items()}
-        return found if self.busiest_expert is None else found | {"busiest_expert": self.busiest_expert}
+        metrics = {f"{name}_loss": value for name, value in self.losses.items()}
+        return metrics if self.busiest_expert is None else metrics | {"busiest_expert": self.busiest_expert}
 
 
 class AuxLossTracker:
@@ -89,8 +89,8 @@ class AuxLossTracker:
         if self.pipeline.grid.control is not None:
             dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
         notes = [note for t in aux_losses for note in t.values.items()]
-        own = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
-        sums = self.pipeline.sum_over_ranks(*own)
+        rank_sums = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
+        sums = self.pipeline.sum_over_ranks(*rank_sums)
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
         return AuxLossReport(losses, float(busiest) or None)
 
@@ -113,12 +113,12 @@ class AuxLossTracker:
         tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
         # The batch has values where a rehearsal's tensors have none.
         with _disable_current_modes():
-            found = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
+            tokens_ahead = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
             if pipeline.context is not None:
                 spread = pipeline.context.spread(microbatch)
                 rows = spread.rows(spread.rank).to(tokens.device)
-                found = [ahead.rows(rows) for ahead in found]
-        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in found]
+                tokens_ahead = [ahead.rows(rows) for ahead in tokens_ahead]
+        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in tokens_ahead]
 
     def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
         """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""

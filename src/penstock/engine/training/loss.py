@@ -126,11 +126,11 @@ def checked_loss(loss: Any) -> Tensor:
     """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    given = f"{type_in_words(loss)}"
+    what = type_in_words(loss)
     if isinstance(loss, Tensor):
-        given = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
+        what = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
     raise ValueError(
-        f"loss_fn gave {given}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
+        f"loss_fn gave {what}; a step learns from the sum of a microbatch's losses, one number with its graph, and "
         "`forward` gives whatever else is to be made of the outputs"
     )
 

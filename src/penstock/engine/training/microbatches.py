@@ -117,15 +117,15 @@ def agree_on_microbatches(
         ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    asked = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
+    known = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
     made: MicrobatchSource | None = None
     error, num = None, None
     while True:
-        report = replace(asked, failed=True)
+        report = replace(known, failed=True)
         try:
             if error is None:
                 made = made or source()
-                report = made.report(asked, num)
+                report = made.report(known, num)
         except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
@@ -255,8 +255,8 @@ class MicrobatchSource:
     #: tokens of all data-parallel ranks
     num_tokens: int = 0
 
-    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
-        """The rank's report with what it has, divided into `num` microbatches; into as many as it wants where None.
+    def report(self, known: BatchReport, num: int | None) -> BatchReport:
+        """Complete the rank's report, once divided into `num` microbatches, or with None into as many as it wants.
 
         Raises: ValueError for microbatches that cannot be computed.
         """
@@ -343,9 +343,9 @@ class MicrobatchSource:
 class SplitBatch(MicrobatchSource):
     """A batch, split into microbatches of nearly equal load."""
 
-    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+    def report(self, known: BatchReport, num: int | None) -> BatchReport:
         batch, counts = self.batch, count(self.batch, self.spec)
-        report = replace(asked, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
+        report = replace(known, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
         report = replace(report, **counts._asdict())
         try:
             num = num or agree([counts], self.spec)
@@ -362,10 +362,10 @@ class SplitBatch(MicrobatchSource):
 class MicrobatchList(MicrobatchSource):
     """Microbatches as the user made them, never regrouped; an empty list is that of a rank with no batch left."""
 
-    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+    def report(self, known: BatchReport, num: int | None) -> BatchReport:
         microbatches: Sequence[PackedBatch] = self.batch
         if not microbatches:
-            return replace(asked, num_items=_NO_LIMIT, ended=True)
+            return replace(known, num_items=_NO_LIMIT, ended=True)
         num = len(microbatches)
         for number, microbatch in enumerate(microbatches):
             self._check_made(microbatch, f"microbatch {number} of {num}")
@@ -374,7 +374,7 @@ class MicrobatchList(MicrobatchSource):
         digest = crc32(repr([microbatch.digest() for microbatch in microbatches]).encode())
         contents = crc32(repr([microbatch.contents_digest() for microbatch in microbatches]).encode())
         return replace(
-            asked,
+            known,
             num_tokens=sum(microbatch.num_tokens for microbatch in microbatches),
             digest=digest,
             contents=contents if microbatches[0].data is not None else 0,
@@ -403,11 +403,11 @@ class DrawnMicrobatches(MicrobatchSource):
     #: in training, puts back the random numbers that the iterator draws from: layers draw from seeds of their own
     _to_its_numbers: Callable[[], None] | None = field(default=None, init=False)
 
-    def report(self, asked: BatchReport, num: int | None) -> BatchReport:
+    def report(self, known: BatchReport, num: int | None) -> BatchReport:
         num = self.spec.at_least
         counts = SplitCounts(num, num, num, 1)._asdict()
         has_one = int(self.batch is not None)
-        return replace(asked, drawn=True, digest=1, contents=has_one, num_microbatches=num, **counts)
+        return replace(known, drawn=True, digest=1, contents=has_one, num_microbatches=num, **counts)
 
     def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
         super().begin(num, reports)

@@ -133,14 +133,14 @@ def evaluate(
 
 def share_outputs(pipeline: Pipeline, outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Give every rank of the pipeline what those of the last stage have; see `Engine.share_outputs`."""
-    own, found, placement = list(outputs), list[Any](), pipeline.placement
+    rank_outputs, all_outputs, placement = list(outputs), list[Any](), pipeline.placement
     with pipeline.recorder.collective("share outputs"):
         gather = partial(gather_json, group=pipeline.grid.control)
-        on_all_ranks(lambda: check_portable(own), gather, TypeError, message="rank {rank}: {error}")
+        on_all_ranks(lambda: check_portable(rank_outputs), gather, TypeError, message="rank {rank}: {error}")
         # Each copy of a bidirectional model has computed its own microbatches, one half after the other.
         for source in placement.copies_of(placement.stages_per_route - 1):
-            found += broadcast_value(own, source, pipeline.grid.pp_control)
-    return tuple(found)
+            all_outputs += broadcast_value(rank_outputs, source, pipeline.grid.pp_control)
+    return tuple(all_outputs)
 
 
 def _check_ended(layout: Layout, ended: Sequence[int], num_rounds: int) -> None:
@@ -179,9 +179,9 @@ class PerToken:
         result = self.hook(logits, microbatch, **numbers)
         for rows in result.values() if isinstance(result, Mapping) else [result]:
             if not isinstance(rows, Tensor) or rows.shape[:1] != logits.shape[:1]:
-                given = tuple(rows.shape) if isinstance(rows, Tensor) else f"{type_in_words(rows)}"
+                what = tuple(rows.shape) if isinstance(rows, Tensor) else type_in_words(rows)
                 raise ValueError(
-                    f"a hook per token gave {given} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
+                    f"a hook per token gave {what} for {logits.shape[0]} tokens; a tensor with a row for each, or a "
                     "mapping of such, is possible"
                 )
         return result
@@ -247,13 +247,13 @@ class Outputs:
     def feed(self, pipeline: Pipeline, microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
         """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""
         context, hook = pipeline.context, self.post_hook
-        asked = numbers_asked(hook.hook if isinstance(hook, PerToken) else hook)
+        names = numbers_asked(hook.hook if isinstance(hook, PerToken) else hook)
 
-        def take(logits: Logits, own: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+        def take(logits: Logits, part: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
             if context is not None and not isinstance(hook, PerToken):
-                logits, own = context.whole_logits(logits, microbatch), microbatch
-            given = {name: numbers[name] for name in asked}
-            result = whole_logits(logits) if hook is None else hook(logits, own, **given)
+                logits, part = context.whole_logits(logits, microbatch), microbatch
+            numbers = {name: numbers[name] for name in names}
+            result = whole_logits(logits) if hook is None else hook(logits, part, **numbers)
             self._results.append(by_key(sequences.whole, result) if isinstance(hook, PerToken) else result)
             return torch.empty(0, device=logits.device)
 

@@ -133,10 +133,10 @@ class Trainer:
 
     def _agree_on_names(self) -> None:
         """Learn what requires a gradient on any rank. Raises: see `refit`."""
-        own = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
+        rank_values = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
         trained: dict[str, tuple[int, int]] = {}
-        for rank, theirs in enumerate(gather_json(own, self.pipeline.grid.control)):
-            for name, value in theirs.items():
+        for rank, values in enumerate(gather_json(rank_values, self.pipeline.grid.control)):
+            for name, value in values.items():
                 other, known = trained.setdefault(name, (rank, value))
                 if known != value:
                     raise ValueError(
@@ -170,7 +170,8 @@ class Trainer:
                 LossScaler() if options.precision is Precision.FP16 else None,
                 pipeline.sharding.norm_names,
             )
-            optimizer.aside.parameters = {name: own for name, own in self._parameters.items() if not own.requires_grad}
+            frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
+            optimizer.aside.parameters = frozen
             return optimizer
 
         self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
@@ -377,9 +378,11 @@ class Trainer:
         with recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
             for buckets in self.gradients.values():
                 buckets.wait()
-            every = {name: own for buckets in self.gradients.values() for name, own in buckets.owned_gradients.items()}
+            gradients: dict[str, Tensor] = {}
+            for buckets in self.gradients.values():
+                gradients |= buckets.owned_gradients
             for ties in (pipeline.ties.copies, pipeline.ties.tied):
-                sum_tied(ties, every, pipeline.grid.mirror_group)
+                sum_tied(ties, gradients, pipeline.grid.mirror_group)
             if pipeline.grid.dp_cp_group is not None:
                 share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
             norm = optimizer.gradient_norm()
@@ -451,22 +454,23 @@ class ModelState:
 
         Where the optimizer's step is divided among ranks (`zero`), only the elements that this rank steps are summed.
         """
-        found = [buckets for buckets in self.trainer.gradients.values() if name in buckets.gradients]
-        if not found:
-            names = [own for buckets in self.trainer.gradients.values() for own in buckets.gradients]
-            near = f"the nearest name is {nearest(str(name), names)!r}" if names else "no parameter is trained here"
+        gradients: dict[str, Tensor] = {}
+        for buckets in self.trainer.gradients.values():
+            gradients |= buckets.gradients
+        if name not in gradients:
+            near = f"the nearest name is {nearest(str(name), gradients)!r}" if gradients else "none is trained here"
             raise ValueError(f"this rank has no gradient of {name!r}; {near}")
-        return found[0].gradients[name]
+        return gradients[name]
 
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
         """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
         self.pipeline.options.check_unpacked("the state")
-        found: dict[str, LocalTensor] = {}
-        for name, own in (self.parameters() | self.buffers()).items():
-            found[name] = {self.shards[name].part: own.detach()} if name in self.shards else own.detach()
+        state: dict[str, LocalTensor] = {}
+        for name, values in (self.parameters() | self.buffers()).items():
+            state[name] = {self.shards[name].part: values.detach()} if name in self.shards else values.detach()
         if optimizer:
-            found |= local_state(self.trainer.optimizer.owned_state(), self.shards)
-        return found
+            state |= local_state(self.trainer.optimizer.owned_state(), self.shards)
+        return state
 
     def state_to_save(self) -> dict[str, LocalTensor]:
         """`state` and the layers' extra state, for a checkpoint; all ranks call it.
@@ -482,26 +486,26 @@ class ModelState:
 
         return on_all_ranks(state, partial(gather_json, group=grid.control), ValueError, message="{error}")
 
-    def state_to_load(self, found: CheckpointInfo) -> dict[str, LocalTensor]:
+    def state_to_load(self, checkpoint: CheckpointInfo) -> dict[str, LocalTensor]:
         """`state`, with room for what the checkpoint has of the optimizer's state and of the layers' extra state.
 
         Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
         """
-        most = sum(int(file["size_bytes"]) for file in found.files.values())
-        for record in found.tensors.values():
+        most = sum(int(file["size_bytes"]) for file in checkpoint.files.values())
+        for record in checkpoint.tensors.values():
             if math.prod(record.part.shape) > most:
-                raise DamagedCheckpoint(f"checkpoint {found.path} holds {most} bytes, but {record.of} is {record}")
+                raise DamagedCheckpoint(f"checkpoint {checkpoint.path} holds {most} bytes, but {record.of} is {record}")
         if self.pipeline.grid.rank == 0:
-            warn_of_attributes(found)
-        own = self.state(optimizer=False) | self.pipeline.extra_state.expect(found)
+            warn_of_attributes(checkpoint)
+        state = self.state(optimizer=False) | self.pipeline.extra_state.expect(checkpoint)
         if not self.pipeline.options.learns:
-            return own
-        engine = found.extra.get("engine") if isinstance(found.extra, dict) else None
+            return state
+        engine = checkpoint.extra.get("engine") if isinstance(checkpoint.extra, dict) else None
         saved, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
         if saved and saved != kinds:
             raise ValueError(
-                f"checkpoint {found.path} has the state of {saved}, but this engine's optimizer is {kinds}; load it "
-                "with the optimizer that it was saved with"
+                f"checkpoint {checkpoint.path} has the state of {saved}, but this engine's optimizer is {kinds}; load "
+                "it with the optimizer that it was saved with"
             )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self.parameters().items():
@@ -512,22 +516,22 @@ class ModelState:
         for name in shapes:
             names.setdefault(self.ties.get(name, name), []).append(name)
         stored: dict[StateName, Stored] = {}
-        for record in found.tensors.values():
+        for record in checkpoint.tensors.values():
             if not record.of.startswith(STATE):
                 continue
             (kind, owner), shape = state_name(record.of), record.part.full_shape
             for name in [owner] if is_of_all(owner) else names.get(owner, ()):
                 is_like = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
-        return own | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
+        return state | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
         trainer = self.trainer
         buckets = [bucket for of_stage in trainer.gradients.values() for bucket in of_stage.buckets]
-        storages = {own.data_ptr(): own for own in (p.untyped_storage() for p in self.parameters().values())}
+        storages = [parameter.untyped_storage() for parameter in self.parameters().values()]
         return StateBytes(
-            sum(own.nbytes() for own in storages.values()),
+            sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
             sum(bucket.gradients.untyped_storage().nbytes() for bucket in buckets),
             trainer.optimizer.state_bytes,
         )
@@ -542,7 +546,7 @@ class ModelState:
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.load_progress(progress["optimizer"])
 
-    def check_call(self, call: str, **given: tuple[Any, Any]) -> None:
+    def check_call(self, call: str, **arguments: tuple[Any, Any]) -> None:
         """Begin a method of this name, which all ranks call: refuse arguments of other types than those beside them.
 
         Raises: ValueError; DifferentCalls if a rank is in another method; on all ranks alike. PipelineError after
@@ -550,7 +554,7 @@ class ModelState:
         """
 
         def check() -> tuple[None, str]:
-            for name, (value, kind) in given.items():
+            for name, (value, kind) in arguments.items():
                 check_argument(name, value, kind)
             return None, call
 
@@ -558,7 +562,7 @@ class ModelState:
         with self.pipeline.recorder.collective(f"begin {call}, which all ranks call"):
             gather = partial(gather_json, group=self.pipeline.grid.control)
             _, calls = shown_to_all_ranks(check, gather, ValueError)
-        if other := next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None):
+        if other := next((rank for rank, text in enumerate(calls) if text != calls[0]), None):
             raise DifferentCalls(
                 f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
                 f"{calls[other]}"
