@@ -22,7 +22,8 @@ from penstock.cli.options import Parser
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.linear import TORCH, fastest_matmul
+from penstock.model.cpu.onednn import fastest_matmul
+from penstock.model.linear import TORCH
 from penstock.settings import (
     Layout,
     LearningRate,

@@ -16,7 +16,8 @@ import torch
 from benchmarks.common import main, new_parser
 from penstock.cli.options import Parser
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, decoder_units
-from penstock.model.linear import TORCH, Matmul, OneDnnMatmul
+from penstock.model.cpu.onednn import OneDnnMatmul
+from penstock.model.linear import TORCH, Matmul
 from penstock.settings import ModelConfig
 
 LIBRARIES: dict[str, Matmul] = {"torch": TORCH, "onednn": OneDnnMatmul()}

@@ -42,6 +42,19 @@ MAY_IMPORT = {
         "io",
     },
 }
+# What exists for one kind of device, and who may import it: the places that choose, never the layers.
+DEVICE_ROOMS = {
+    "model/cpu": {
+        "model/decoder.py",
+        "model/devices.py",
+        "runtime/decode/graphs.py",
+        "engine/build.py",
+        "engine/pipeline.py",
+        "engine/folders/export.py",
+        "cli/doctor.py",
+        "cli/session.py",
+    },
+}
 STANDARD_LIBRARY_ONLY = ("io", "settings", "schedule", "planner")
 
 
@@ -69,6 +82,17 @@ def test_imports_follow_the_table():
             if top == "penstock" and rest.partition(".")[0] not in allowed | {"__version__"}:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}; {room} may import {sorted(allowed)}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", DEVICE_ROOMS)
+def test_a_device_has_its_own_room(room: str):
+    imported = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        for _, name in imports_of(path)
+        if name.startswith(f"penstock.{room.replace('/', '.')}.") and not path.is_relative_to(PACKAGE / room)
+    }
+    assert imported == DEVICE_ROOMS[room]
 
 
 @pytest.mark.parametrize(

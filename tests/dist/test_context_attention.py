@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.model import drain, zip_lanes
 from penstock.model.attention.context_parallel import ContextAttention, RingAttention
+from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.lanes import Grads, Lane, Segment, State, Undo
 from penstock.model.sequences import ContextCut, Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
@@ -91,7 +92,8 @@ def attended(case: Case, spread: Spread, form: ContextForm, dtype: torch.dtype) 
     assert sequences.num_tokens == len(rows) > 0
     q, k, v, grad = (x[rows] for x in inputs(case, dtype))
     collectives = Collectives(dist.group.WORLD)
-    row = ContextAttention(form, collectives, *case.heads, case.window).segments(sequences)
+    kernel = AttentionKernel(*case.heads, 8, case.window)
+    row = ContextAttention(form, collectives, *case.heads).segments(sequences, kernel)
     undo: list[Undo] = []
     out, beside = drain(walk(row, (q, k, v, q), undo))
     grads, (again, _) = zip_lanes(walk_back(undo, (grad, beside)), walk(row, (q, k, v, q), None))

@@ -16,9 +16,9 @@ from penstock.engine import EngineOptions
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
+from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.cpu.quantized import SHAPES, int_mm
 from penstock.model.hf.families import HuggingFaceForm
-from penstock.model.linear import fastest_matmul
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ParallelConfig, Precision, Quantize
 from tests.covering import EVERY
 from tests.dist.launch import run_ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.model.attention.kernels import (
+from penstock.model.attention.tiles import (
     Relation,
     Tile,
     attend,

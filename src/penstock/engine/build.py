@@ -29,6 +29,7 @@ from penstock.model import (
 from penstock.model.cpu.host_memory import give_back_freed_memory
 from penstock.model.cpu.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
 from penstock.model.cpu.reproducible import make_reproducible
+from penstock.model.devices import use_kernels_of
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.linear import Deferring, Pack, fix_weights
 from penstock.parallel import Grid, Reduction
@@ -532,7 +533,7 @@ def _builder(options: EngineOptions, device: torch.device, pack: Pack | None) ->
 
 
 def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
-    """The unit's module on the device, with its initial values, in the precision of the options."""
+    """The unit's module on the device, with its kernels, initial values, in the precision of the options."""
     with torch.device("meta"):
         module = unit.build()
     if not unit.is_own:
@@ -541,7 +542,8 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> 
     if unit.is_own:
         # Of other dtypes than torch's default are those that the user chose.
         module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
-    return module.to(device)
+    use_kernels_of(device, module.to(device))
+    return module
 
 
 def recomputes(unit: str, options: EngineOptions) -> bool:

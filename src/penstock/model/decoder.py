@@ -16,11 +16,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers.dense import Head, attention_block, embedding, head, mlp_block
 from penstock.model.layers.experts import ExpertBlock, check_expert_parallel, expert_shards
 from penstock.model.layers.multi_token import multi_token_head
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
-from penstock.model.linear import Matmul, fastest_matmul
+from penstock.model.linear import Matmul
 from penstock.model.loss import ShardedLogits
 from penstock.model.units import Initial, Initialise, Limits, ModelGroups, UnitSpec
 from penstock.parallel.collectives import Collectives

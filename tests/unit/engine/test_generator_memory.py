@@ -3,6 +3,8 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cache_dtype, decoder_units
+from penstock.model.cpu.blocked_cache import BlockedAttention, BlockedCache
+from penstock.model.cpu.host_memory import lazy_zeros
 from penstock.schedule import BatchItem
 from penstock.settings import Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
@@ -85,10 +89,10 @@ def resident_bytes() -> int:
 
 @pytest.mark.shows(133)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_rows_take_the_memory_that_they_are_long(by_blocks: bool) -> None:
+@pytest.mark.parametrize("make", [BlockedCache, partial(KVCache, zeros=lazy_zeros)])
+def test_rows_take_the_memory_that_they_are_long(make: Callable[..., KVCache]) -> None:
     before, dtype = resident_bytes(), torch.float32
-    cache = KVCache(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64, by_blocks)
+    cache = make(CacheSize(16, 16384, dtype, torch.device("cpu")), 2, 64)
     for row, length in enumerate([64, 640] * 8):
         new = torch.ones(length, 2, 64, dtype=dtype)
         CachedRows.of([BatchItem(row, row, 0, length, sampled=True)]).write(cache, new, new)
@@ -100,8 +104,10 @@ def test_rows_take_the_memory_that_they_are_long(by_blocks: bool) -> None:
 @pytest.mark.shows(69)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("cuts", [[9], [4, 5], [1] * 9, [3, 1, 1, 4]])
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: int | None, by_blocks: bool) -> None:
+@pytest.mark.parametrize("kind", [BlockedCache, KVCache])
+def test_attention_piece_by_piece_is_that_of_the_whole(
+    cuts: list[int], window: int | None, kind: type[KVCache]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, generator=generator) for heads in (4, 2, 2))
     scores = torch.einsum("thk,shk->hts", q, k.repeat_interleave(2, 1)) / 8**0.5
@@ -110,13 +116,13 @@ def test_attention_piece_by_piece_is_that_of_the_whole(cuts: list[int], window: 
     expected = torch.einsum(
         "hts,shk->thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v.repeat_interleave(2, 1)
     )
-    cache = KVCache(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8, by_blocks)
-    found, start = [], 0
+    cache = kind(CacheSize(3, 16, torch.float32, torch.device("cpu")), 2, 8)
+    kernel, found, start = BlockedAttention(4, 2, 8, window), [], 0
     for length in cuts:
         rows = CachedRows.of([BatchItem(0, 1, start, length, sampled=True)])
         part = slice(start, start + length)
         rows.write(cache, k[part], v[part])
-        found.append(rows.attend(q[part], k[part], v[part], cache, window))
+        found.append(kernel.cached(q[part], k[part], v[part], cache, rows))
         start += length
     torch.testing.assert_close(torch.cat(found), expected)
 
@@ -131,7 +137,7 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     size = CacheSize(7, 320, cache_dtype(dtype, "cpu"), torch.device("cpu"))
-    cache = KVCache(size, num_groups, 32, by_blocks=True)
+    kernel, cache = BlockedAttention(4, num_groups, 32, window), BlockedCache(size, num_groups, 32)
     # What no row sees is no number.
     for store in (cache.keys, cache.values_RGLK):
         store.fill_(torch.nan)
@@ -143,9 +149,9 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
     pieces = [BatchItem(i, row, begin, 1, True) for i, (row, begin) in enumerate(places)]
     q = torch.randn(len(pieces), 4, 32, generator=generator).to(dtype)
     nothing = torch.empty(len(pieces), num_groups, 32, dtype=dtype)
-    found = CachedRows.of(pieces).attend(q, nothing, nothing, cache, window)
+    found = kernel.cached(q, nothing, nothing, cache, CachedRows.of(pieces))
     for i, piece in enumerate(pieces):
-        alone = CachedRows.of([piece]).attend(q[i : i + 1], nothing, nothing, cache, window)
+        alone = kernel.cached(q[i : i + 1], nothing, nothing, cache, CachedRows.of([piece]))
         assert torch.equal(found[i : i + 1], alone)
         seen = slice(max(0, piece.end - (window or 999)), piece.end)
         keys, values = cache.keys_of(piece.row, seen), cache.values_RGLK[piece.row, :, seen]
@@ -157,15 +163,15 @@ def test_rows_that_attend_in_one_call_have_the_bits_of_each_alone(
 
 
 @pytest.mark.parametrize("num_rows", [2, 7])
-@pytest.mark.parametrize("by_blocks", [True, False])
-def test_keys_are_written_where_the_items_say(num_rows: int, by_blocks: bool) -> None:
+@pytest.mark.parametrize("kind", [BlockedCache, KVCache])
+def test_keys_are_written_where_the_items_say(num_rows: int, kind: type[KVCache]) -> None:
     generator = torch.Generator().manual_seed(0)
     starts = [9 + row for row in range(num_rows)]  # so that every row is a run of its own
     items = [BatchItem(row, row, start, 1, True) for row, start in enumerate(starts)]
     # From one block to the next.
     items += [BatchItem(num_rows, num_rows, 60, 7, True)]
     rows, size = CachedRows.of(items), CacheSize(num_rows + 1, 96, torch.float32, torch.device("cpu"))
-    cache = KVCache(size, 2, 8, by_blocks)
+    cache = kind(size, 2, 8)
     k, v = torch.randn(2, rows.num_tokens, 2, 8, generator=generator)
     rows.write(cache, k, v)
     for store, new in ((cache.keys_of(slice(None), slice(0, 96)), k), (cache.values_RGLK, v)):

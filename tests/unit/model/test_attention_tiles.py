@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.model.attention.kernels import (
+from penstock.model.attention.tiles import (
     Positions,
     Relation,
     Tile,

@@ -21,9 +21,10 @@ from penstock.model import (
     defer,
     share_casts,
 )
-from penstock.model import linear as linear_file
+from penstock.model.cpu import onednn
+from penstock.model.cpu.onednn import PaddedMatmul, fastest_matmul
 from penstock.model.lanes import recomputed
-from penstock.model.linear import TORCH, Matmul, PaddedMatmul, fastest_matmul, has_apart_rows, switch_linears
+from penstock.model.linear import TORCH, Matmul, switch_linears
 from penstock.settings import ModelConfig
 
 MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)
@@ -369,7 +370,7 @@ def test_the_fastest_products_agree_with_double_precision(num_tokens: int, fast:
 
 def test_a_row_of_an_output_has_the_same_bits_among_any_number_of_rows() -> None:
     layer = Linear(96, 33, True, fastest_matmul())
-    assert has_apart_rows(layer)
+    assert layer.has_apart_rows
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
     x = torch.randn(70, 96)
@@ -383,14 +384,14 @@ def test_where_onednn_adds_up_by_the_number_of_rows_it_is_not_taken(monkeypatch:
     def by_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x, weight_OI, bias_O) * (1 + 1e-6 * len(x))
 
-    monkeypatch.setattr(linear_file, "_onednn_output", by_rows)
-    linear_file._rows_are_apart.cache_clear()
+    monkeypatch.setattr(onednn, "_onednn_output", by_rows)
+    onednn._rows_are_apart.cache_clear()
     try:
         chosen = fastest_matmul()
-        assert isinstance(chosen, PaddedMatmul) or not linear_file._rows_are_apart(PaddedMatmul(), torch.float32)
-        assert has_apart_rows(Linear(8, 8, matmul=chosen)) == isinstance(chosen, PaddedMatmul)
+        assert isinstance(chosen, PaddedMatmul) or not onednn._rows_are_apart(PaddedMatmul(), torch.float32)
+        assert Linear(8, 8, matmul=chosen).has_apart_rows == isinstance(chosen, PaddedMatmul)
     finally:
-        linear_file._rows_are_apart.cache_clear()
+        onednn._rows_are_apart.cache_clear()
 
 
 @pytest.mark.parametrize("products", [TORCH, fastest_matmul()])

@@ -13,8 +13,9 @@ from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, Samplin
 from penstock.engine import token_scores
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
+from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers import dense
-from penstock.model.linear import fastest_matmul, has_apart_rows, outputs
+from penstock.model.linear import outputs
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision, Quantize
 
@@ -221,8 +222,8 @@ def test_the_last_layer_computes_only_tokens_whose_logits_are_wanted(
     assert sum(first) == sum(map(len, prompts)) + 3 * (PARAMS.max_new_tokens - 1)
     (*_, mlp), seen = layers_with(engine, "down"), []
     # Where a row's bits depend on the other rows, as in bf16 without instructions for it, all are computed.
-    assert has_apart_rows(mlp.down) or "precision" in options
-    assert sum(last) == (3 * PARAMS.max_new_tokens if has_apart_rows(mlp.down) else sum(first))
+    assert mlp.down.has_apart_rows or "precision" in options
+    assert sum(last) == (3 * PARAMS.max_new_tokens if mlp.down.has_apart_rows else sum(first))
     rows.clear()
     # Who watches the last layer sees every token, and the answers are the same.
     mlp.down.register_forward_hook(lambda module, given, output: seen.append(len(output)))

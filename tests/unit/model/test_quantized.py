@@ -15,6 +15,7 @@ import torch
 from benchmarks.int8 import AVX2, INSTRUCTIONS
 
 from penstock.model import Linear
+from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.cpu.quantized import (
     IN_PARTS,
     INT8_KERNELS,
@@ -34,7 +35,7 @@ from penstock.model.cpu.quantized import (
     seconds_of_all,
     times_as_slow,
 )
-from penstock.model.linear import OneDnnMatmul, PackedWeights, fix_weights, outputs
+from penstock.model.linear import PackedWeights, fix_weights, outputs
 from penstock.settings import Quantize
 
 SIZES = [(64, 96), (520, 80), (1408, 512)]

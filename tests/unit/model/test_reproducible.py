@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.cpu import fixed_tiles
+from penstock.model.cpu import fixed_tiles, reproducible
+from penstock.model.cpu.blocked_cache import BlockedAttention, BlockedCache
 from penstock.model.cpu.reproducible import make_reproducible
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
-from penstock.model.layers import dense
 from penstock.schedule import BatchItem
 from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, Quantize, SamplingParams
 from tests.hugging_face import make_model
@@ -55,7 +55,7 @@ def test_attention_by_tiles_has_the_values_and_gradients_of_attention(
 @pytest.mark.parametrize("length", [1001, 1024])
 def test_silu_of_each_is_silu(length: int) -> None:
     x = torch.linspace(-100, 100, length)
-    torch.testing.assert_close(dense.silu_of_each(x), F.silu(x))
+    torch.testing.assert_close(reproducible.silu_of_each(x), F.silu(x))
 
 
 @pytest.mark.shows(128)
@@ -65,8 +65,10 @@ def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int)
     x, threads = 3 * torch.randn(1001, width, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = dense.silu_of_each(x)
-        assert all(torch.equal(dense.silu_of_each(row), found) for row, found in zip(x.split(1), together.split(1)))
+        together = reproducible.silu_of_each(x)
+        assert all(
+            torch.equal(reproducible.silu_of_each(row), found) for row, found in zip(x.split(1), together.split(1))
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -74,7 +76,7 @@ def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int)
 def caches(lengths: Sequence[int], groups: int, width: int) -> list[KVCache]:
     """One whose tiles the kernel reads, and one by blocks, with the same keys and values."""
     size = CacheSize(len(lengths), fixed_tiles.rounded_up(max(lengths)), torch.float32, torch.device("cpu"))
-    made = [KVCache(size, groups, width), KVCache(size, groups, width, by_blocks=True)]
+    made = [KVCache(size, groups, width), BlockedCache(size, groups, width)]
     for row, length in enumerate(lengths):
         keys, values = 2 * torch.randn(2, length, groups, width)
         for cache in made:
@@ -99,7 +101,7 @@ def test_rows_that_are_read_at_once_have_the_kernels_bits(
         q, k, v = (torch.randn(rows.num_tokens, number, width) for number in (heads, groups, groups))
         means = [fixed_tiles.tiled_cached_attention(q, k, v, cache, rows) for cache in (tiles, blocks)]
         assert torch.equal(*means)
-    plain = rows.attend(q, k, v, blocks, None)
+    plain = BlockedAttention(heads, groups, width).cached(q, k, v, blocks, rows)
     torch.testing.assert_close(means[1], plain, rtol=1e-5, atol=1e-5)
 
 
@@ -158,7 +160,7 @@ def test_a_machine_on_which_bits_depend_on_the_batch_is_refused(fault: str, monk
         monkeypatch.setattr(fixed_tiles, "FEW_ROWS", 1)
         found = r"layers\.0\.attention gives a token other bits"
     else:
-        monkeypatch.setattr(dense, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
+        monkeypatch.setattr(reproducible, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
         found = r"layers\.0\.mlp gives a token other bits"
     with pytest.raises(ValueError, match=rf"^reproducible = true is not possible on this machine: {found}.*PyTorch"):
         engine(reproducible=True)

@@ -14,6 +14,7 @@ from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_units
+from penstock.model.attention.kernels import AttentionKernel
 from penstock.runtime import Boundary, DecodeForm, Stage, StageDecoder
 from penstock.schedule import BatchItem
 from penstock.settings import ExpertConfig, ModelConfig, Precision
@@ -223,7 +224,8 @@ def test_a_window_leaves_every_row_something_to_look_at() -> None:
     rows = SlotRows(0, 64, torch.tensor([6, 255]))
     k, v = torch.randn(2, 2, 2, 8, generator=generator)
     rows.write(cache, k, v)
-    assert rows.attend(torch.randn(2, 4, 8, generator=generator), k, v, cache, window=3).isfinite().all()
+    q = torch.randn(2, 4, 8, generator=generator)
+    assert AttentionKernel(4, 2, 8, window=3).cached(q, k, v, cache, rows).isfinite().all()
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -19,7 +19,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.counted import TrafficCount
 from penstock.engine.rehearsal.meter import Meter
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, drain
-from penstock.model.attention.kernels import forget_masks
+from penstock.model.attention.tiles import forget_masks
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Boundary, Feed, Stage, Tape
 from penstock.schedule import Op

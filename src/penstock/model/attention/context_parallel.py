@@ -25,15 +25,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from penstock.model.attention.kernels import (
-    Positions,
-    Tile,
-    attend,
-    attend_backward,
-    merge_part,
-    packed_attention,
-    tiles,
-)
+from penstock.model.attention.kernels import AttentionKernel
+from penstock.model.attention.tiles import Positions, Tile, attend, attend_backward, merge_part, tiles
 from penstock.model.lanes import Compute, Exchange, Grads, Lane, Segment, State, Undo
 from penstock.model.linear import dtype_of_sums
 from penstock.model.sequences import Sequences, Spread
@@ -53,8 +46,6 @@ class ContextAttention:
     collectives: Collectives
     num_heads: int
     num_kv_heads: int
-    #: the tokens that each query sees; None for all
-    window: int | None = None
 
     def __post_init__(self) -> None:
         num_ranks, num_heads, num_kv_heads = self.collectives.size, self.num_heads, self.num_kv_heads
@@ -65,15 +56,17 @@ class ContextAttention:
                 f"cp={num_ranks}; possible are cp = {', '.join(map(str, possible))}, or attention = 'ring'"
             )
 
-    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+    def segments(self, sequences: Sequences, kernel: AttentionKernel) -> Sequence[Segment]:
         """The segments from a state (queries, keys, values, ...) to (means [T, H, K], ...), all of this rank's tokens.
+
+        kernel: attends over whole sequences, where heads are exchanged, with its window in any form.
 
         Every rank of the group walks them at the same point, with its part of the same sequences.
         """
         spread = sequences.spread
         assert spread is not None and spread.num_ranks == self.collectives.size, "sequences not spread over this group"
         if self.form is ContextForm.RING:
-            return [RingAttention(self.collectives, spread, self.window)]
+            return [RingAttention(self.collectives, spread, kernel.window)]
         n, counts, device = spread.num_ranks, spread.num_tokens, sequences.positions.device
         own_counts = [counts[spread.rank]] * n
 
@@ -99,7 +92,7 @@ class ContextAttention:
             num_own = [self.num_heads // n, self.num_kv_heads // n, self.num_kv_heads // n]
             q, k, v = heads_AhK.index_select(0, by_sequence).split(num_own, 1)
             whole = sequences.shared("whole", lambda: Sequences.from_lengths(spread.lengths, device))
-            return (packed_attention(q, k, v, whole, self.window).index_select(0, by_rank), *others)
+            return (kernel.packed(q, k, v, whole).index_select(0, by_rank), *others)
 
         def unpack(mean_RhK: Tensor, *others: Tensor) -> State:
             return (mean_RhK.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2), *others)

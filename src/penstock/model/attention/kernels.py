@@ -1,33 +1,84 @@
-"""Attention kernels: over whole packed sequences on one rank, and over parts of the keys, to be merged.
+"""Attention of one layer's heads: over whole packed sequences, and over the rows of a KV cache.
 
 Packed sequences of unequal lengths need no padding: runs of adjacent sequences of equal length are one call of
 `scaled_dot_product_attention`, which usually is the whole microbatch. On a GPU in 16 bit, one call of the
 variable-length kernel takes all lengths. Results depend on the microbatch alone.
 
-A softmax over all keys is the mean of the softmaxes over parts of the keys, weighted by each part's sum of
-exponentials. So `attend` returns a part's output and the logarithm of its sum, `merge` combines parts, and
-`attend_backward` needs the sum over all keys alone. PyTorch's flash kernels compute them on CPUs in any precision and
-on GPUs in 16 bit; elsewhere they are written out.
+Over a cache each item attends over exactly the tokens before it, so that where the kernels allow it (fp32 on a CPU) its
+numbers do not depend on the rest of its batch. Items of one token attend in one call where their rows are neighbours
+and equally long, such as the samples of one prompt.
 
-Shapes: T tokens of the microbatch, N sequences of a run, L tokens or queries of each of them, S keys, H query heads, G
-key and value heads, K width of a head, R = H / G.
-
-Source: Dao 2023 (FlashAttention-2), sections 2.3 and 3.1, for parts and their gradients.
+Shapes: T tokens of the microbatch or batch, N sequences of a run, L tokens of each of them or of an item, R rows of the
+cache, S items of one token, H query heads, G key and value heads, K width of a head.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.linear import dtype_of_sums
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows, SlotRows
 from penstock.model.sequences import Sequences, SharedByLayers
+from penstock.schedule import BatchItem
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Attention as PyTorch computes it on any device; a subclass computes it in another way.
+
+    It is chosen once, where a module is made; `penstock.model.devices` has the choice.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    #: the tokens that each query sees, its own included; None for all before it
+    window: int | None = None
+
+    def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
+        """Causal attention [T, H, K] within each sequence."""
+        return packed_attention(q_THK, k_TGK, v_TGK, sequences, self.window)
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        """A layer's keys and values, in the order in which `cached` reads them."""
+        return KVCache(size, self.num_kv_heads, self.head_dim)
+
+    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        """Attention [T, H, K] of each token over its row up to itself; keys and values are in the cache already."""
+        if isinstance(rows, SlotRows):
+            return _attention_of_slot(q_THK, cache, rows, self.window)
+        begin = rows.num_single
+        if begin == len(rows.items):
+            return self.singles(q_THK, cache, rows)
+        parts = [self.singles(q_THK[:begin], cache, rows)] if begin else []
+        # The only head of a text alone is computed by all threads, and would get other bits among others.
+        is_alone = q_THK.shape[1] == 1
+        for (start, length, _), same in groupby(
+            rows.items[begin:], lambda item: (item.start, item.length, is_alone and item.row)
+        ):
+            items = list(same)
+            end = begin + length * len(items)
+            if start == 0:
+                # What these texts see is at hand, in the order in which it is read fastest.
+                q, k, v = (x[begin:end] for x in (q_THK, k_TGK, v_TGK))
+                parts.append(attention_of_run(q, k, v, (length, len(items)), self.window, rows))
+            else:
+                for item, q_LHK in zip(items, q_THK[begin:end].split(length), strict=True):
+                    parts.append(_attention_of_item(q_LHK, cache, item, rows, self.window))
+            begin = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        """Attention [S, H, K] of the batch's items of one token."""
+        runs = [run for run in rows.runs if run[0].length == 1]
+        of_runs = zip(runs, q_SHK.split([len(run) for run in runs]), strict=True)
+        means = [_attention_of_rows(q_RHK, cache, run, self.window) for run, q_RHK in of_runs]
+        return torch.cat(means) if len(means) > 1 else means[0]
 
 
 def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
@@ -82,215 +133,60 @@ def _variable_length_kernel() -> Callable[..., Tensor] | None:
     return varlen_attn if has else None  # pyright: ignore[reportReturnType]
 
 
-class Relation(Enum):
-    """The keys of a tile that its queries see: all, those that do not come later, or those that a mask shows."""
-
-    FULL = auto()
-    CAUSAL = auto()
-    MASKED = auto()
+# ---- over the KV cache
 
 
-Positions = tuple[range, ...]
+def first_seen(item: BatchItem, window: int | None) -> int:
+    """The first position in its row that the item's first token sees."""
+    return 0 if window is None else max(0, item.start + 1 - window)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Some rows of queries against some rows of keys, the same ones in each sequence of a run.
-
-    Rows count from the sequence's first token on this rank; positions are those in the whole sequence.
-    """
-
-    queries: slice
-    keys: slice
-    relation: Relation
-    query_positions: Positions
-    key_positions: Positions
-    #: the tokens that a query sees, its own included; None for all before it
-    window: int | None = None
-
-    def mask(self, device: torch.device) -> Tensor:
-        """[L, S], true where the row's token sees the column's token."""
-        return _mask(self.query_positions, self.key_positions, self.window).to(device)
+def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], window: int | None) -> Tensor:
+    """[R, H, K] of neighbouring, equally long rows that read one token each; the bits are those of each alone."""
+    rows, seen = slice(run[0].row, run[-1].row + 1), slice(first_seen(run[0], window), run[0].end)
+    return _attention_of_queries(q_RHK, cache, rows, seen)
 
 
-@lru_cache(maxsize=256)
-def _mask(queries: Positions, keys: Positions, window: int | None) -> Tensor:
-    q_L, k_S = (torch.cat([torch.arange(p.start, p.stop) for p in positions]) for positions in (queries, keys))
-    distance_LS = q_L[:, None] - k_S[None]
-    seen_LS = distance_LS >= 0
-    return seen_LS if window is None else seen_LS & (distance_LS < window)
+def _attention_of_slot(q_RHK: Tensor, cache: KVCache, rows: SlotRows, window: int | None) -> Tensor:
+    """[R, H, K] of all rows of a slot, each up to its position."""
+    mask_R11N = rows.shared(("mask", window), lambda: _mask_of_slot(rows, window))
+    slot = slice(rows.first, rows.first + rows.num_tokens)
+    return _attention_of_queries(q_RHK, cache, slot, slice(0, rows.num_seen), mask_R11N)
 
 
-def forget_masks() -> None:
-    """Drop the masks that are kept: those made in a rehearsal have no values, and those made before it no cost."""
-    _mask.cache_clear()
+def _attention_of_queries(
+    q_RHK: Tensor, cache: KVCache, rows: slice, seen: slice, mask_R11N: Tensor | None = None
+) -> Tensor:
+    k_RGNK, v_RGNK = cache.keys_of(rows, seen), cache.values_RGLK[rows, :, seen]
+    # The queries of a group are the rows of one product: nothing is repeated for them.
+    q_RGQK = q_RHK.unflatten(1, (k_RGNK.shape[1], -1)).to(k_RGNK.dtype)
+    return F.scaled_dot_product_attention(q_RGQK, k_RGNK, v_RGNK, mask_R11N).flatten(1, 2).to(q_RHK.dtype)
 
 
-@lru_cache(maxsize=4096)
-def tiles(queries: Positions, keys: Positions, window: int | None, apart: bool = False) -> tuple[Tile, ...]:
-    """The tiles, as few as possible, in which queries at these positions see keys at those; both are ascending.
-
-    With `apart` tiles are cut along the runs of positions, and those that are seen in part come first.
-    """
-    if not (queries and keys):
-        return ()
-    if not apart and queries == keys and not _narrows(window, _span(queries), _span(keys)):
-        # Tokens are ascending, so an earlier row is an earlier position, whatever lies between them.
-        return (Tile(_rows(queries), _rows(keys), Relation.CAUSAL, queries, keys, window),)
-    found = [
-        Tile(_rows(queries, i), _rows(keys, j), relation, (query,), (key,), window)
-        for i, query in enumerate(queries)
-        for j, key in enumerate(keys)
-        if (relation := _relation(query, key, window)) is not None
-    ]
-    if apart:
-        return tuple(sorted(found, key=lambda tile: tile.relation is Relation.FULL))
-    # First tiles side by side are merged, then the results one below the other.
-    return tuple(_merged(_merged(found)))
+def _mask_of_slot(rows: SlotRows, window: int | None) -> Tensor:
+    position_R1, token_N = rows.positions[:, None], torch.arange(rows.num_seen, device=rows.positions.device)
+    sees_RN = token_N <= position_R1
+    if window is not None:
+        # A dead row may see nothing; one key keeps its numbers finite.
+        sees_RN = sees_RN & ((token_N > position_R1 - window) | (position_R1 >= rows.num_seen))
+    return sees_RN[:, None, None]
 
 
-def _merged(found: Sequence[Tile]) -> list[Tile]:
-    """The tiles in order, with one for each two full ones that lie side by side or one below the other."""
-    merged: list[Tile] = []
-    for tile in found:
-        last = merged[-1] if merged else None
-        if last is not None and last.relation is tile.relation is Relation.FULL:
-            if last.queries == tile.queries and last.keys.stop == tile.keys.start:
-                keys, positions = slice(last.keys.start, tile.keys.stop), last.key_positions + tile.key_positions
-                merged[-1] = replace(last, keys=keys, key_positions=positions)
-                continue
-            if last.keys == tile.keys and last.queries.stop == tile.queries.start:
-                rows, positions = (
-                    slice(last.queries.start, tile.queries.stop),
-                    last.query_positions + tile.query_positions,
-                )
-                merged[-1] = replace(last, queries=rows, query_positions=positions)
-                continue
-        merged.append(tile)
-    return merged
+def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:
+    """[L, H, K] of a text that goes on after what is in the cache."""
+    first = first_seen(item, window)
+    k_GLK, v_GLK = cache.keys_of(item.row, slice(first, item.end)), cache.values_RGLK[item.row, :, first : item.end]
+    key = ("cached mask", item.length, item.start, window)
+    mask_LL = rows.shared(key, lambda: _mask_of_item(item, first, window, q_LHK.device))
+    q, k, v = (x[None] for x in (q_LHK.transpose(0, 1).to(k_GLK.dtype), k_GLK, v_GLK))
+    is_grouped = len(k_GLK) != q_LHK.shape[1]
+    out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
+    return out_HLK.transpose(0, 1).to(q_LHK.dtype)
 
 
-def _relation(queries: range, keys: range, window: int | None) -> Relation | None:
-    if not queries or not keys:
-        return None
-    nearest, farthest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
-    if farthest < 0 or (window is not None and nearest >= window):
-        return None
-    if nearest >= 0 and not _narrows(window, queries, keys):
-        return Relation.FULL
-    return Relation.CAUSAL if queries == keys and not _narrows(window, queries, keys) else Relation.MASKED
-
-
-def _narrows(window: int | None, queries: range, keys: range) -> bool:
-    """True if the window hides some key that causality does not."""
-    return window is not None and queries.stop - 1 - keys.start >= window
-
-
-def _span(positions: Positions) -> range:
-    return range(positions[0].start, positions[-1].stop)
-
-
-def _rows(positions: Positions, index: int | None = None) -> slice:
-    if index is None:
-        return slice(0, sum(map(len, positions)))
-    start = sum(map(len, positions[:index]))
-    return slice(start, start + len(positions[index]))
-
-
-Three = tuple[Tensor, Tensor, Tensor]
-
-
-def attend(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Output [N, H, L, K] and, in at least fp32, log-sum-exp [N, H, L]; 0 and -inf for a row that sees nothing."""
-    causal = tile.relation is Relation.CAUSAL
-    if q_NHLK.device.type == "cpu":
-        mask_LS = tile.mask(q_NHLK.device) if tile.relation is Relation.MASKED else None
-        out, lse_NHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_NHLK, k_NGSK, v_NGSK, 0.0, causal, attn_mask=_additive(mask_LS, q_NHLK.dtype)
-        )
-        # This kernel returns 0 for the sum of nothing.
-        return out, lse_NHL if mask_LS is None else lse_NHL.masked_fill(~mask_LS.any(1), -torch.inf)
-    if not _has_flash(q_NHLK, tile):
-        return attend_written_out(q_NHLK, k_NGSK, v_NGSK, tile)
-    q, k, v = (x.transpose(1, 2) for x in (q_NHLK, k_NGSK, v_NGSK))
-    longest = q.shape[1], k.shape[1]
-    out, lse_NHL, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *longest, 0.0, causal, False)
-    return out.transpose(1, 2), lse_NHL
-
-
-def attend_backward(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor, lse_NHL: Tensor, tile: Tile) -> Three:
-    """A tile's addend to the gradients of q, k and v; output and log-sum-exp are those over all keys."""
-    causal = tile.relation is Relation.CAUSAL
-    if grad_NHLK.device.type == "cpu":
-        mask_LS = tile.mask(grad_NHLK.device) if tile.relation is Relation.MASKED else None
-        additive = _additive(mask_LS, grad_NHLK.dtype)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_NHLK, *qkv, out_NHLK, lse_NHL, 0.0, causal, attn_mask=additive
-        )
-    if not _has_flash(qkv[0], tile):
-        return attend_backward_written_out(grad_NHLK, qkv, out_NHLK, lse_NHL, tile)
-    grad, out, q, k, v = (x.transpose(1, 2).contiguous() for x in (grad_NHLK, out_NHLK, *qkv))
-    longest, no_dropout = (q.shape[1], k.shape[1]), torch.empty(0, dtype=torch.uint64, device=q.device)
-    grads = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse_NHL.contiguous(), None, None, *longest, 0.0, causal, no_dropout, no_dropout
-    )
-    grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-    return grad_q, grad_k, grad_v
-
-
-def attend_written_out(q_NHLK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """`attend` in plain operations, for any device and precision; allocates [L, S] scores while it runs."""
-    scores_NGRLS = _scores(q_NHLK, k_NGSK, tile)
-    lse_NGRL = scores_NGRLS.logsumexp(-1)
-    p_NGRLS = (scores_NGRLS - _finite(lse_NGRL)[..., None]).exp()
-    out = (p_NGRLS @ _precise(v_NGSK)[:, :, None]).flatten(1, 2)
-    return out.to(q_NHLK.dtype), lse_NGRL.flatten(1, 2)
-
-
-def attend_backward_written_out(grad_NHLK: Tensor, qkv: Three, out_NHLK: Tensor, lse_NHL: Tensor, tile: Tile) -> Three:
-    """`attend_backward` in plain operations."""
-    q_NHLK, k_NGSK, v_NGSK = qkv
-    heads = (k_NGSK.shape[1], -1)
-    p = (_scores(q_NHLK, k_NGSK, tile) - lse_NHL.unflatten(1, heads)[..., None]).exp()
-    grad, out, q = (_precise(x).unflatten(1, heads) for x in (grad_NHLK, out_NHLK, q_NHLK))
-    k, v = (_precise(x)[:, :, None] for x in (k_NGSK, v_NGSK))
-    pull = (grad * out).sum(-1, keepdim=True)
-    grad_scores = p * (grad @ v.transpose(-1, -2) - pull) * q.shape[-1] ** -0.5
-    grad_q = (grad_scores @ k).flatten(1, 2)
-    return grad_q, (grad_scores.transpose(-1, -2) @ q).sum(2), (p.transpose(-1, -2) @ grad).sum(2)
-
-
-def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into the output [..., K] and log-sum-exp [...] of the others, in place and in at least fp32."""
-    together = torch.logaddexp(lse, part_lse)
-    floor = _finite(together)
-    out.mul_((lse - floor).exp_()[..., None]).addcmul_(part.to(out.dtype), (part_lse - floor).exp_()[..., None])
-    lse.copy_(together)
-
-
-def _scores(q_NHLK: Tensor, k_NGSK: Tensor, tile: Tile) -> Tensor:
-    """Scaled products [N, G, R, L, S] in at least fp32, -inf where a query does not see a key."""
-    q_NGRLK = _precise(q_NHLK).unflatten(1, (k_NGSK.shape[1], -1))
-    scores = q_NGRLK @ _precise(k_NGSK)[:, :, None].transpose(-1, -2) * q_NHLK.shape[-1] ** -0.5
-    if tile.relation is Relation.FULL:
-        return scores
-    return scores.masked_fill(~tile.mask(scores.device), -torch.inf)
-
-
-def _has_flash(x: Tensor, tile: Tile) -> bool:
-    return tile.relation is not Relation.MASKED and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def _additive(mask_LS: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask_LS is None:
-        return None
-    return torch.zeros(mask_LS.shape, dtype=dtype, device=mask_LS.device).masked_fill_(~mask_LS, -torch.inf)[None, None]
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """The log-sum-exp with 0 for rows that see nothing, because -inf minus -inf is not a number."""
-    return lse.masked_fill(lse == -torch.inf, 0)
-
-
-def _precise(x: Tensor) -> Tensor:
-    return x.to(dtype_of_sums(x))
+def _mask_of_item(item: BatchItem, first: int, window: int | None, device: torch.device) -> Tensor:
+    """[tokens of the item, tokens from `first` on], true where the row's token sees the column's."""
+    position_L1 = torch.arange(item.start, item.end, device=device)[:, None]
+    token_N = torch.arange(first, item.end, device=device)
+    sees_LN = token_N <= position_L1
+    return sees_LN if window is None else sees_LN & (token_N > position_L1 - window)

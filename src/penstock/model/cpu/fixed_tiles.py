@@ -6,7 +6,7 @@ are never fewer than `FEW_ROWS`, those that are missing being zeros; and the til
 What a query does not see counts as an exact zero, so tiles and parts of tiles beyond it change no bit.
 
 The kernel takes as long for one query as for four. So single tokens of several rows are read all at once, as sums of
-weighted rows (`penstock.model.kv_cache.BlockReads`), with the kernel's own exponentials and its orders of addition.
+weighted rows (`blocked_cache.BlockReads`), with the kernel's own exponentials and its orders of addition.
 
 Only products of fewer keys than `TILE_KEYS` are added up in one order for any number of queries on all CPUs tried;
 `penstock.model.cpu.reproducible` checks it on the CPU at hand.
@@ -23,16 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.kv_cache import (
-    BLOCK_TOKENS,
-    BlockReads,
-    CachedRows,
-    CacheSize,
-    KVCache,
-    Rows,
-    SlotRows,
-    weighted_sums,
-)
+from penstock.model.attention.kernels import AttentionKernel
+from penstock.model.cpu.blocked_cache import BLOCK_TOKENS, BlockedCache, BlockReads, weighted_sums
+from penstock.model.cpu.host_memory import lazy_zeros
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows, SlotRows
 from penstock.model.linear import with_gradient
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
@@ -51,6 +45,21 @@ _KEYS_OF_A_CALL = 128
 def rounded_up(length: int) -> int:
     """The length with what is missing to whole vectors."""
     return -(-length // WHOLE) * WHOLE
+
+
+class TiledAttention(AttentionKernel):
+    """Attention in fixed tiles of keys, without a window."""
+
+    def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
+        return tiled_attention(q_THK, k_TGK, v_TGK, sequences)
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        if reads_by_blocks(size.num_rows, self.num_heads // self.num_kv_heads, self.head_dim):
+            return BlockedCache(size, self.num_kv_heads, self.head_dim)
+        return KVCache(size, self.num_kv_heads, self.head_dim, lazy_zeros)
+
+    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        return tiled_cached_attention(q_THK, k_TGK, v_TGK, cache, rows)
 
 
 def tiled_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
@@ -126,8 +135,9 @@ def tiled_cached_attention(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: K
         own = slice(rows.first, rows.first + rows.num_tokens)
         seen = rows.shared("seen by tiles", lambda: _seen(rows.positions[:, None], rows.num_seen))
         return _attention_of_rows(q_THK, cache, own, seen)
-    parts, begin = [], rows.num_single if cache.by_blocks else 0
-    if begin:
+    parts, begin = [], 0
+    if isinstance(cache, BlockedCache) and rows.num_single:
+        begin = rows.num_single
         key = ("tiles at once", cache.keys.shape, q_THK.shape[1])
         attend = rows.shared(key, lambda: _tiles_at_once(rows.items[:begin], cache, q_THK.shape[1]))
         parts.append(attend(q_THK[:begin], cache))
@@ -214,7 +224,9 @@ def _attention_over(q_RHLK: Tensor, cache: KVCache, own: slice, seen: Seen) -> T
     for keys, sees in seen:
         mask = None if sees is None else sees[0].expand(-1, -1, q_RHLK.shape[2], -1)
         keys_RGLK, values_RGLK = cache.keys_of(own, keys), cache.values_RGLK[own, :, keys]
-        out, lse = _kernel(q_RHLK, keys_RGLK.contiguous() if cache.by_blocks else keys_RGLK, values_RGLK, mask)
+        # Where blocks are transposed the kernel would read number by number.
+        keys_RGLK = keys_RGLK if keys_RGLK.stride(-1) == 1 else keys_RGLK.contiguous()
+        out, lse = _kernel(q_RHLK, keys_RGLK, values_RGLK, mask)
         # The kernel gives 0 for the sum of nothing; the first tile is seen by all.
         parts.append((out, lse if sees is None or not parts else lse.where(sees[1], -torch.inf)))
     return _added(parts)[0]
@@ -237,7 +249,7 @@ def _same_bits(width: int, num_threads: int) -> bool:
     """True if rows that are read at once have the kernel's bits on this CPU, with this many threads."""
     lengths, generator = (2 * TILE_KEYS + 37, 1, TILE_KEYS, 90), torch.Generator().manual_seed(0)
     size = CacheSize(len(lengths), rounded_up(max(lengths)), torch.float32, torch.device("cpu"))
-    caches = KVCache(size, 2, width), KVCache(size, 2, width, by_blocks=True)
+    caches = KVCache(size, 2, width), BlockedCache(size, 2, width)
     for row, length in enumerate(lengths):
         keys, values = 3 * torch.randn(2, length, 2, width, generator=generator)
         for cache in caches:
@@ -247,7 +259,9 @@ def _same_bits(width: int, num_threads: int) -> bool:
     return torch.equal(*(tiled_cached_attention(queries, queries, queries, cache, rows) for cache in caches))
 
 
-def _tiles_at_once(items: Sequence[BatchItem], like: KVCache, num_heads: int) -> Callable[[Tensor, KVCache], Tensor]:
+def _tiles_at_once(
+    items: Sequence[BatchItem], like: BlockedCache, num_heads: int
+) -> Callable[[Tensor, BlockedCache], Tensor]:
     """Attention [R, H, K] of items of one token each, however long, to a cache by blocks."""
     num_tiles = -(-max(item.end for item in items) // TILE_KEYS)
     # Each tile of each row, tile by tile: the row's place, first token and end.
@@ -271,7 +285,7 @@ def _tiles_at_once(items: Sequence[BatchItem], like: KVCache, num_heads: int) ->
     halves = [sums[:, : 2 * half].chunk(2, 1) for half in (8, 4, 2, 1) if 2 * half <= sums.shape[1]]
     num_sums, total = sums.shape[1], sums[:, :1]
 
-    def attend(q_RHK: Tensor, cache: KVCache) -> Tensor:
+    def attend(q_RHK: Tensor, cache: BlockedCache) -> Tensor:
         scores_XB = reads.scores(cache, q_RHK.flatten(0, 1).index_select(0, queries_X))
         # What is left of other texts may be no number, of which a sum with a mask is none either.
         scores_XB.mul_(scale).masked_fill_(hidden_XB, -torch.inf)

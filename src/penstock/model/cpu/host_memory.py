@@ -1,8 +1,13 @@
 """Host memory on CPU runs: kept in the process when it is freed, in large pages where much is read again and again."""
 
 import ctypes
+import math
 import mmap
 import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
 _KEEP_BYTES = 1 << 30
@@ -57,3 +62,11 @@ def prepare_large_pages(num_bytes: int) -> bool:
     for start in taken:
         libc.free(start)
     return done
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros to which the system gives memory page by page, as they are written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY), dtype=dtype).view(shape)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.model.linear import Pack, PackedWeights, fastest_matmul
+from penstock.model.cpu.onednn import fastest_matmul
+from penstock.model.linear import Pack, PackedWeights
 from penstock.settings import Quantize
 
 _LARGEST = 127

@@ -10,14 +10,17 @@ Shapes: T tokens, D hidden size.
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.cpu.fixed_tiles import rounded_up
+from penstock.model.cpu.fixed_tiles import WHOLE, TiledAttention, rounded_up
+from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
 from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
-from penstock.model.linear import Linear, OneDnnMatmul, WeightCasts
+from penstock.model.linear import Linear, WeightCasts
 from penstock.model.sequences import Sequences
 from penstock.schedule import BatchItem
 from penstock.settings.declare import type_in_words
@@ -43,15 +46,29 @@ def make_reproducible(units: Iterable[tuple[str, nn.Module]], device: torch.devi
                 f"reproducible = true: {name} is {type_in_words(module)}; possible are models of Penstock's own "
                 "dense layers, on pipeline and data-parallel ranks alone"
             )
-        if isinstance(module, AttentionBlock) and module.window is not None:
+        if isinstance(module, AttentionBlock) and (window := module.attention.window) is not None:
             raise ValueError(
-                f"reproducible = true: {name} sees the last {module.window} tokens alone (sliding_window); possible is "
+                f"reproducible = true: {name} sees the last {window} tokens alone (sliding_window); possible is "
                 "attention to all tokens before"
             )
         if any(not isinstance(part.matmul, OneDnnMatmul) for part in module.modules() if isinstance(part, Linear)):
             raise ValueError("reproducible = true needs oneDNN's products, which this build of PyTorch lacks")
-        if isinstance(module, AttentionBlock | MLPBlock):
-            module.is_reproducible = True
+        if isinstance(module, AttentionBlock):
+            module.attention = TiledAttention(*astuple(module.attention))
+        elif isinstance(module, MLPBlock):
+            module.silu = silu_of_each
+
+
+def silu_of_each(x: Tensor) -> Tensor:
+    """silu that gives a value the same bits wherever it stands.
+
+    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
+    where they do not fill a vector.
+    """
+    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
+        return F.silu(x)
+    divisor = torch.neg(x).exp_().add_(1.0)
+    return torch.div(x, divisor, out=divisor)
 
 
 @torch.no_grad()

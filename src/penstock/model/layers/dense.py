@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.model.attention.context_parallel import ContextAttention
-from penstock.model.attention.kernels import packed_attention
-from penstock.model.cpu.fixed_tiles import WHOLE, reads_by_blocks, tiled_attention, tiled_cached_attention
+from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
 from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
 from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
@@ -29,7 +28,6 @@ from penstock.model.linear import (
     bare,
     called,
     dtype_of_sums,
-    has_apart_rows,
     joint_product,
     outputs,
     product,
@@ -97,12 +95,11 @@ class RMSNorm(nn.Module):
         return grad_x_ND.to(x.dtype).view_as(x), grad_weight_D.to(weight_D.dtype)
 
 
-def gated(gate: Tensor, up: Tensor, is_reproducible: bool = False) -> Tensor:
-    """silu(gate) * up, element by element, with `silu_of_each` if asked. Source: Shazeer 2020 (SwiGLU), equation 6.
+def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """silu(gate) * up, element by element. Source: Shazeer 2020 (SwiGLU), equation 6.
 
     Autograd alone would keep silu(gate) too, and write one more buffer each way.
     """
-    silu = silu_of_each if is_reproducible else F.silu
     if not torch.is_grad_enabled():
         return silu(gate).mul_(up)
 
@@ -122,30 +119,17 @@ _ROWS_AT_ONCE = 256
 """Rows whose inner activations a CPU computes at a time with packed weights: they are still at hand when read (5% of a
 prompt in int8 by FBGEMM with weights 2,048 wide; nothing lost with other kinds)."""
 
-_MANY_QUERIES = 8
-"""Of a key's queries: for so many, attention by blocks and by products takes a CPU equally long (64 to 2,000 keys); but
-with several threads a product's bits depend on the number of rows."""
-
-
-def silu_of_each(x: Tensor) -> Tensor:
-    """silu that gives a value the same bits wherever it stands.
-
-    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
-    where they do not fill a vector.
-    """
-    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
-        return F.silu(x)
-    divisor = torch.neg(x).exp_().add_(1.0)
-    return torch.div(x, divisor, out=divisor)
+_VECTORS = 32
+"""Values that are a whole number of vectors on any processor."""
 
 
 def rows_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The same numbers, of which each row is computed alike wherever it stands.
+    """Copy gate and up so that silu gives a row the same bits at any position.
 
-    PyTorch's silu computes the last values of what lies together otherwise, and so of each row of what does not.
+    PyTorch's silu computes otherwise the last values of what lies together, where they do not fill a vector.
     """
     size = gate.shape[-1]
-    if size % WHOLE == 0 or gate.device.type != "cpu" or not gate.is_contiguous():
+    if size % _VECTORS == 0:
         return gate, up
     joint = torch.cat((gate, up), -1)
     return joint[..., :size], joint[..., size:]
@@ -336,15 +320,12 @@ class AttentionBlock(nn.Module):
     has_fixed_shapes = True
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
-    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.cpu.reproducible`
-    is_reproducible = False
     #: the units after it, if these are the last of all; see `read_sampled_alone`
     readers: tuple[nn.Module, ...] = ()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_size, config.sliding_window
-        self.num_heads, self.num_kv_heads = config.num_heads, config.key_heads
+        self.attention = AttentionKernel(config.num_heads, config.key_heads, config.head_size, config.sliding_window)
         self.rotary = rotary(config.head_size, config.rope_theta, config.rope_scaling)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.q = Linear(config.hidden_size, config.query_size, config.qkv_bias, matmul)
@@ -361,17 +342,10 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.heads(self.norm(x_TD), sequences)
-        if self.is_reproducible:
-            return self.add_output(x_TD, tiled_attention(*qkv, sequences))
-        return self.add_output(x_TD, packed_attention(*qkv, sequences, self.window))
+        return self.add_output(x_TD, self.attention.packed(*qkv, sequences))
 
     def new_cache(self, size: CacheSize) -> KVCache:
-        num_queries, by_blocks = self.num_heads // self.num_kv_heads, size.device.type == "cpu"
-        if by_blocks and self.is_reproducible:
-            by_blocks = reads_by_blocks(size.num_rows, num_queries, self.head_dim)
-        elif num_queries > _MANY_QUERIES and torch.get_num_threads() == 1:
-            by_blocks = False
-        return KVCache(size, self.num_kv_heads, self.head_dim, by_blocks)
+        return self.attention.new_cache(size)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         return decode_step(self, self.output, x_TD, cache)(x_TD, rows)
@@ -379,17 +353,14 @@ class AttentionBlock(nn.Module):
     def step(self, like: Tensor, cache: KVCache) -> Step:
         """The function that decodes with this cache and these weights a stream like this one."""
         norm, qkv = called(self.norm), joint_product((self.q, self.k, self.v), like)
-        output, window, is_reproducible = self.added(product(self.output, like)), self.window, self.is_reproducible
+        output, attend = self.added(product(self.output, like)), self.attention.cached
         of_sampled = bool(self.readers) and all(map(_is_by_rows, (self.output, *self.readers)))
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
             h_TD = norm(x_TD)
             q_THK, k_THK, v_THK = self.heads_apart(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
             rows.write(cache, k_THK, v_THK)
-            if is_reproducible:
-                mean_THK = tiled_cached_attention(q_THK, k_THK, v_THK, cache, rows)
-            else:
-                mean_THK = rows.attend(q_THK, k_THK, v_THK, cache, window)
+            mean_THK = attend(q_THK, k_THK, v_THK, cache, rows)
             if of_sampled:
                 x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
             return x_TD + output(mean_THK.flatten(1))
@@ -409,7 +380,7 @@ class AttentionBlock(nn.Module):
     def heads_apart(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as `heads` gives them, by a product for each."""
         parts_TX = self.q(h_TD), self.k(h_TD), self.v(h_TD)
-        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.head_dim)) for part_TX in parts_TX)
+        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.attention.head_dim)) for part_TX in parts_TX)
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
         tables = self.rotary.tables(sequences)
@@ -417,8 +388,8 @@ class AttentionBlock(nn.Module):
 
     def heads_of(self, joint_TX: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as `heads` gives them, from the products side by side."""
-        joint_THK, tables = joint_TX.view(len(joint_TX), -1, self.head_dim), self.rotary.tables(sequences)
-        num_q, end = self.num_heads, self.num_heads + self.num_kv_heads
+        tables, num_q, num_k = self.rotary.tables(sequences), self.attention.num_heads, self.attention.num_kv_heads
+        joint_THK, end = joint_TX.view(len(joint_TX), -1, self.attention.head_dim), num_q + num_k
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(joint_THK[:, :num_q]), self.k_norm(joint_THK[:, num_q:end])
             return rotate(q_THK, tables), rotate(k_THK, tables), joint_THK[:, end:]
@@ -437,14 +408,14 @@ class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         super().__init__(config, matmul)
         cp = Collectives(groups.cp)
-        self.context = ContextAttention(groups.context_form, cp, config.num_heads, config.key_heads, self.window)
+        self.context = ContextAttention(groups.context_form, cp, config.num_heads, config.key_heads)
 
     def segments(self, sequences: Sequences) -> list[Segment]:
         if sequences.spread is None:
             return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
         return [
             Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
-            *self.context.segments(sequences),
+            *self.context.segments(sequences, self.attention),
             Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
         ]
 
@@ -457,7 +428,7 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         own = split.own
         AttentionBlock.__init__(self, own, matmul)
         self.collectives, cp = Collectives(split.group), Collectives(groups.cp)
-        self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads, self.window)
+        self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         num_tokens = sequences.num_tokens
@@ -466,7 +437,7 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
             return *self.heads(h[:num_tokens], sequences), x
 
         def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, x: Tensor) -> State:
-            return packed_attention(q_THK, k_THK, v_THK, sequences, self.window), x
+            return self.attention.packed(q_THK, k_THK, v_THK, sequences), x
 
         def output(mean_THK: Tensor, x: Tensor) -> State:
             return self.padded(self.output(mean_THK.flatten(1))), x
@@ -474,7 +445,11 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         if sequences.spread is None:
             attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
         else:
-            attention = [Compute("heads", heads), *self.context.segments(sequences), Compute("output", output)]
+            attention = [
+                Compute("heads", heads),
+                *self.context.segments(sequences, self.attention),
+                Compute("output", output),
+            ]
         return self.around(attention)
 
     def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -495,8 +470,8 @@ class MLPBlock(nn.Module):
 
     has_randomness = False
     has_fixed_shapes = True
-    #: True if a token's bits are to depend on its sequence alone; see `penstock.model.cpu.reproducible`
-    is_reproducible = False
+    #: computes silu(gate)
+    silu: Callable[[Tensor], Tensor] = staticmethod(F.silu)
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -516,7 +491,7 @@ class MLPBlock(nn.Module):
     def inner(self, h_TD: Tensor) -> Tensor:
         """The block's addend to the residual stream, from the normalised stream."""
         gate, up = outputs(h_TD, (self.gate, self.up))
-        return self.down(gated(gate, up, self.is_reproducible))
+        return self.down(gated(gate, up, self.silu))
 
     def new_cache(self, size: CacheSize) -> None:
         return None
@@ -527,7 +502,7 @@ class MLPBlock(nn.Module):
     def step(self, like: Tensor, cache: None) -> Step:
         """The function that decodes with these weights a stream like this one."""
         norm, gate_up = called(self.norm), joint_product((self.gate, self.up), like)
-        down, is_reproducible = self.added(product(self.down, like)), self.is_reproducible
+        down, silu = self.added(product(self.down, like)), self.silu
         # A hook sees all rows.
         in_parts = gate_up is not None and bare(self.norm) and bare(self.down)
 
@@ -535,10 +510,10 @@ class MLPBlock(nn.Module):
             if gate_up is None:
                 h_TD = norm(x_TD)
                 gate, up = rows_apart(self.gate(h_TD), self.up(h_TD))
-                return x_TD + down(gated(gate, up, is_reproducible))
+                return x_TD + down(gated(gate, up, silu))
             joint = gate_up(norm(x_TD))
             size = joint.shape[1] // 2
-            return x_TD + down(gated(joint[:, :size], joint[:, size:], is_reproducible))
+            return x_TD + down(gated(joint[:, :size], joint[:, size:], silu))
 
         def step(x_TD: Tensor, rows: Rows) -> Tensor:
             if not in_parts or len(x_TD) <= _ROWS_AT_ONCE:
@@ -644,6 +619,6 @@ def _is_by_rows(module: nn.Module) -> bool:
         type(part) in _BY_ROWS
         and bare(part)
         and not any(map(callable, vars(part).values()))
-        and (not isinstance(part, Linear) or has_apart_rows(part))
+        and (not isinstance(part, Linear) or part.has_apart_rows)
         for part in module.modules()
     )
