@@ -20,13 +20,14 @@ from penstock.engine.folders.run_parts import arguments_of_run
 from penstock.engine.generation.answers import GenerateOptions, GenerateResult
 from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, OnToken
+from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training import scorer
 from penstock.engine.training.loss import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook
-from penstock.engine.training.trainer import ModelState, Trainer, TrainResult
+from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint
 from penstock.model.hf.families import HuggingFaceForm

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from penstock.engine.build import UnitSource
 from penstock.engine.engine import Engine
+from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.trainer import ModelState, Trainer
+from penstock.engine.training.trainer import Trainer
 from penstock.engine.watch import Watchers
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored

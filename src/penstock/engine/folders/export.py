@@ -31,8 +31,9 @@ from penstock.engine.folders.runs import (
     TOKENIZER_FILES,
     RunLock,
 )
+from penstock.engine.model_state import ModelState
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.trainer import ModelState, Trainer
+from penstock.engine.training.trainer import Trainer
 from penstock.io.files import naming, refuse_used
 from penstock.model.cpu.quantized import rounded
 from penstock.model.hf.families import CONFIG_FILE, HuggingFaceForm

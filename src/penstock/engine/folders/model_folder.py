@@ -31,8 +31,8 @@ from penstock.engine.folders.runs import (
     read_run,
     tokenizer_of,
 )
+from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
-from penstock.engine.training.trainer import ModelState
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.families import (
     CONFIG_FILE,

@@ -1,0 +1,180 @@
+"""The state of a model under training: all that checkpoints, exports and a user's own loop read and write of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.build import SECOND_COPY, local_state
+from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, warn_of_attributes
+from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
+from penstock.engine.optimizer.steppers import StateName, Stored
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.training.trainer import Trainer
+from penstock.parallel.gradients import StateBytes
+from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
+from penstock.parallel.tensor_slice import LocalTensor, Shard
+from penstock.settings.declare import check_argument, nearest
+
+
+@dataclass(eq=False)
+class ModelState:
+    """This rank's weights, gradients and optimizer state by the parameters' full names, and the record of a step."""
+
+    #: the model, cut into stages over the grid of processes
+    pipeline: Pipeline
+    #: gradients and optimizer
+    trainer: Trainer
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.pipeline.step
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Parameters and buffers that are copies: full name -> that of the one that counts in checkpoints."""
+        copies = {name: name.removesuffix(SECOND_COPY) for name in self.buffers() if name.endswith(SECOND_COPY)}
+        return {**self.pipeline.ties.owners, **copies}
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Parameters of which this rank holds a part: full name -> which part."""
+        return self.pipeline.sharding.shards
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name."""
+        return self.pipeline.parameters()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers by full name, such as BatchNorm's statistics; the first rank's of each dp."""
+        return self.pipeline.buffers()
+
+    def extra_state(self) -> dict[str, Any]:
+        """The extra state of this rank's modules (`get_extra_state`), by its name in the whole model's state dict."""
+        return self.pipeline.extra_state.values()
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of one of this rank's parameters, as the last step left it (a view).
+
+        Where the optimizer's step is divided among ranks (`zero`), only the elements that this rank steps are summed.
+        """
+        gradients: dict[str, Tensor] = {}
+        for buckets in self.trainer.gradients.values():
+            gradients |= buckets.gradients
+        if name not in gradients:
+            near = f"the nearest name is {nearest(str(name), gradients)!r}" if gradients else "none is trained here"
+            raise ValueError(f"this rank has no gradient of {name!r}; {near}")
+        return gradients[name]
+
+    def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
+        """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
+        self.pipeline.options.check_unpacked("the state")
+        state: dict[str, LocalTensor] = {}
+        for name, values in (self.parameters() | self.buffers()).items():
+            state[name] = {self.shards[name].part: values.detach()} if name in self.shards else values.detach()
+        if optimizer:
+            state |= local_state(self.trainer.optimizer.owned_state(), self.shards)
+        return state
+
+    def state_to_save(self) -> dict[str, LocalTensor]:
+        """`state` and the layers' extra state, for a checkpoint; all ranks call it.
+
+        Raises: ValueError on all ranks if one has an optimizer or a module with state that no checkpoint can hold.
+        """
+        grid = self.pipeline.grid
+        # Ranks that see other parts of a batch may each have another; as of buffers, the first one's is saved.
+        is_first = grid.dp_rank == grid.cp_rank == grid.tp_rank == 0
+
+        def state() -> dict[str, LocalTensor]:
+            return self.state() | (self.pipeline.extra_state.tensors() if is_first else {})
+
+        return on_all_ranks(state, partial(gather_json, group=grid.control), ValueError, message="{error}")
+
+    def state_to_load(self, checkpoint: CheckpointInfo) -> dict[str, LocalTensor]:
+        """`state`, with room for what the checkpoint has of the optimizer's state and of the layers' extra state.
+
+        Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
+        """
+        most = sum(int(file["size_bytes"]) for file in checkpoint.files.values())
+        for record in checkpoint.tensors.values():
+            if math.prod(record.part.shape) > most:
+                raise DamagedCheckpoint(f"checkpoint {checkpoint.path} holds {most} bytes, but {record.of} is {record}")
+        if self.pipeline.grid.rank == 0:
+            warn_of_attributes(checkpoint)
+        state = self.state(optimizer=False) | self.pipeline.extra_state.expect(checkpoint)
+        if not self.pipeline.options.learns:
+            return state
+        engine = checkpoint.extra.get("engine") if isinstance(checkpoint.extra, dict) else None
+        saved, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
+        if saved and saved != kinds:
+            raise ValueError(
+                f"checkpoint {checkpoint.path} has the state of {saved}, but this engine's optimizer is {kinds}; load "
+                "it with the optimizer that it was saved with"
+            )
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, parameter in self.parameters().items():
+            shape = self.shards[name].full_shape if name in self.shards else tuple(parameter.shape)
+            # Files have complex numbers as pairs.
+            shapes[name] = (*shape, 2) if parameter.is_complex() else shape
+        names: dict[str, list[str]] = {}
+        for name in shapes:
+            names.setdefault(self.ties.get(name, name), []).append(name)
+        stored: dict[StateName, Stored] = {}
+        for record in checkpoint.tensors.values():
+            if not record.of.startswith(STATE):
+                continue
+            (kind, owner), shape = state_name(record.of), record.part.full_shape
+            for name in [owner] if is_of_all(owner) else names.get(owner, ()):
+                is_like = kind != FORM and shape == shapes.get(name)
+                stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
+        return state | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
+
+    def state_bytes(self) -> StateBytes:
+        """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
+        trainer = self.trainer
+        buckets = [bucket for of_stage in trainer.gradients.values() for bucket in of_stage.buckets]
+        storages = [parameter.untyped_storage() for parameter in self.parameters().values()]
+        return StateBytes(
+            sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+            sum(bucket.gradients.untyped_storage().nbytes() for bucket in buckets),
+            trainer.optimizer.state_bytes,
+        )
+
+    def progress(self) -> dict[str, Any]:
+        """The numbers that a resumed run needs beside `state`, as JSON values; the same on every rank."""
+        return {"step": self.step, "optimizer": self.trainer.optimizer.progress()}
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Go on from there, after the tensors of `state` have been loaded."""
+        self.pipeline.extra_state.take()
+        self.pipeline.continue_from(int(progress["step"]))
+        self.trainer.load_progress(progress["optimizer"])
+
+    def check_call(self, call: str, **arguments: tuple[Any, Any]) -> None:
+        """Begin a method of this name, which all ranks call: refuse arguments of other types than those beside them.
+
+        Raises: ValueError; DifferentCalls if a rank is in another method; on all ranks alike. PipelineError after
+        `close`, TransportError if a rank does not come in time.
+        """
+
+        def check() -> tuple[None, str]:
+            for name, (value, kind) in arguments.items():
+                check_argument(name, value, kind)
+            return None, call
+
+        self.pipeline.recovery.check_usable()
+        with self.pipeline.recorder.collective(f"begin {call}, which all ranks call"):
+            gather = partial(gather_json, group=self.pipeline.grid.control)
+            _, calls = shown_to_all_ranks(check, gather, ValueError)
+        if other := next((rank for rank, text in enumerate(calls) if text != calls[0]), None):
+            raise DifferentCalls(
+                f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
+                f"{calls[other]}"
+            )
