@@ -14,7 +14,7 @@ from penstock.planner.search import Plan, plan
 pytestmark = pytest.mark.subject(
     "src/penstock/planner/*.py",
     "src/penstock/schedule/**/*.py",
-    "src/penstock/settings/training.py",
+    "src/penstock/settings/layout.py",
     "benchmarks/plan_time.py",
 )
 

@@ -13,7 +13,7 @@ from penstock.planner.times import Constants
 pytestmark = pytest.mark.subject(
     "src/penstock/planner/*.py",
     "src/penstock/schedule/**/*.py",
-    "src/penstock/settings/training.py",
+    "src/penstock/settings/layout.py",
     "benchmarks/plan_published.py",
     "benchmarks/published.py",
     "benchmarks/measured_runs.csv",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.schedule import NO_ROW, Batch, BatchItem, Ending, RingShape, Scheduler, Sequence, Token
-from penstock.settings.model import SamplingParams
+from penstock.settings.sampling import SamplingParams
 
 END = 7
 NextToken = Callable[[int, int], int]

@@ -10,31 +10,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.settings.declare import ConfigError, Setting, Settings, checked, same_as, setting, walk_settings
+    from penstock.settings.data import (
+        DataConfig,
+        PackingKind,
+    )
+    from penstock.settings.declare import (
+        ConfigError,
+        Setting,
+        Settings,
+        checked,
+        same_as,
+        setting,
+        walk_settings,
+    )
+    from penstock.settings.layout import (
+        AXES,
+        ContextForm,
+        Coordinates,
+        Device,
+        Groups,
+        Layout,
+        ParallelConfig,
+        TransportKind,
+    )
     from penstock.settings.model import (
         AdapterConfig,
         ExpertConfig,
         GroupScore,
-        InferenceConfig,
-        LogitBias,
         ModelConfig,
         Native,
-        Quantize,
-        RingConfig,
         RopeKind,
         RopeScaling,
-        SamplingParams,
         Scores,
-        ServeConfig,
+    )
+    from penstock.settings.optimizer import (
+        Arguments,
+        Decay,
+        Division,
+        LearningRate,
+        OptimizerConfig,
+        OptimizerName,
+        ParameterGroup,
+        Ramp,
+        WeightDecay,
     )
     from penstock.settings.run import (
         SETTINGS,
         CheckpointConfig,
         CompileMode,
-        DataConfig,
         LogConfig,
         Normalize,
-        PackingKind,
         Precision,
         Recompute,
         RunConfig,
@@ -48,26 +73,19 @@ if TYPE_CHECKING:
         from_dict,
         read_config,
     )
-    from penstock.settings.training import (
-        AXES,
-        Arguments,
-        ContextForm,
-        Coordinates,
-        Decay,
-        Device,
-        Division,
-        Groups,
-        Layout,
-        LearningRate,
-        OptimizerConfig,
-        OptimizerName,
-        ParallelConfig,
-        ParameterGroup,
-        Ramp,
+    from penstock.settings.sampling import (
+        LogitBias,
+        RingConfig,
+        SamplingParams,
+    )
+    from penstock.settings.schedule import (
         ScheduleConfig,
         SearchedPlacement,
-        TransportKind,
-        WeightDecay,
+    )
+    from penstock.settings.serving import (
+        InferenceConfig,
+        Quantize,
+        ServeConfig,
     )
 
 __all__ = [
@@ -133,7 +151,7 @@ __all__ = [
 ]
 
 # Each file after those that it imports.
-_FILES = ("declare", "training", "model", "run")
+_FILES = ("declare", "layout", "schedule", "optimizer", "model", "sampling", "serving", "data", "run")
 
 
 def __getattr__(name: str) -> Any:

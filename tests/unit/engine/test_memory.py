@@ -34,7 +34,7 @@ from penstock.schedule import Costs, Op
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind
 from penstock.settings import Layout, ModelConfig, OptimizerConfig, OptimizerName, ParameterGroup
-from penstock.settings.training import Arguments
+from penstock.settings.optimizer import Arguments
 
 NAMES = [name for name in schedule.names() if name != "inference"]
 # Fewer microbatches than ranks, one, and more.

@@ -23,8 +23,8 @@ from penstock.settings import (
     read_config,
 )
 from penstock.settings.declare import possible
+from penstock.settings.optimizer import LearningRate
 from penstock.settings.run import from_values
-from penstock.settings.training import LearningRate
 
 NAMES = list(SETTINGS)
 # A continued run may change these; docs and the class's docstring promise it.

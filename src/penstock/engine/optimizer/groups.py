@@ -17,7 +17,7 @@ from penstock.engine.optimizer.steppers import STEPPERS, GroupRule, OptimizerKin
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.declare import type_in_words
-from penstock.settings.training import Course, Division
+from penstock.settings.optimizer import Division, Rate
 
 # ---- The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide
 
@@ -129,7 +129,7 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
     options, rate, decay = dict(pattern.arguments), _rate(config, pattern), pattern.weight_decay
     if decay is None:
         decay = 0.0 if is_vector else config.weight_decay
-    decay = _course(decay)
+    decay = _as_rate(decay)
     if rate is None:
         # The learning rate from which a scheduler starts; without one, the optimizer's own.
         if isinstance(pattern.learning_rate, int | float):
@@ -157,12 +157,12 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
     return GroupRule(kind, rate, decay, options)
 
 
-def _course(value: Course | float | None) -> Course | None:
+def _as_rate(value: Rate | float | None) -> Rate | None:
     """A number as a course of one value."""
     return value if value is None or callable(value) else lambda step: value
 
 
-def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
+def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Rate | None:
     """The course of a group's learning rate; None where the optimizer or a scheduler decides."""
     own, usual = pattern.learning_rate, config.learning_rate
     if callable(own):
@@ -170,11 +170,11 @@ def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Course | None:
     if config.scheduler is not None:
         return None
     if own is None:
-        return _course(usual)
+        return _as_rate(usual)
     if isinstance(usual, LearningRate) and own > 0:
         factor = own / usual.peak
         return replace(usual, peak=own, floor=usual.floor * factor, initial=usual.initial * factor)
-    return None if usual is None else _course(own)
+    return None if usual is None else _as_rate(own)
 
 
 def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind, names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
 from penstock.settings import ConfigError
 from penstock.settings.declare import match, mismatch
-from penstock.settings.training import Course, Division
+from penstock.settings.optimizer import Division, Rate
 
 Values = Mapping[str, Any]
 """A group's hyperparameters under torch's names: `lr`, `weight_decay`, `betas` and the like."""
@@ -183,9 +183,9 @@ class GroupRule:
 
     kind: OptimizerKind
     #: course of the learning rate; None for that with which the optimizer is made
-    rate: Course | None
+    rate: Rate | None
     #: course of the weight decay; None for that with which the optimizer is made
-    decay: Course | None
+    decay: Rate | None
     #: further keys of torch's parameter group
     options: Mapping[str, Any] = field(default_factory=dict)
 
