@@ -134,6 +134,21 @@ class Rows(Middle):
         return super().forward(turned.real + 2.0 * turned.imag + 3.0 * negated + column.t() + mean)
 
 
+class Transposes(Middle):
+    """Gives a transposed view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # How sums are rounded depends on strides, which a message does not keep: tanh gives them anew both ways.
+        return torch.tanh(super().forward(x)).t().contiguous().t()
+
+
+class Sums(Middle):
+    """Reads the sum of all rows, so that its input's gradient is one row, expanded to all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x.contiguous().sum(0)) * torch.linspace(0.1, 1, len(x))[:, None])
+
+
 class InPlace(Middle):
     """Works in place on what it is given."""
 
@@ -178,6 +193,7 @@ KINDS: dict[str, tuple[type[Middle], ...]] = {
     "other tensors than rows": (Widens, Narrows, Middle),
     "rows conjugated by a mark": (Turns, TurnsBack, Lays),
     "views among several tensors": (Views, MoreViews, Rows),
+    "a transposed view, and an expanded gradient": (Transposes, Sums, Middle),
     "work in place": (WithItself, InPlace, Middle),
     "weights that are computed, gradients that hooks change": (Computed, Middle, Computed),
     "more of autograd within a forward": (Learns, Middle, Learns),

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
+from penstock import Engine, Layout, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import PipelineError, StepError
 from tests.dist.launch import run_ranks
@@ -136,36 +135,6 @@ def test_a_stage_that_fails_leaves_no_rank_waiting() -> None:
     for told in (first, second, third):
         assert told.startswith("rank 1 failed in 1F") and "step 0: KeyError: 'made to fail'" in told
     assert second.endswith("from KeyError")
-
-
-def batch(seed: int) -> PackedBatch:
-    return PackedBatch.from_documents(random_prompts([9, 4, 12, 7], seed))
-
-
-def interleaved(rank: int, pp: int, with_others: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Three steps of training, with or without scoring and generation between them."""
-    engine, losses = make_engine(pp), []
-    prompts, params = case([4, 6])
-    for step in range(3):
-        if with_others:
-            engine.generate(prompts, params)
-            engine.evaluate([batch(7)])
-        losses.append(engine.train_batch(batch(step), micro_batches=MicroBatchSpec(num=2)).loss)
-        if with_others:
-            engine.generate(prompts, params, GenerateOptions(num_slots=3))
-            engine.release_caches()
-    weights = {name: parameter.detach() for name, parameter in engine.parameters().items()}
-    engine.close()
-    engine.grid.close()
-    return weights, losses
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_training_is_bit_for_bit_the_same_with_generation_between_its_steps(pp: int) -> None:
-    alone, among = (run_ranks(pp, interleaved, pp, with_others) for with_others in (False, True))
-    for (weights, losses), (others, other_losses) in zip(alone, among, strict=True):
-        assert losses == other_losses and weights.keys() == others.keys() and weights
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def refusals(rank: int, pp: int) -> list[str]:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
 from penstock.engine import TrainResult
-from penstock.model import cross_entropy_sum
+from penstock.model import CachedRows, CacheSize, cross_entropy_sum
 from penstock.settings import LearningRate, OptimizerConfig, Precision, SamplingParams, ScheduleConfig, WeightDecay
 from tests.dist.launch import run_ranks
-from tests.dist.test_own_modules import Embedded, Head, Turned
 
 WIDTH, VOCAB, STEPS = 8, 32, 3
 SPLIT = MicroBatchSpec(num=3)
@@ -240,6 +239,35 @@ def test_each_tensor_of_own_layers_keeps_its_dtype_and_is_trained_as_by_plain_py
 
 
 # ---- generation
+
+
+class Alone:
+    """Generates from each token alone, so that it keeps nothing."""
+
+    def new_cache(self, size: CacheSize) -> None:
+        return None
+
+    def decode(self: Any, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return self(x)
+
+
+class Embedded(Alone, nn.Embedding):
+    """Token ids to rows."""
+
+
+class Turned(Alone, nn.Linear):
+    """Gives a transposed view."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        # How sums are rounded depends on strides, which a message does not keep: tanh gives them anew both ways.
+        return torch.tanh(super().forward(input)).t().contiguous().t()
+
+
+class Head(Alone, nn.Linear):
+    """Rows to logits."""
+
+    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
+        return self(rows.sampled(x.contiguous()))
 
 
 def generated(rank: int, layout: Layout) -> list[Any]:

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
-from penstock.engine import EngineOptions, GenerateOptions
+from penstock.engine import EngineOptions
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.own_layers import units_of_layers
-from penstock.model import CachedRows, CacheSize, Randomness, cross_entropy_sum
-from penstock.settings import LearningRate, OptimizerConfig, SamplingParams, ScheduleConfig, WeightDecay
+from penstock.model import Randomness, cross_entropy_sum
+from penstock.settings import LearningRate, OptimizerConfig, SamplingParams, WeightDecay
 from tests.dist.launch import run_ranks
 from tests.hugging_face import make_model, make_sequences
 
@@ -228,92 +228,6 @@ def test_buffers_are_saved_and_loaded_in_any_layout_and_equal_on_ranks_that_hold
         )
         assert {name for one in every for name in one} == set(saved)
         assert all(torch.equal(value, saved[name]) for one in every for name, value in one.items())
-
-
-# ---- tensors that do not lie in memory row by row
-
-
-class Alone:
-    """Generates from each token alone, so that it keeps nothing."""
-
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
-    def decode(self: Any, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        return self(x)
-
-
-class Embedded(Alone, nn.Embedding):
-    """Token ids to rows."""
-
-
-class Turned(Alone, nn.Linear):
-    """Gives a transposed view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # How sums are rounded depends on strides, which a message does not keep: tanh gives them anew both ways.
-        return torch.tanh(super().forward(x)).t().contiguous().t()
-
-
-class Summed(Alone, nn.Linear):
-    """Reads the sum of all tokens, so that its input's gradient is one row, expanded to all tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.contiguous().sum(0)
-        return torch.tanh(super().forward(total) * torch.linspace(0.1, 1, len(x))[:, None])
-
-    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        return super().forward(x.contiguous())
-
-
-class Expanded(Alone, nn.Linear):
-    """Gives one row, expanded to all tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x[:1])).expand(len(x), -1)
-
-    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        return torch.tanh(super().forward(x)).t().contiguous().t()
-
-
-class Head(Alone, nn.Linear):
-    """Rows to logits."""
-
-    def decode(self, x: Tensor, cache: None, rows: CachedRows) -> Tensor:
-        return self(rows.sampled(x.contiguous()))
-
-
-def views() -> list[nn.Module]:
-    """Layers that give a view or send back an expanded gradient where stages of two layers meet."""
-    torch.manual_seed(7)
-    kinds = (Turned, Summed, Expanded, Summed)
-    return [Embedded(VOCAB, WIDTH), *(kind(WIDTH, WIDTH) for kind in kinds), Head(WIDTH, VOCAB)]
-
-
-def train_views(rank: int, schedule: ScheduleConfig) -> tuple[list[Any], dict[str, Tensor]]:
-    """The losses of some steps, what is evaluated and generated then, and the final weights of this rank."""
-    options = EngineOptions(schedule=schedule, optimizer=PLAIN, device="cpu", timeout_s=30.0)
-    engine = Engine.from_layers(views(), WIDTH, Layout(pp=len(schedule.cut or (6,))), options)
-    found: list[Any] = [engine.train_batch(batch(step), micro_batches=SPLIT).loss for step in range(STEPS)]
-    found.append(engine.evaluate([batch(9)], micro_batches=SPLIT))
-    params, one_slot = SamplingParams(max_new_tokens=4, temperature=0.8), GenerateOptions(num_slots=1)
-    for answer in engine.generate([[3, 4, 5], [6, 7]], params, one_slot):
-        found.append((answer.tokens, answer.log_probs))
-    weights = {name: parameter.detach().clone() for name, parameter in engine.parameters().items()}
-    engine.close()
-    engine.grid.close()
-    return found, weights
-
-
-@pytest.mark.parametrize(("name", "cut"), [("1f1b", (2, 4)), ("zb-h1", (2, 2, 2))])
-def test_views_and_expanded_gradients_change_no_bit_on_their_way_between_ranks(name: str, cut: tuple[int, ...]) -> None:
-    alone, weights = train_views(0, ScheduleConfig("1f1b"))
-    ranks = run_ranks(len(cut), train_views, ScheduleConfig(name, cut=cut))
-    assert all(found == alone for found, _ in ranks)
-    assert len(set(map(str, alone))) == STEPS + 3
-    together = {name: weight for _, part in ranks for name, weight in part.items()}
-    assert together.keys() == weights.keys()
-    assert all(torch.equal(weight, weights[name]) for name, weight in together.items())
 
 
 # ---- transformers' own layers

@@ -56,7 +56,6 @@ DENSE_CHAIN = [
     Link(Layout(dp=2, cp=2), zero=True),
     *([Link(Layout(tp=4))] if EVERY else []),
 ]
-PIPELINES = [Link(Layout(pp=2), "zb-h1"), Link(Layout(pp=4)), Link(Layout(pp=2), "interleaved", 2)]
 
 
 def opened(link: Link, config: ModelConfig, precision: Precision) -> Engine:
@@ -127,18 +126,6 @@ def test_a_chain_of_layouts_is_one_run(tmp_path: Path, config: ModelConfig, chai
     assert by_rank == [by_rank[0]] * 4
     for found, expected in zip([*by_rank[0], one_step(alone)], wanted, strict=True):
         assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)
-
-
-@pytest.mark.shows(96)
-def test_where_pipelines_and_schedules_alone_change_it_is_so_bit_for_bit(tmp_path: Path) -> None:
-    told = []
-    for link in PIPELINES:
-        by_rank = run_ranks(link.layout.world_size, walk, [link], DENSE, Precision.BF16, tmp_path, timeout_s=60.0)
-        assert by_rank == [by_rank[0]] * link.layout.world_size
-        told += by_rank[0]
-    alone = opened(Link(Layout()), DENSE, Precision.BF16)
-    resume(alone, checkpoints(alone, tmp_path))
-    assert [*told, one_step(alone)] == uninterrupted(DENSE, Precision.BF16, len(PIPELINES) + 1)
 
 
 def reads_of(rank: int, folder: Path) -> tuple[int, int, int, int]:

@@ -109,32 +109,3 @@ class Prodigy(torch.optim.Optimizer):
                 self.state[parameter]["step"] += 1
                 denominators = self.state[parameter]["exp_avg_sq"].sqrt().add_(d * 1e-8)
                 parameter.addcdiv_(parameter.grad, denominators, value=-group["lr"] * d * d)
-
-
-class History(torch.optim.Optimizer):
-    """L-BFGS without a line search, whose history is in its group. Source: Nocedal 1980, algorithm of section 2."""
-
-    divides = "model"
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "pairs": [], "last": None, "moved": None})
-        self._parameters = [p for group in self.param_groups for p in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        first = self.param_groups[0]
-        flat = torch.cat([p.grad.flatten() for p in self._parameters])
-        direction, shares = flat.clone(), []
-        if first["last"] is not None:
-            change = flat - first["last"]
-            if float(change @ first["moved"]) > 1e-12:
-                first["pairs"] = [*first["pairs"][-2:], (change, first["moved"])]
-        for change, moved in reversed(first["pairs"]):
-            shares.append((moved @ direction) / (change @ moved))
-            direction -= shares[-1] * change
-        for change, moved in first["pairs"]:
-            direction += moved * (shares.pop() - (change @ direction) / (change @ moved))
-        first["last"], first["moved"], done = flat, -first["lr"] * direction, 0
-        for parameter in self._parameters:
-            parameter.add_(first["moved"][done : done + parameter.numel()].view_as(parameter))
-            done += parameter.numel()

@@ -356,6 +356,10 @@ def test_lengths_places_and_numbers_at_the_edge_are_named() -> None:
     pairs = BATCH.with_key("positions", torch.tensor([[0, 0], [1, 1], [2, 2], [0, 0], [1, -1]]))
     with pytest.raises(ValueError, match=r"data\['positions'\]: sequence 1 has -1 at its place 1"):
         engine.train_batch(pairs)
+    for dtype in (torch.float32, torch.bool, torch.int16):
+        words = rf"data\['positions'\]: {dtype}; positions are torch.int64 or torch.int32"
+        with pytest.raises(BatchError, match=words):
+            engine.train_batch(BATCH.with_key("positions", torch.zeros(5, dtype=dtype)))
     with pytest.raises(ValueError, match="skip names the answer 1; there are 1, counted from 0"):
         engine.generate([[1]], SamplingParams(max_new_tokens=2), GenerateOptions(skip=frozenset({1})))
     engine.close()

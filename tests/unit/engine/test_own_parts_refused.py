@@ -125,6 +125,23 @@ def test_labels_past_the_last_layers_width_are_refused_before_anything_is_comput
     assert own.train_batch(batch((6, 0, -100))).success and computed
 
 
+@pytest.mark.shows(113)
+@pytest.mark.parametrize(
+    ("tokens", "labels", "words"),
+    [
+        ((1, 2, 16), (2, 3, -100), r"data\['tokens'\]: sequence 0 has 16 at its place 2"),
+        ((1, 2, 3), (2, -4, -100), r"data\['labels'\]: sequence 0 has -4 at its place 1"),
+    ],
+)
+def test_an_embedding_is_given_no_token_that_it_does_not_have(tokens: Any, labels: Any, words: str) -> None:
+    own = engine()
+    before = {name: p.detach().clone() for name, p in own.parameters().items()}
+    with pytest.raises(BatchError, match=words):
+        own.train_batch(PackedBatch.from_sequences({"tokens": [list(tokens)], "labels": [list(labels)]}))
+    assert all(torch.equal(p, before[name]) for name, p in own.parameters().items())
+    assert own.train_batch(batch()).success
+
+
 class Seen(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -83,6 +83,8 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: PerToken(5), "hook = 5: expected function, got int"),
     (lambda: PackedBatch.from_sequences(5), "sequences: an int; give a dict from names to values"),
     (lambda: PackedBatch.from_sequences({5: [[1]]}), "sequences: the key 5 is an int; keys are names"),
+    (lambda: PackedBatch.from_documents(["ab"]), "sequences['tokens']: 'ab' is not a list of numbers"),
+    (lambda: PackedBatch.from_documents(None), "sequences['tokens']: a NoneType; give a list of items"),
     (lambda: PackedBatch.from_documents([[1], [2]], ids="ab"), "ids: 'ab' is a str; give a list"),
     (lambda: PackedBatch.from_documents([[1]], metadata=[1]), "metadata: a list; give a dict from names to values"),
     (lambda: PackedBatch.gather("x"), "batches: a str; give a list of batches"),
