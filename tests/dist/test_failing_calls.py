@@ -445,8 +445,11 @@ def calls_that_fail(rank: int, layout: Layout, with_listeners: bool) -> tuple[li
     return messages, found, wanted
 
 
+@pytest.mark.shows(112)
 @pytest.mark.parametrize(
-    ("layout", "with_listeners"), [(Layout(pp=2), True), (Layout(dp=2), False), (Layout(tp=2), False)], ids=str
+    ("layout", "with_listeners"),
+    [(Layout(pp=2), True), (Layout(dp=2), False), (Layout(tp=2), True), (Layout(cp=2), True)],
+    ids=str,
 )
 def test_calls_after_one_that_failed_give_what_an_engine_gives_that_never_failed(
     layout: Layout, with_listeners: bool

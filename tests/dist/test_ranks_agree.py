@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
+from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch
 from penstock.model import decoder_units
 from penstock.runtime.transport import default_store
 from penstock.schedule import Schedule, build
 from penstock.schedule.text import to_text
-from penstock.settings import ModelConfig, ScheduleConfig
+from penstock.settings import ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
 
@@ -208,32 +208,3 @@ def test_ranks_with_different_lists_of_layers_are_refused() -> None:
         assert other == (
             "ValueError: ranks were given different layers: layers.1 has 72 parameters on rank 0, but 64 on rank 1"
         )
-
-
-CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, max_length=64)
-
-
-def listeners(rank: int, layout: Layout) -> list[str]:
-    """A listener that fails on the last rank that hears, then a generation as it should be."""
-    units = lambda groups: decoder_units(CONFIG, groups=groups)  # noqa: E731
-    engine = Engine(units, CONFIG.hidden_size, layout, EngineOptions(timeout_s=30.0, learns=False))
-
-    def fail(number: int, answer: object) -> None:
-        if rank == layout.world_size - 1:
-            raise KeyError("made to fail")
-
-    params, prompts = SamplingParams(max_new_tokens=4, temperature=0.0), [[1, 2], [3]]
-    calls = (
-        lambda: engine.generate(prompts, params, on_answer=fail),
-        lambda: [[token.id for token in a.generated] for a in engine.generate(prompts, params)],
-    )
-    return [outcome(call) for call in calls]
-
-
-@pytest.mark.shows(112)
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)], ids=str)
-def test_a_listener_that_fails_where_ranks_hold_the_same_stage_ends_the_call_on_all(layout: Layout) -> None:
-    results = run_ranks(layout.world_size, listeners, layout)
-    for failed, good in results:
-        assert failed.startswith("StepError: rank 1") and "KeyError: 'made to fail'" in failed
-        assert good == results[0][1] and good.startswith("gave [")

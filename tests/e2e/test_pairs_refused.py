@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock import Engine, PackedBatch, schedule
 from penstock.cli.main import main
 from penstock.engine.options import EngineOptions
-from penstock.runtime import Pairs, PipelineError
+from penstock.runtime import PipelineError
 from penstock.schedule import Pair
 from tests.e2e.training import write_run
 
@@ -109,9 +109,3 @@ def test_what_is_no_loss_and_what_is_no_stream_is_told_when_it_is_given() -> Non
         PipelineError, match=r"layers\.2, given the 2 tensors of the layer before: .*takes 2 positional arguments"
     ):
         small_engine([nn.Embedding(8, 4), Two(), nn.Linear(4, 8)]).train_batch(small_batch())
-
-
-@pytest.mark.shows(48)
-def test_turns_without_overlap_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"early_release = true .*schedule\.overlap = false"):
-        Pairs(overlap=False, early_release=True)

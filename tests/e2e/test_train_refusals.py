@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -154,19 +153,6 @@ def test_a_group_refuses_sizes_before_any_work(
     err = capsys.readouterr().err
     assert is_one_sentence(err), err
     assert re.search(told, err), err
-
-
-@pytest.mark.shows(148)
-def test_of_a_group_of_torchrun_one_process_reports_sizes_that_it_has_not(tmp_path: Path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    file = write_run(tmp_path, "run", 8)
-    before = files_of(tmp_path)
-    with Started([str(file), "--parallel.pp", "1000000"], launcher=torchrun) as started:
-        ended = started.end()
-    told = [line for line in ended.err.splitlines() if line.startswith("penstock: ")]
-    assert len(told) == 1 and "parallel.pp = 1000000" in told[0], ended.err
-    assert re.findall(r"exitcode +: (\S+)", ended.err)[-1] == "2", "the first failure comes last in torchrun's report"
-    assert files_of(tmp_path) == before
 
 
 @pytest.mark.shows(99)

@@ -1,6 +1,5 @@
 """A run that is killed, stopped or robbed of its checkpoints continues with the numbers of one that was not."""
 
-import json
 import re
 import shutil
 import signal
@@ -8,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.cli.main import main
 from tests.e2e.training import Ended, Started, exact_metrics, has_saved, last_step, run, wait_until, write_run
@@ -149,28 +147,3 @@ def test_a_finished_run_has_nothing_left_to_do(folder: Path, reference: Path, ca
     assert main(["train", str(file), "--parallel.pp", "1"]) == 0
     assert f"done after step {STEPS}, validation loss" in capsys.readouterr().out
     assert (reference / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(
-    folder: Path, reference: Path, capsys: pytest.CaptureFixture[str]
-):
-    output = folder / "damaged"
-    shutil.copytree(reference, output)
-    for checkpoint in checkpoints(output):
-        (checkpoint / "manifest.json").write_text("{}")
-    before = (output / "metrics.jsonl").read_bytes()
-    file = write_run(folder, "damaged", STEPS)
-    assert main(["train", str(file), "--parallel.pp", "1"]) == 2
-    assert f"all {STEPS // 5} checkpoints in {output}/checkpoints are damaged" in capsys.readouterr().err
-    assert (output / "metrics.jsonl").read_bytes() == before
-
-
-def test_two_runs_begin_with_the_same_random_numbers(tmp_path: Path):
-    states = []
-    for name in ("one", "other"):
-        assert main(["train", str(write_run(tmp_path, name, 6)), "--parallel.pp", "1"]) == 0
-        checkpoint = checkpoints(tmp_path / name)[-1]
-        states.append(json.loads((checkpoint / "manifest.json").read_text())["extras"])
-        torch.rand(3)
-    assert states[0][0]["random"].keys() >= {"python", "torch"}
-    assert states[0] == states[1]
