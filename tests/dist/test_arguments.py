@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.data import Extent, split
+from penstock.data import Extent
 from penstock.engine import EngineOptions
 from penstock.engine.own_layers import units_of_layers
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
-from penstock.settings import LearningRate, OptimizerConfig, ScheduleConfig, WeightDecay
+from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_outcomes, run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences
@@ -51,94 +50,6 @@ class Named(nn.Module):
         return self.linear(x) * absent + topic.repeat_interleave(lengths)[:, None]
 
 
-class Optional(nn.Module):
-    """Asks for keys that it can do without, and for labels in the middle of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None, other: int = 3) -> Tensor:
-        assert mask is not None and labels is not None and other == 3
-        return x + self.linear(x) * mask[:, None] + 0.1 * (labels == 1)[:, None]
-
-
-class Wrapper(nn.Module):
-    """Hands on what it is given, as wrappers of other libraries do."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
-class Positional(Wrapper):
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x + self.linear(x) * mask[:, None]
-
-
-class Bound(nn.Module):
-    """Its `factor` is bound before, though the batch has a key of that name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor, factor: float) -> Tensor:
-        return x + self.linear(x) * mask[:, None] * factor
-
-
-class Bag(nn.Module):
-    """Mean over each sequence, from the sequences' boundaries."""
-
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        return torch.cat([part - part.mean(0, keepdim=True) for part in x.split(list(sequences.lengths))])
-
-
-def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="eager")
-
-
-def layers() -> list[Any]:
-    torch.manual_seed(3)
-    encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
-    return [
-        Embed(),
-        Named(),
-        compiled(Optional()),
-        encoder,
-        Wrapper(Bag()),
-        functools.partial(Bound(), factor=2.0),
-        Positional(Scaled()),
-        Wrapper(compiled(Scaled())),
-        nn.Linear(WIDTH, VOCAB),
-    ]
-
-
-def called_by_hand(model: list[Any], m: PackedBatch) -> Tensor:
-    """Every layer with its arguments written out."""
-    embed, named, optional, encoder, bag, bound, positional, last, head = model
-    sequences = Sequences.from_lengths(m.sequence_lengths())
-    x = embed(m["tokens"], m["token_types"])
-    x = named(x, sequences, topic=m["topic"])
-    x = optional(x, mask=m["mask"], labels=m["labels"])
-    x = bag(encoder(x), sequences)
-    x = bound(x, m["mask"])
-    x = last(positional(x, m["mask"]), m["mask"])
-    return head(x)
-
-
 def batch() -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
@@ -147,65 +58,6 @@ def batch() -> PackedBatch:
     found = found.with_key("mask", torch.rand(sum(LENGTHS), generator=generator))
     found = found.with_key("factor", torch.zeros(len(LENGTHS)), Extent.ITEM)
     return found.with_key("topic", torch.rand(len(LENGTHS), generator=generator), Extent.ITEM)
-
-
-def train(rank: int, layout: Layout, schedule: str) -> tuple[list[float], Tensor | None]:
-    # Balanced by work, a middle stage would have no layer that asks for anything.
-    cut = (2, 5, 2) if layout.pp == 3 else None
-    options = EngineOptions(schedule=ScheduleConfig(schedule, cut=cut), optimizer=PLAIN, device="cpu")
-    engine = Engine.from_layers(layers(), WIDTH, layout, options)
-    own = batch().split_with([2] * layout.dp)[engine.grid.dp_rank] if layout.dp > 1 else batch()
-    split_as = MicroBatchSpec(num=2) if layout.dp > 1 else SPLIT
-    losses = [engine.train_batch(own, micro_batches=split_as).loss for _ in range(2)]
-    logits = engine.forward(own, micro_batches=split_as)
-    engine.close()
-    engine.grid.close()
-    return losses, logits
-
-
-def by_hand() -> tuple[list[float], Tensor]:
-    model = layers()
-    parts = [part.func if isinstance(part, functools.partial) else part for part in model]
-    parameters = [p for part in parts for p in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, 0.05, (PLAIN.beta1, PLAIN.beta2), PLAIN.eps, weight_decay=0.0)
-    losses = []
-    microbatches = split(batch(), SPLIT).microbatches
-    for _ in range(2):
-        total = torch.zeros(())
-        for m in microbatches:
-            loss = cross_entropy_sum(called_by_hand(model, m), m["labels"]) / (sum(LENGTHS) - len(LENGTHS))
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(total))
-    with torch.no_grad():
-        for part in parts:
-            part.eval()
-        items = [called_by_hand(model, m) for m in microbatches]
-    order = split(batch(), SPLIT)
-    pieces = torch.cat(items).split([LENGTHS[i] for i in order.forward_indices])
-    return losses, torch.cat([pieces[i] for i in order.backward_indices])
-
-
-@pytest.mark.shows(103)
-@pytest.mark.parametrize(
-    "layout, schedule",
-    [(Layout(), "1f1b"), (Layout(pp=3), "zb-h1"), (Layout(pp=2, dp=2), "1f1b")],
-    ids=str,
-)
-def test_layers_get_what_they_ask_for_on_any_stage_wrapped_or_compiled(layout: Layout, schedule: str) -> None:
-    losses, logits = by_hand()
-    ranks = (
-        [train(0, layout, schedule)]
-        if layout.world_size == 1
-        else run_ranks(layout.world_size, train, layout, schedule)
-    )
-    assert all(found[0] == ranks[0][0] for found in ranks)
-    if layout.dp == 1:
-        # Attention of the encoder layer is over a microbatch: those of other ranks are others.
-        torch.testing.assert_close(ranks[0][0], losses, rtol=1e-5, atol=0)
-        torch.testing.assert_close(ranks[-1][1], logits, rtol=1e-4, atol=1e-5)
 
 
 def refuse(rank: int, layout: Layout, make: Callable[[], list[nn.Module]], key: str | None) -> list[str]:

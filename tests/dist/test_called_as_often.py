@@ -71,7 +71,7 @@ class Draws(Middle):
 
 
 class Widens(Middle):
-    """Gives several tensors: whole rows, a complex one, a number, and as many rows as its data say."""
+    """Gives several tensors: whole rows, a complex one, a number, as many rows as its data say, and none."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         x = super().forward(x)
@@ -82,13 +82,14 @@ class Widens(Middle):
             "total": x.sum(),
             "large": large,
             "doubled": x.double(),
+            "none": x[:0],
         }
 
 
 class Narrows(Middle):
     def forward(self, x: Tensor, **beside: Tensor) -> Tensor:
         more = beside["turned"].real + beside["turned"].imag * beside["large"].sum() + 0.01 * beside["total"]
-        return super().forward(x + more + beside["doubled"].float())
+        return super().forward(x + more + beside["doubled"].float() + beside["none"].sum())
 
 
 class Turns(Middle):

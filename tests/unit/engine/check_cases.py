@@ -913,6 +913,29 @@ def rows_of_numbers_instead_of_tokens() -> Given:
 
 
 @parts()
+def items_without_images() -> Given:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.patches = nn.Embedding(VOCAB, WIDTH), nn.Conv2d(1, WIDTH, 4, 4)
+
+        def forward(self, tokens: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+            return self.words(tokens), self.patches(images).flatten(1)
+
+    def both(layer: Any, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        return x + layer.up(x), seen + layer.down(seen)
+
+    def joins(layer: Any, x: Tensor, seen: Tensor, tokens: Tensor) -> Tensor:
+        return Block.forward(layer, x.masked_scatter((tokens == 3)[:, None], seen))
+
+    two, one = torch.randn(3, 1, 4, 4).split([2, 1])
+    tokens = [[5, 6, 7], [3, 1, 3, 2], [4, 4], [1, 2, 3]]
+    labels = [[*own[1:], -100] for own in tokens]
+    batch = PackedBatch.from_sequences({"tokens": tokens, "labels": labels, "images": [[], two, [], one]})
+    return [Looks(), changed(both), changed(joins), nn.Linear(WIDTH, VOCAB)], {"batch": batch}
+
+
+@parts()
 def layers_made_where_they_are_held() -> Model:
     return [own if number != 2 else partial(Block) for number, own in enumerate(model())]  # type: ignore[misc]
 
@@ -933,6 +956,23 @@ def a_loss_with_numbers_beside_it(logits: Tensor, microbatch: PackedBatch) -> tu
 @loss()
 def a_loss_by_step_and_rewards(logits: Tensor, microbatch: PackedBatch, step: int) -> Tensor:
     return (nats_of_tokens(logits, microbatch) * microbatch["weight"]).sum() * min(1.0, step / 2)
+
+
+@parts()
+def a_parameter_of_the_loss_in_the_last_layer() -> Given:
+    class Tempered(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, VOCAB)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(input), self.scale
+
+    def loss_fn(output: tuple[Tensor, Tensor], microbatch: PackedBatch) -> Tensor:
+        logits, scale = output
+        return nats(logits, microbatch) * (-scale.float()).exp().sum() + scale.float().sum() * len(logits)
+
+    return [*model()[:-1], Tempered()], {"loss_fn": loss_fn}
 
 
 @parts()

@@ -38,6 +38,13 @@ def test_a_part_that_is_right_raises_no_alarm(case: Case) -> None:
     assert report.is_equal, str(report)
 
 
+@pytest.mark.shows(165)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_parameter_of_the_loss_in_the_last_layer_is_trained_as_by_a_plain_loop(pp: int) -> None:
+    layers, given = of_name("a parameter of the loss in the last layer").make()
+    check(layers, batch(), Layout(pp=pp), steps=3, **given).raise_if_different()
+
+
 def test_forty_kinds_of_breaches_and_forty_right_parts_are_held() -> None:
     assert len(BREACHES) >= 40
     assert len(RIGHT) >= 40

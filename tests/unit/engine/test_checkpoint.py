@@ -492,16 +492,6 @@ def test_a_link_in_the_place_of_a_step_to_come_gives_way(tmp_path: Path, target:
     assert read_manifest(tmp_path / "step-00000001").step == 1
 
 
-def test_values_json_cannot_hold_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        _checkpointer(tmp_path).save(1, _tensors(1), {"tensor": torch.zeros(1)})
-
-
-def test_keeping_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        _checkpointer(tmp_path, keep=0)
-
-
 def test_the_manifest_tells_every_file_of_the_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, [1])
     path = tmp_path / "step-00000001"

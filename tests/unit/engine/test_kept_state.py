@@ -97,36 +97,6 @@ def test_buffers_of_inner_modules_are_put_back_after_a_step_that_failed() -> Non
     assert int(ours["blocks.0.1.num_batches_tracked"]) == 4 and int(theirs["blocks.0.1.num_batches_tracked"]) == 6
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a count in its groups, and fails in its second step."""
-
-    fails = True
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, lr=0.1)
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        super().step()
-        is_of_model = sum(p.numel() for group in self.param_groups for p in group["params"]) > 100
-        if self.fails and is_of_model and self.param_groups[0]["count"] == 2:
-            raise ArithmeticError("made to fail")
-
-
-@pytest.mark.shows(112)
-def test_values_in_an_optimizers_groups_are_as_before_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(optimizer=OptimizerConfig(factory=Counting))
-    engine.train_batch(BATCH)
-    with pytest.raises(ArithmeticError):
-        engine.train_batch(BATCH)
-    stepper: Any = engine.trainer.optimizer._steppers[-1]
-    assert [group["count"] for group in stepper._optimizer.param_groups] == [1]
-    monkeypatch.setattr(Counting, "fails", False)
-    assert engine.train_batch(BATCH).step == 2
-    engine.close()
-
-
 def counting(groups: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     optimizer.register_step_pre_hook(lambda *_: STEPS.append("hook"))
@@ -309,17 +279,6 @@ def test_state_of_another_optimizer_is_refused_with_nothing_loaded(tmp_path: Pat
     assert other.step == 0 and other.train_batch(BATCH).success
 
 
-@pytest.mark.shows(163)
-def test_a_weight_that_is_given_other_storage_is_trained_in_fp32_too() -> None:
-    engine = engine_of(optimizer=partial(torch.optim.SGD, lr=0.1))
-    engine.train_batch(BATCH)
-    weight = engine.parameters()["layers.2.weight"]
-    weight.data = torch.zeros_like(weight)
-    engine.train_batch(BATCH)
-    assert torch.equal(weight, -0.1 * engine.gradient("layers.2.weight")) and bool(weight.any())
-    engine.close()
-
-
 @pytest.mark.shows(112)
 def test_random_numbers_are_as_before_a_call_that_failed() -> None:
     engine = engine_of()
@@ -332,18 +291,6 @@ def test_random_numbers_are_as_before_a_call_that_failed() -> None:
     with pytest.raises(ArithmeticError):
         engine.forward(BATCH, hook)
     assert torch.equal(torch.get_rng_state(), before)
-    engine.close()
-
-
-def test_weights_that_are_loaded_while_they_are_fixed_are_cast_anew(tmp_path: Path) -> None:
-    engine = engine_of(precision="bf16-autocast")
-    first = float(engine.evaluate([BATCH]))
-    engine.save(tmp_path)
-    engine.train_batch(BATCH)
-    with engine.fixed_weights():
-        assert float(engine.evaluate([BATCH])) != first
-        engine.load(tmp_path)
-        assert float(engine.evaluate([BATCH])) == first
     engine.close()
 
 

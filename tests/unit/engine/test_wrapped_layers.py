@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,6 +66,13 @@ class Positional(Wrapper):
         return self.inner(x, *args)
 
 
+class Scaled(Masked):
+    """Its `factor` is bound before, though the batch has a key of that name."""
+
+    def forward(self, x: Tensor, mask: Tensor, factor: float = 1.0) -> Tensor:
+        return super().forward(x, mask) * factor
+
+
 class Late(Masked):
     """By position its mask comes after a parameter that is no key."""
 
@@ -123,6 +131,19 @@ def test_keys_reach_the_layers_inside_wrappers_and_sequences(make: Callable[[], 
         x = outer(by_hand, Sequences.from_lengths(LENGTHS), given["mask"], given["types"], embedding(given["tokens"]))
         torch.testing.assert_close(logits, head(x))
     assert engine.train_batch(given).success
+    engine.close()
+
+
+@pytest.mark.shows(103)
+def test_compiled_layers_and_those_with_an_argument_bound_before_get_what_they_ask_for() -> None:
+    given = batch("mask").with_key("factor", torch.zeros(2), "item")
+    first, scaled, masked, head = nn.Embedding(VOCAB, WIDTH), Scaled(), Masked(), nn.Linear(WIDTH, VOCAB)
+    layers = [first, partial(scaled, factor=2.0), torch.compile(masked, backend="eager"), head]
+    engine = Engine.from_layers(layers, WIDTH)  # pyright: ignore[reportArgumentType]
+    logits = engine.forward(given, micro_batches=MicroBatchSpec(num=1))
+    with torch.no_grad():
+        x = scaled(first(given["tokens"]), given["mask"], 2.0)
+        torch.testing.assert_close(logits, head(masked(x, given["mask"])))
     engine.close()
 
 
