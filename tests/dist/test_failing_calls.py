@@ -31,7 +31,7 @@ from penstock.engine.checkpoint import CheckpointReader, checkpointer
 from penstock.engine.optimizer.steppers import AdamW
 from penstock.engine.own_layers import units_of_layers
 from penstock.model import ModelGroups, UnitSpec, decoder_units
-from penstock.settings import ParameterGroup, ScheduleConfig
+from penstock.settings import ParameterGroup
 from tests.dist.grid_cases import DENSE
 from tests.dist.launch import run_ranks
 
@@ -191,40 +191,6 @@ class SGD(torch.optim.SGD):
 def units_of(build: Callable[[], nn.Module]) -> list[UnitSpec]:
     first, last = units_of_layers([nn.Embedding(16, 8), nn.Linear(8, 16)])
     return [first, replace(last, build=build, initialise=lambda module, seed: module.to_empty(device="cpu"))]
-
-
-class CannotCompute(nn.Module):
-    """Multiplies by a matrix of another height than the stream's width, or raises what is more than a message."""
-
-    def __init__(self, raises: bool) -> None:
-        super().__init__()
-        self.raises, self.weight = raises, nn.Parameter(torch.zeros(7, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.raises:
-            raise UnicodeDecodeError("utf-8", b"a", 0, 1, "made to fail")
-        return x @ self.weight
-
-
-def layers_that_fail(rank: int) -> list[str]:
-    messages = []
-    for raises in (False, True):
-        layers = [nn.Embedding(16, 8), nn.Linear(8, 8), CannotCompute(raises), nn.Linear(8, 16)]
-        options = EngineOptions(ScheduleConfig(cut=(2, 2)), timeout_s=TIMEOUT_S)
-        engine = Engine.from_layers(layers, 8, Layout(pp=2), options)
-        for call in (engine.train_batch, engine.forward):
-            messages.append(heard(StepError, partial(call, batch_of(engine)))[0])
-        engine.close()
-    return messages
-
-
-def test_a_layer_that_cannot_compute_is_named_with_rank_step_and_message_on_all_ranks() -> None:
-    for train, forward, raised, raised_forward in run_ranks(2, layers_that_fail):
-        text = r"rank 1 failed in 1F0, step {}: RuntimeError: layers\.2 \(CannotCompute\): mat1 and mat2 shapes cannot"
-        # A step bears the number of its result, from 1; forwards that of the last step.
-        assert re.match(text.format(1), train) and re.match(text.format(0), forward)
-        for told in (raised, raised_forward):
-            assert "UnicodeDecodeError: " in told and told.endswith("fail; in the layer layers.2 (CannotCompute)")
 
 
 def constructors(layout: Layout, folder: Path) -> dict[str, Callable[[], object]]:

@@ -123,19 +123,6 @@ def test_as_many_where_none_is_given_whatever_the_layout() -> None:
         assert {name: own for found in by_rank for name, own in found[-1].items()} == gradients
 
 
-@pytest.mark.shows(177)
-def test_the_pages_say_this_number() -> None:
-    default = TrainConfig().num_microbatches
-    assert f"left out, {default} in any layout" in " ".join((Engine.train_batch.__doc__ or "").split())
-    sentences = {
-        "how/reproducibility.md": f"which is {default} in every layout where it is not given",
-        "tutorials/own_layers.md": f"Where `micro_batches` is not given there are {default}",
-        "promises.md": f"where their number is not given it is {default} in each",
-    }
-    for page, sentence in sentences.items():
-        assert sentence in (DOCS / page).read_text()
-
-
 # ---- which microbatch, of which step
 
 

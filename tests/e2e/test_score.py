@@ -219,10 +219,6 @@ REFUSED = {
         "parallel.pp = 0 is not possible; it must be at least 1",
     ),
     "more stages than units": (["FOLDER/run", "FOLDER/texts.jsonl", "--pp", "7"], "7 stages.* 6 units"),
-    "no pipelines": (
-        ["FOLDER/run", "FOLDER/texts.jsonl", "--dp", "0"],
-        "parallel.dp = 0 is not possible; it must be at least 1",
-    ),
     "no temperature": (
         ["FOLDER/run", "FOLDER/texts.jsonl", "--temperature", "nan"],
         "score.temperature = nan is not a finite number",
