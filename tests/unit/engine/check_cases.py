@@ -876,6 +876,16 @@ def frozen_layers() -> Model:
 
 
 @parts()
+def a_layer_that_detaches_its_input() -> Model:
+    return model(second=changed(lambda layer, x: Block.forward(layer, x.detach())))
+
+
+@parts()
+def sparse_gradients() -> Model:
+    return [nn.Embedding(VOCAB, WIDTH, sparse=True), *model()[1:]]
+
+
+@parts()
 def a_layer_without_parameters() -> Model:
     return [*model()[:2], nn.Tanh(), *model()[2:]]
 
