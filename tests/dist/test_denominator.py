@@ -21,7 +21,9 @@ LARGE = 2**40 + 1
 
 def batch(dp_rank: int) -> PackedBatch:
     generator = torch.Generator().manual_seed(dp_rank)
-    return PackedBatch.from_documents([torch.randint(0, 40, (n,), generator=generator) for n in (5, 3, 8, 4 + dp_rank)])
+    return PackedBatch.from_documents(
+        [torch.randint(0, 40, (n,), generator=generator) for n in (5, 3, 8, 4 + 3 * dp_rank)]
+    )
 
 
 def weight(microbatch: PackedBatch) -> float:
@@ -52,7 +54,11 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
     for gradients in buckets.values():
         gradients.zero_()
     microbatches.check_total, dist.all_reduce = spy_on_totals, spy_on_sums
-    engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=MicroBatchSpec(num=2))
+    # The second pipeline needs three microbatches, so the first one divides its batch again.
+    split = MicroBatchSpec(num=None, max_tokens=11)
+    assert (
+        engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=split).num_microbatches == 3
+    )
     engine.close()
     engine.grid.close()
     return {
