@@ -12,11 +12,11 @@ from typing import Any
 from penstock.planner.cluster import MOST_DEVICES, Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, state_bytes, unit_size
 from penstock.planner.explain import well_known
+from penstock.planner.footprint import Footprint, footprints
 from penstock.planner.links import wiring
 from penstock.planner.model_costs import RecomputedPart, unit_costs
 from penstock.planner.shape import EXPERTS, GRADIENT_BYTES
 from penstock.planner.times import Clock, Constants
-from penstock.schedule import builders
 from penstock.settings import Layout
 from penstock.settings.declare import checked
 
@@ -58,48 +58,13 @@ class NothingFits(ValueError):
     """No layout of the devices can train the model; the message says what would be needed."""
 
 
-@dataclass(frozen=True)
-class ScheduleFamily:
-    """A schedule as the search sees it, before it is simulated.
-
-    `live`: the microbatches of a whole rank's activations that its fullest rank keeps, of p ranks, m microbatches and v
-    stages a rank; `bubble`: the idle time of a rank, in forwards and backwards of one microbatch through it. Both are
-    the published closed forms, with a third of a microbatch in each of F, I and W.
-    """
-
-    name: str
-    stages: tuple[int, ...]
-    live: Callable[[int, int, int], float]
-    bubble: Callable[[int, int], float]
-
-
-# Interleaved orders keep p + (p - 1) / v microbatches, combined ones one stage more; those in a V what their names say.
-FAMILIES = (
-    ScheduleFamily("1f1b", (1,), lambda p, m, v: min(p, m), lambda p, v: p - 1),
-    ScheduleFamily("interleaved", (2, 3, 4, 6, 8), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: (p - 1) / v),
-    ScheduleFamily("zb-h1", (1,), lambda p, m, v: min(p, m), lambda p, v: 2 * (p - 1) / 3),
-    ScheduleFamily("zb-h2", (1,), lambda p, m, v: min(2 * p - 1, m), lambda p, v: (p - 1) / 3),
-    ScheduleFamily(
-        "interleaved-zb", (2, 4), lambda p, m, v: min(p + (p - 1) / v, m), lambda p, v: 2 * (p - 1) / (3 * v)
-    ),
-    ScheduleFamily("zb-v", (2,), lambda p, m, v: min(p, m), lambda p, v: (p - 1) / 6),
-    ScheduleFamily("v-half", (2,), lambda p, m, v: min(p / 2 + 1, m), lambda p, v: (p - 1) / 2),
-    ScheduleFamily("v-min", (2,), lambda p, m, v: min(p / 3 + 2, m), lambda p, v: 2 * (p - 1) / 3),
-    ScheduleFamily("dualpipe-v", (2,), lambda p, m, v: min(p + 1, m), lambda p, v: (p - 1) / 3),
-    ScheduleFamily("looped-bfs", (2,), lambda p, m, v: m, lambda p, v: (p - 1) / v),
-    ScheduleFamily("afab", (1,), lambda p, m, v: m, lambda p, v: p - 1),
-    ScheduleFamily("combined-1f1b", (1,), lambda p, m, v: min(2 * p, m), lambda p, v: p - 1),
-    ScheduleFamily("combined-interleaved", (2, 4), lambda p, m, v: min(p + p / v, m), lambda p, v: (p - 1) / v),
-)
-# Fused pairs hide experts' messages; without experts on other ranks they gain nothing.
-_COMBINED = ("combined-1f1b", "combined-interleaved", "dualpipe-v")
-
-# A figure of the closed forms is an estimate: what it calls this much too big is not simulated.
+# A figure that no simulation of the layout gave is an estimate: what it calls this much too big is not simulated.
 _MARGIN = 1.05
 # Actions to simulate in a search of usual effort, some twenty seconds of one core, and in one simulation.
 _NUM_ACTIONS = 500_000
 _NUM_ACTIONS_OF_ONE = 60_000
 _MICROBATCHES = (1, 2, 4, 8)
+_ALONE, _LEAST = Footprint("1f1b", 1), Footprint("v-min", 2)  # of one rank, and what keeps the least
 _LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
 _MOST_RANKS = 512  # of one pipeline
 _SEARCHED_RANKS, _SEARCHED_MICROBATCHES = 16, 64  # up to which `auto` takes seconds
@@ -195,11 +160,13 @@ class _Search:
     constants: Constants
     #: called with a line of progress
     progress: Progress
+    #: the schedules, by stages on each rank
+    footprints: tuple[Footprint, ...]
     #: the number of actions to simulate
     num_actions: int
     #: reason -> the number of candidates that were left out for it
     left_out: Counter[str]
-    #: the least bytes that any candidate needs by the closed forms, and that candidate; None before the first
+    #: the least bytes that any candidate is expected to need, and that candidate; None before the first
     least: tuple[float, Candidate] | None
     #: what was simulated
     tried: list[Estimate]
@@ -208,6 +175,7 @@ class _Search:
         self, workload: Workload, cluster: Cluster, constants: Constants, progress: Progress, effort: float
     ) -> None:
         self.workload, self.cluster, self.constants, self.progress = workload, cluster, constants, progress
+        self.footprints = footprints()
         self.num_actions = round(effort * _NUM_ACTIONS)
         self.left_out = Counter()
         self.least = None
@@ -246,33 +214,30 @@ class _Search:
                 continue
             base = Candidate(layout, "1f1b", 1, microbatch, share // microbatch, zero, recompute)
             rank = _RankCosts.of(workload, base, self.cluster, self.constants)
-            for family in FAMILIES if layout.pp > 1 else FAMILIES[:1]:
-                for stages in family.stages:
-                    candidate = replace(base, schedule=family.name, stages_per_rank=stages)
-                    bounded = self._one(candidate, family, rank)
-                    if bounded is not None:
-                        yield bounded
+            for footprint in self.footprints if layout.pp > 1 else [_ALONE]:
+                # Fused pairs hide experts' messages; without experts on other ranks they gain nothing.
+                if footprint.pairs and layout.ep == 1:
+                    continue
+                candidate = replace(base, schedule=footprint.schedule, stages_per_rank=footprint.stages)
+                bounded = self._one(candidate, footprint, rank)
+                if bounded is not None:
+                    yield bounded
 
-    def _one(self, candidate: Candidate, family: ScheduleFamily, rank: _RankCosts) -> Bounded | None:
+    def _one(self, candidate: Candidate, footprint: Footprint, rank: _RankCosts) -> Bounded | None:
         """Bound one candidate; None, and counted, if it is impossible or too big."""
-        layout, stages, num = candidate.layout, candidate.stages_per_rank, candidate.num_microbatches
-        ranks = layout.pp
-        if family.name in _COMBINED and layout.ep == 1:
+        ranks, stages, num = candidate.layout.pp, candidate.stages_per_rank, candidate.num_microbatches
+        if stages * ranks > len(self.workload.shape.pattern) + 2:
             return None
-        if stages * ranks > len(self.workload.shape.pattern) + 2 or (
-            family.name.endswith("interleaved") and num % ranks and num < ranks
-        ):
-            return None
-        # The fullest rank keeps at least so much of the mean; the closed form's error is the margin's business.
-        needed = rank.fullness * (rank.state_bytes + family.live(ranks, num, stages) * rank.kept_bytes)
+        # The fullest rank keeps at least so much of the mean; the estimate's error is the margin's business.
+        needed = rank.fullness * (rank.state_bytes + footprint.live(ranks, num) * rank.kept_bytes)
         if self.least is None or needed < self.least[0]:
             self.least = needed, candidate
         if needed > _MARGIN * self.cluster.memory_bytes:
-            self.left_out["too big by the closed forms"] += 1
+            self.left_out["too big before it is simulated"] += 1
             return None
         actions_s = self.constants.action_s * 2 * stages
         bound_s = num * (rank.microbatch_s + actions_s) + rank.after_s
-        expected_s = bound_s + family.bubble(ranks, stages) * (rank.microbatch_s + actions_s)
+        expected_s = bound_s + footprint.bubble(ranks) * (rank.microbatch_s + actions_s)
         # Each link carries a message of each microbatch and stage, one after another, and gradients their own.
         links_s = max(num * stages * rank.message_s, rank.reduce_s)
         bound_s, expected_s = max(bound_s, links_s), max(expected_s, links_s)
@@ -366,12 +331,11 @@ class _Search:
         return 0
 
     def _smallest(self, layout: Layout, cluster: Cluster) -> tuple[float, str, Candidate]:
-        """The order of a layout that keeps the least, with full recomputation, and its bytes by the closed forms."""
-        family = next(family for family in FAMILIES if family.name == "v-min")
+        """The order of a layout that keeps the least, with full recomputation, and its expected bytes."""
         num, zero = self.workload.num_sequences // layout.dp, int(layout.dp * layout.cp > 1)
-        candidate = Candidate(layout, family.name, 2, 1, num, zero, RecomputedPart.FULL)
+        candidate = Candidate(layout, _LEAST.schedule, _LEAST.stages, 1, num, zero, RecomputedPart.FULL)
         rank = _RankCosts.of(self.workload, candidate, cluster, self.constants)
-        return rank.state_bytes + family.live(layout.pp, num, 2) * rank.kept_bytes, str(candidate), candidate
+        return rank.state_bytes + _LEAST.live(layout.pp, num) * rank.kept_bytes, str(candidate), candidate
 
     def _fits(self, candidate: Candidate, cluster: Cluster) -> bool:
         try:
@@ -427,8 +391,3 @@ class _RankCosts:
         fullness = cluster.memory_bytes * max(shares)
         state = state_bytes(workload, candidate, dense, experts).total
         return cls(seconds, least_s, message_s, reduce_s, state, kept, fullness)
-
-
-def schedules() -> tuple[str, ...]:
-    """The schedules that the search knows, the searched one last."""
-    return (*(family.name for family in FAMILIES if family.name in builders.names()), "auto")

@@ -239,7 +239,7 @@ def _program(order: Order, costs: schedule.Costs | None) -> schedule.Program:
         order.name,
         ranks=order.ranks,
         microbatches=order.microbatches,
-        stages_per_rank=order.stages_per_rank,
+        stages_per_rank=None if builders.default_stages(order.name) == order.stages_per_rank else order.stages_per_rank,
         **options,
     )
     return schedule.lower(schedule.early_gradients(built) if order.early_gradients else built)
