@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.common import main, new_parser, spread
 from benchmarks.ranks import on_ranks
@@ -27,6 +26,7 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
+    Message,
     Pairs,
     Recorder,
     Stage,
@@ -42,26 +42,24 @@ class EmptyStage(Stage):
     """A stage without compute: each lane ends at once."""
 
     #: what every lane gives
-    _ready: torch.Tensor
+    _ready: Message
 
     def __init__(self, index: int) -> None:
         super().__init__(index, [("empty", torch.nn.Identity())], Boundary(HIDDEN_SIZE, torch.float32))
-        self._ready = torch.zeros(NUM_TOKENS, HIDDEN_SIZE)
+        self._ready = Message((torch.zeros(NUM_TOKENS, HIDDEN_SIZE),))
 
     def forward(
         self,
         tape: Tape | None,
-        x: Tensor,
+        x: Message,
         sequences: Sequences,
         finish: Finish | None = None,
         given: Given = NOTHING_GIVEN,
-    ) -> Lane[Tensor]:
+    ) -> Lane[Message]:
         return self._ready
         yield
 
-    def backward(
-        self, tape: Tape, grad: Tensor | None, split: bool = False, pairs: Pairs = ALONE
-    ) -> Lane[Tensor | None]:
+    def backward(self, tape: Tape, grad: Message | None, split: bool = False, pairs: Pairs = ALONE) -> Lane[Message]:
         return self._ready
         yield
 

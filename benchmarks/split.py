@@ -19,7 +19,7 @@ from penstock.engine.build import build_stages
 from penstock.engine.options import EngineOptions
 from penstock.model import Sequences, drain
 from penstock.model.cpu.host_memory import keep_freed_memory
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 
 RATIO_ALLOWED = 1.02
 
@@ -48,9 +48,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def _backward_s(stage: Stage, x: torch.Tensor, grad: torch.Tensor, sequences: Sequences, split: bool) -> float:
     tape = Tape()
-    drain(stage.forward(tape, x, sequences))
+    drain(stage.forward(tape, Message((x,)), sequences))
     start = time.thread_time()
-    drain(stage.backward(tape, grad, split))
+    drain(stage.backward(tape, Message((grad,)), split))
     stage.weight_backward(tape)
     return time.thread_time() - start
 

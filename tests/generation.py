@@ -23,7 +23,7 @@ from penstock.runtime import (
     StageDecoder,
     TransportError,
 )
-from penstock.runtime.message import Message
+from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line
 from penstock.schedule import Placement, PlacementKind, Scheduler, partition
 from penstock.settings import ModelConfig, SamplingParams
@@ -72,11 +72,11 @@ class Together:
 class Lines:
     """The queues that join the transports of ranks in threads; every line has one sender and one receiver."""
 
-    queues: dict[Line, "queue.SimpleQueue[Tensor]"] = field(default_factory=dict)
+    queues: dict[Line, "queue.SimpleQueue[Message]"] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_messages: int = 0
 
-    def queue(self, line: Line) -> "queue.SimpleQueue[Tensor]":
+    def queue(self, line: Line) -> "queue.SimpleQueue[Message]":
         with self.lock:
             return self.queues.setdefault(line, queue.SimpleQueue())
 
@@ -88,21 +88,16 @@ class ThreadTransport:
         self.lines, self.rank = lines, rank
         self.posted: dict[Line, deque[ThreadReceipt]] = {}
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "ThreadReceipt":
-        receipt = ThreadReceipt(self, channel, torch.Size(shape), dtype)
+    def receive(self, channel: Line, header: Header | None) -> "ThreadReceipt":
+        assert header is not None, "a ring sends tensors"
+        receipt = ThreadReceipt(self, channel, header)
         self.posted.setdefault(channel, deque()).append(receipt)
         return receipt
 
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        self.lines.queue(channel).put(tensor)
+    def send(self, channel: Line, message: Message) -> None:
+        self.lines.queue(channel).put(message)
         with self.lines.lock:
             self.lines.num_messages += 1
-
-    def receive_message(self, channel: Line) -> "ThreadReceipt":
-        raise AssertionError("a ring sends tensors")
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        raise AssertionError("a ring sends tensors")
 
     def num_pending(self) -> int:
         sent = (queue.qsize() for line, queue in self.lines.queues.items() if line.source == self.rank)
@@ -122,21 +117,20 @@ class ThreadTransport:
 class ThreadReceipt:
     transport: ThreadTransport
     line: Line
-    shape: torch.Size
-    dtype: torch.dtype
+    header: Header
 
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Message:
         assert self.transport.posted[self.line][0] is self, f"{self.line}: messages are awaited in another order"
         try:
-            tensor = self.transport.lines.queue(self.line).get(timeout=540)
+            message = self.transport.lines.queue(self.line).get(timeout=540)
         except queue.Empty:
             raise TransportError(f"{self.line}: no message came") from None
         self.transport.posted[self.line].popleft()
-        assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype), self.line
-        return tensor
+        assert message.header == self.header, self.line
+        return message
 
 
 @cache

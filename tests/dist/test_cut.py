@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock import Layout, MicroBatchSpec
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.renewable import RenewableGroup, cut_off, new_renewable_group
-from penstock.runtime import DistributedTransport, Recovery, StepError
+from penstock.runtime import DistributedTransport, Message, Recovery, StepError
 from penstock.runtime import recovery as recovery_module
 from penstock.runtime.transport import default_store
 from penstock.schedule import Channel, Direction
@@ -209,14 +209,14 @@ def cut_a_link_while_sending(rank: int) -> float:
     tensors, waited = [torch.zeros(length, dtype=torch.uint8) for length in (NUM_BYTES, 8)], 0.0
     if rank == 1:
         for tensor in tensors:
-            transport.receive(line, tensor.shape, tensor.dtype)
+            transport.receive(line, Message((tensor,)).header)
         time.sleep(0.2)
         default_store().set("rank 1 waits", "")
     else:
         default_store().wait(["rank 1 waits"])
         peer.stop()
         for tensor in tensors:
-            transport.send(line, tensor)
+            transport.send(line, Message((tensor,)))
         cut_soon(transport)
         waited = seconds_until_error(transport.settle)
         peer.go_on()
@@ -234,18 +234,19 @@ def cut_a_link_while_receiving(rank: int) -> float:
     line, store, peer, waited = Channel(0, 1, Direction.FORWARD), default_store(), Peer(rank), 0.0
     transport = DistributedTransport([line], new_group(2), torch.device("cpu"), LIMIT_S)
     for turn in range(100):
-        message = torch.ones(NUM_BYTES, dtype=torch.uint8)
+        message = Message((torch.ones(NUM_BYTES, dtype=torch.uint8),))
         if rank == 0:
             store.wait([f"{turn} is posted"])
             transport.send(line, message)
         else:
-            receipt = transport.receive(line, message.shape, message.dtype)
-            receipt.buffer.zero_()
+            receipt = transport.receive(line, message.header)
+            [buffer] = receipt.buffers
+            buffer.zero_()
             store.set(f"{turn} is posted", "")
-            while not receipt.buffer[0]:
+            while not buffer[0]:
                 pass
             peer.stop()
-            in_part = not receipt.buffer[-1]
+            in_part = not buffer[-1]
             store.set(f"{turn}", "in part" if in_part else "whole")
             if in_part:
                 cut_soon(transport)

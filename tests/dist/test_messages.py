@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,7 @@ from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent, split
 from penstock.engine import EngineOptions
 from penstock.model import Given, Parameters, Sequences, cross_entropy_sum
-from penstock.runtime import StepError
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
-from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -184,86 +181,3 @@ def test_several_tensors_between_stages_change_no_bit(model: str) -> None:
         together = {name: weight for _, part in ranks for name, weight in part.items()}
         assert together.keys() == own.keys()
         assert all(torch.equal(weight, own[name]) for name, weight in together.items()), case
-
-
-# ---- ranks that disagree about a message
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """A rank awaits something else than its neighbour sends; the rows may differ, and what they are."""
-
-    #: the rank that is mistaken, and the words for what it awaits
-    rank: int
-    words: str
-    more_rows: int = 0
-    dtype: torch.dtype = torch.float32
-    #: of the model: 6 for messages inside their announcements, or far more for those that are apart
-    width: int = 6
-
-    def engine(self, layout: Layout) -> Engine:
-        torch.manual_seed(0)
-        layers = [nn.Embedding(16, self.width), nn.LayerNorm(self.width), nn.Linear(self.width, 16)]
-        options = EngineOptions(optimizer=PLAIN, device="cpu", timeout_s=60.0)
-        return Engine.from_layers(layers, self.width, layout, options)
-
-
-WIDE = 6_000
-LIMIT_S = 10.0
-"""Far less than the transport's limit, on a machine that may have other things to do."""
-OUTPUT = "waits for the output of stage 0 for microbatch 1 from rank 0: activations from rank 0 to rank 1"
-GRADIENT = "waits for the gradient of stage 1 for microbatch 1 from rank 1: gradients from rank 1 to rank 0"
-DISAGREEMENTS = [
-    Disagreement(rank, words, more_rows, dtype, width)
-    for (rank, words), (more_rows, dtype), width in pairs_of(
-        ((1, OUTPUT), (0, GRADIENT)), ((2, torch.float32), (-2, torch.float32), (0, torch.int32)), (6, WIDE)
-    )
-]
-
-
-def disagree(rank: int, case: Disagreement) -> tuple[str, float, list[float]]:
-    """The error of a step in which a rank is mistaken about its second message, its seconds, and the next losses."""
-    engine, batch, num_received = case.engine(Layout(pp=2)), mappings()[2][0], 0
-    transport = engine.pipeline.transport
-    receive = transport.receive
-
-    def mistaken(channel: Any, shape: Any, dtype: torch.dtype) -> Any:
-        nonlocal num_received
-        num_received += 1
-        if num_received == 2:
-            shape, dtype = (shape[0] + case.more_rows, *shape[1:]), case.dtype
-        return receive(channel, shape, dtype)
-
-    if rank == case.rank:
-        transport.receive = mistaken  # type: ignore[method-assign]
-    start = time.monotonic()
-    with pytest.raises(StepError) as caught:
-        engine.train_batch(batch, micro_batches=SPLIT)
-    took_s = time.monotonic() - start
-    transport.receive = receive  # type: ignore[method-assign]
-    losses = [engine.train_batch(batch, micro_batches=SPLIT).loss for _ in range(STEPS)]
-    engine.close()
-    return str(caught.value), took_s, losses
-
-
-def disagree_in_turn(rank: int) -> list[tuple[str, float, list[float]]]:
-    return [disagree(rank, case) for case in DISAGREEMENTS]
-
-
-@pytest.mark.shows(12)
-def test_ranks_that_disagree_about_a_message_both_say_so_and_go_on() -> None:
-    batch = mappings()[2][0]
-    num_rows = split(batch, SPLIT).microbatches[1].num_tokens
-    for case, *ranks in zip(DISAGREEMENTS, *run_ranks(2, disagree_in_turn), strict=True):
-        engine = case.engine(Layout())
-        alone = [engine.train_batch(batch, micro_batches=SPLIT).loss for _ in range(STEPS)]
-        for text, took_s, losses in ranks:
-            assert text.startswith(
-                f"rank {case.rank} failed in {case.rank}{'BF'[case.rank]}1, step 1: MessageMismatch: "
-            )
-            assert text.endswith(
-                f"{case.words}: expected {[num_rows + case.more_rows, case.width]} of {case.dtype}, "
-                f"got {[num_rows, case.width]} of torch.float32"
-            )
-            assert took_s < LIMIT_S, case
-            assert losses == alone, case

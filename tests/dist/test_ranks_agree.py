@@ -3,14 +3,19 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from penstock import Engine, EngineOptions, Layout, LearningRate, OptimizerConfig, PackedBatch
+from penstock import Engine, EngineOptions, Layout, LearningRate, MicroBatchSpec, OptimizerConfig, PackedBatch
+from penstock.data import Split, split
+from penstock.engine.training import microbatches
 from penstock.model import decoder_units
 from penstock.runtime.transport import default_store
 from penstock.schedule import Schedule, build
@@ -88,7 +93,7 @@ def test_data_parallel_ranks_may_evaluate_unequal_numbers_of_batches(layout: Lay
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(pp=2), "PipelineError: ranks that share a batch were given different ones: "),
+        (Layout(pp=2), "PipelineError: ranks that share a batch were given different ones, or cut it otherwise: "),
         (Layout(dp=2, ep=2), "ValueError: evaluate was given fewer batches on dp 1 than on others, with which ep = 2 "),
     ],
     ids=str,
@@ -208,3 +213,34 @@ def test_ranks_with_different_lists_of_layers_are_refused() -> None:
         assert other == (
             "ValueError: ranks were given different layers: layers.1 has 72 parameters on rank 0, but 64 on rank 1"
         )
+
+
+def disagreeing_about_messages(rank: int) -> list[str]:
+    """Ranks that would expect other messages of each other: other widths, dtypes, lengths; then a step."""
+
+    def backwards(*arguments: Any) -> Split:
+        parts = split(*arguments)
+        return replace(parts, microbatches=parts.microbatches[::-1])
+
+    batch, parts = PackedBatch.from_documents([[1, 2, 3, 4], [4, 5], [6]]), MicroBatchSpec(num=2)
+    layers = [nn.Embedding(16, 8).to(torch.float64 if rank else torch.float32), nn.Linear(8, 16)]
+    units = lambda groups: decoder_units(SPARSE, groups=groups)  # noqa: E731
+    engine = engine_of(Layout(pp=2))
+    with mock.patch.object(microbatches, "split", backwards if rank else split):
+        lengths = outcome(lambda: engine.train_batch(batch, micro_batches=parts))
+    return [
+        outcome(lambda: Engine(units, SPARSE.hidden_size + rank, Layout(pp=2))),
+        outcome(lambda: Engine.from_layers(layers, 8, Layout(pp=2))),
+        lengths,
+        outcome(lambda: engine.train_batch(batch, micro_batches=parts).num_tokens),
+    ]
+
+
+@pytest.mark.shows(12)
+def test_ranks_that_would_expect_other_messages_find_out_where_they_agree() -> None:
+    for width, dtype, lengths, good in run_ranks(2, disagreeing_about_messages):
+        assert width.startswith(f"ValueError: between stages goes Boundary(hidden_size={SPARSE.hidden_size}, ")
+        assert f") on rank 0, but Boundary(hidden_size={SPARSE.hidden_size + 1}, " in width
+        assert "dtype=torch.float32, num_sharing=1, is_open=True) on rank 0, but " in dtype
+        assert "PipelineError: ranks that share a batch were given different ones, or cut it otherwise: (" in lengths
+        assert good == "gave 7"

@@ -17,7 +17,7 @@ from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router
-from penstock.runtime import Message, Recorder, Transport
+from penstock.runtime import Header, Message, Recorder, Transport
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
 from penstock.schedule.recording import Record
@@ -64,10 +64,10 @@ class MeteredReceipt:
     def ready(self) -> bool:
         return self.receipt.ready()
 
-    def wait(self) -> torch.Tensor:
-        tensor = self.receipt.wait()
-        self.meter.claim(MemoryKind.TRANSIENT, [tensor])
-        return tensor
+    def wait(self) -> Message:
+        message = self.receipt.wait()
+        self.meter.claim(MemoryKind.TRANSIENT, message.tensors)
+        return message
 
 
 class MeteredTransport:
@@ -83,21 +83,14 @@ class MeteredTransport:
     def __init__(self, inner: Transport, meter: Meter) -> None:
         self._inner, self._meter, self.rank = inner, meter, inner.rank
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
-        receipt = self._inner.receive(channel, shape, dtype)
-        buffer: torch.Tensor = receipt.buffer  # type: ignore[attr-defined]
-        self._meter.claim(MemoryKind.TRANSPORT, [buffer])
+    def receive(self, channel: Line, header: Header | None) -> Receipt:
+        receipt = self._inner.receive(channel, header)
+        self._meter.claim(MemoryKind.TRANSPORT, receipt.buffers)  # type: ignore[attr-defined]
         return MeteredReceipt(receipt, self._meter)
 
-    def send(self, channel: Line, tensor: torch.Tensor) -> None:
-        self._meter.claim(MemoryKind.TRANSPORT, [tensor])
-        self._inner.send(channel, tensor)
-
-    def receive_message(self, channel: Line) -> Receipt:
-        return self._inner.receive_message(channel)
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        self._inner.send_message(channel, message)
+    def send(self, channel: Line, message: Message) -> None:
+        self._meter.claim(MemoryKind.TRANSPORT, message.tensors)
+        self._inner.send(channel, message)
 
     def num_pending(self) -> int:
         return self._inner.num_pending()

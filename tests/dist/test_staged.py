@@ -24,7 +24,7 @@ from penstock.parallel import grid as grid_module
 from penstock.parallel import staging
 from penstock.parallel.renewable import RenewableGroup
 from penstock.parallel.staging import StagedTensors, StagedWork
-from penstock.runtime import DistributedTransport
+from penstock.runtime import DistributedTransport, Header, Message
 from penstock.runtime import transport as transport_module
 from penstock.schedule import Channel, Direction, Placement, PlacementKind
 from penstock.settings import TransportKind
@@ -181,14 +181,15 @@ def late_messages(rank: int) -> tuple[bool, float]:
     transport = DistributedTransport(Placement(PlacementKind.LOOP, 2, 1), group, CPU, 20.0, is_staged=True)
     channel, shapes, start = Channel(0, 1, Direction.FORWARD), ((3,), (1 << 17,), (0, 2), (4, 5)), time.monotonic()
     if rank == 1:
-        posted = [transport.receive(channel, shape, torch.float32) for shape in shapes]
+        posted = [transport.receive(channel, Header.of_tensor(shape, torch.float32)) for shape in shapes]
         waited = time.monotonic() - start
-        arrived = [receipt.wait() for receipt in posted]
+        arrived = [receipt.wait().tensors[0] for receipt in posted]
         come = all(torch.equal(x, torch.full(shape, 1.0)) for x, shape in zip(arrived, shapes, strict=True))
         return come and not any(copies._is_copy(x) for x in arrived if x.numel()), waited
     time.sleep(0.5)
     for shape in shapes:
-        transport.send(channel, x := torch.full(shape, 1.0))
+        x = torch.full(shape, 1.0)
+        transport.send(channel, Message((x,)))
         x.fill_(float("nan"))
     transport.settle()
     return transport.num_pending() == 0, 0.0

@@ -25,7 +25,7 @@ from penstock.model import (
 )
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
@@ -65,10 +65,11 @@ def built(unit: UnitSpec) -> Stage:
 def through(stage: Stage, x: Tensor, sequences: Sequences, grad: Tensor) -> tuple[Tensor, Tensor | None, Any]:
     """Output, gradient of the input, and gradients of the parameters, for one gradient of the output."""
     tape = Tape()
-    y = drain(stage.forward(tape, x, sequences))
-    grad_x = drain(stage.backward(tape, grad))
+    # Only what `finish` makes of an output may have another width.
+    y = drain(stage.forward(tape, Message((x,)), sequences, lambda y: y))
+    grad_x = drain(stage.backward(tape, Message((grad,))))
     stage.weight_backward(tape)
-    return y, grad_x, {name: p.grad for name, p in stage.named_parameters()}
+    return y.value, next(iter(grad_x.tensors), None), {name: p.grad for name, p in stage.named_parameters()}
 
 
 def unit_errors(rank: int, config: ModelConfig, lengths: tuple[int, ...]) -> dict[str, float]:
@@ -208,9 +209,9 @@ def trained(rank: int) -> dict[str, list[Any]]:
         engine = engine_of(schedule, recompute=recompute)
         sent, send = [], engine.pipeline.transport.send
 
-        def spy(channel: Any, tensor: Tensor, sent: list[Any] = sent, send: Any = send) -> None:
-            sent.append(tuple(tensor.shape))
-            send(channel, tensor)
+        def spy(channel: Any, message: Message, sent: list[Any] = sent, send: Any = send) -> None:
+            sent.append(message.header.parts[0][0])
+            send(channel, message)
 
         engine.pipeline.transport.send = spy  # type: ignore[method-assign]
         results = [engine.train_batch(documents(), micro_batches=MicroBatchSpec(num=3)) for _ in range(3)]

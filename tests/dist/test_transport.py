@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.runtime import DistributedTransport, TransportError
+from penstock.runtime import DistributedTransport, Header, Message, TransportError
 from penstock.runtime import transport as module
-from penstock.runtime.errors import MessageMismatch
 from penstock.schedule import Channel, Direction, Placement, PlacementKind
 from tests.dist.launch import run_outcomes, run_ranks
 
@@ -33,15 +32,15 @@ def exchange_shapes(rank: int) -> list[bool]:
     there, back = Channel(0, 1, Direction.FORWARD), Channel(1, 0, Direction.BACKWARD)
     inward, outward = (there, back) if rank == 1 else (back, there)
     kinds = (torch.float32, torch.float64, torch.bool, torch.bfloat16)
-    messages = [torch.full((n + 1, 3 + n // 4 * 40_000), float(n), dtype=kinds[n % 4]) for n in range(8)]
-    messages += [torch.tensor(2.5), torch.empty(0, 3)]
+    tensors = [torch.full((n + 1, 3 + n // 4 * 40_000), float(n), dtype=kinds[n % 4]) for n in range(8)]
+    tensors += [torch.tensor(2.5), torch.empty(0, 3)]
     spied: list[str] = []
     for name in ("synchronize", "current_stream"):
         setattr(torch.cuda, name, lambda *a, name=name: spied.append(name))
-    receipts = [transport.receive(inward, m.shape, m.dtype) for m in messages]
-    for message in messages:
-        transport.send(outward, message.clone())
-    equal = [torch.equal(receipt.wait(), message) for receipt, message in zip(receipts, messages, strict=True)]
+    receipts = [transport.receive(inward, Message((x,)).header) for x in tensors]
+    for x in tensors:
+        transport.send(outward, Message((x.clone(),)))
+    equal = [torch.equal(receipt.wait().tensors[0], x) for receipt, x in zip(receipts, tensors, strict=True)]
     transport.settle()
     assert transport.num_pending() == 0
     assert not spied
@@ -57,80 +56,25 @@ def test_tensors_of_different_shapes_arrive_intact() -> None:
     assert run_ranks(2, exchange_shapes) == [[True] * 10] * 2
 
 
-def test_messages_of_other_sizes_have_other_tags_that_gloo_can_hold_and_announcements_do_not_have() -> None:
-    sizes = (1 << 16, (1 << 16) + 1, 1 << 29, (1 << 29) + (1 << 16), (1 << 30) - 1, 1 << 30, (3 << 30) + 5)
-    tags = {module._tag(torch.empty(size, dtype=torch.uint8, device="meta")) for size in sizes}
-    assert len(tags) == len(sizes)
-    assert all(0 < tag < 1 << 31 and tag % 2 == 1 for tag in tags)
-
-
 def send_and_forget(rank: int) -> bool:
     """The sender drops its tensors at once and fills memory of the same size; large ones, which do not fit a buffer."""
     transport = transport_of(2)
     channel, shape = Channel(0, 1, Direction.FORWARD), (1 << 20,)
     if rank == 0:
         for n in range(6):
-            transport.send(channel, torch.full(shape, float(n)))
+            transport.send(channel, Message((torch.full(shape, float(n)),)))
             poison = torch.full(shape, float("nan"))
         assert poison.isnan().all()
         transport.settle()
         return transport.num_pending() == 0
     time.sleep(0.5)  # the sends are under way and cannot have left
-    receipts = [transport.receive(channel, shape, torch.float32) for _ in range(6)]
-    return all(bool((receipt.wait() == n).all()) for n, receipt in enumerate(receipts))
+    receipts = [transport.receive(channel, Header.of_tensor(shape, torch.float32)) for _ in range(6)]
+    return all(bool((receipt.wait().tensors[0] == n).all()) for n, receipt in enumerate(receipts))
 
 
 @pytest.mark.shows(10)
 def test_a_sent_tensor_lives_until_it_has_left() -> None:
     assert run_ranks(2, send_and_forget) == [True, True]
-
-
-Kind = tuple[tuple[int, int], torch.dtype]
-INSIDE, APART = 3, 1 << 14
-"""Widths of seven rows that travel inside their announcement, and of seven that do not."""
-UNEXPECTED: list[tuple[Kind, Kind]] = [
-    (((7, width), torch.float32), came)
-    for width in (INSIDE, APART)
-    for came in (
-        ((5, width), torch.float32),
-        ((9, width), torch.float32),
-        ((7, width), torch.int32),
-        ((7, width), torch.float64),
-        ((width, 7), torch.float32),
-        ((7, APART + INSIDE - width), torch.float32),
-    )
-]
-"""Messages as they are awaited, and what comes instead."""
-
-
-def take_unexpected(rank: int) -> list[str]:
-    """Rank 0 sends what rank 1 does not await, and stays until that has said so; each time over links of their own."""
-    channel, store, told = Channel(0, 1, Direction.FORWARD), dist.distributed_c10d._get_default_store(), []
-    for number, ((shape, dtype), came) in enumerate(UNEXPECTED):
-        transport = transport_of(2)
-        if rank == 0:
-            transport.send(channel, torch.ones(came[0], dtype=came[1]))
-            store.wait([f"refused {number}"])
-            continue
-        with pytest.raises(MessageMismatch) as caught:
-            transport.receive(channel, shape, dtype).wait()
-        told.append(str(caught.value))
-        store.set(f"refused {number}", "")
-    return told
-
-
-def test_a_message_that_is_not_the_awaited_one_is_refused() -> None:
-    _, told = run_ranks(2, take_unexpected)
-    what = "activations from rank 0 to rank 1"
-    assert told == [
-        f"{what}: expected {list(awaited[0])} of {awaited[1]}, got {list(came[0])} of {came[1]}"
-        for awaited, came in UNEXPECTED
-    ]
-
-
-def test_a_message_of_too_many_dimensions_is_refused_where_it_is_sent() -> None:
-    with pytest.raises(ValueError, match="has too many dimensions for a message; eight are always possible"):
-        module._announcement(torch.zeros([1] * 50))
 
 
 def count_backends(rank: int, ranks: int, stages_per_rank: int) -> list[tuple[int, int, str]]:
@@ -161,9 +105,9 @@ def with_a_dead_link(rank: int) -> str:
     """Rank 1 -> rank 2 carries nothing: the test of the links names it."""
     original = module._ChannelEnd.send
 
-    def send(self: Any, tensor: torch.Tensor, header: bytes = b"") -> None:
+    def send(self: Any, tensors: Any, header: bytes) -> None:
         if self.channel[:2] != (1, 2):
-            original(self, tensor, header)
+            original(self, tensors, header)
 
     module._ChannelEnd.send = send
     try:
@@ -187,8 +131,8 @@ def reach_a_peer_that_has_ended(rank: int) -> list[str]:
         os._exit(0)
     dist.distributed_c10d._get_default_store().wait(["ended"])
     for begin in (
-        lambda: transport.send(Channel(0, 1, Direction.FORWARD), torch.ones(3)),
-        lambda: transport.receive(Channel(1, 0, Direction.BACKWARD), (3,), torch.float32).wait(),
+        lambda: transport.send(Channel(0, 1, Direction.FORWARD), Message((torch.ones(3),))),
+        lambda: transport.receive(Channel(1, 0, Direction.BACKWARD), Header.of_tensor((3,), torch.float32)).wait(),
     ):
         with pytest.raises(TransportError) as caught:
             while True:  # the first may still go on its way
@@ -214,7 +158,7 @@ def wait_in_vain(rank: int, peer: Callable[[], None]) -> str:
         return "went"
     start = time.monotonic()
     try:
-        transport.receive(Channel(1, 0, Direction.BACKWARD), (3,), torch.float32).wait()
+        transport.receive(Channel(1, 0, Direction.BACKWARD), Header.of_tensor((3,), torch.float32)).wait()
     except TransportError as error:
         assert time.monotonic() - start < 10.0
         return str(error)

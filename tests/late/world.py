@@ -74,8 +74,6 @@ def _installed(operations: Operations) -> Iterator[None]:
             (pipeline_module, "Recovery", lambda group, *rest: Recovery(None, *rest)),
             (transport_module, "_backend_maker", lambda group, *_: partial(LateEnd, operations, group)),
             (transport_module, "_ChannelEnd", LateLink),
-            # A message that travels inside its announcement is copied at once: none of its memory could be late.
-            (transport_module, "_MOST_INSIDE_BYTES", 0),
             (relay_module, "threading", threads),
             (relay_module, "queue", queues),
             (save_module, "threading", threads),

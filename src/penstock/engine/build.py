@@ -89,10 +89,17 @@ def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) 
     )
 
 
-def check_same_units(units: Sequence[UnitSpec], group: dist.ProcessGroup | None) -> None:
-    """Refuse ranks that were given other lists of layers. Raises: ValueError on all ranks alike."""
+def check_same_units(units: Sequence[UnitSpec], boundary: Boundary, group: dist.ProcessGroup | None) -> None:
+    """Refuse ranks that were given other lists of layers, or would expect other messages of each other.
+
+    Raises: ValueError on all ranks alike.
+    """
     # Of a user's own layers; those of the package may be sharded.
-    views = gather_json([unit.num_parameters if unit.is_own else 0 for unit in units], group)
+    sizes = [unit.num_parameters if unit.is_own else 0 for unit in units]
+    boundaries, views = zip(*gather_json((repr(boundary), sizes), group), strict=True)
+    for rank, other in enumerate(boundaries):
+        if other != boundaries[0]:
+            raise ValueError(f"between stages goes {boundaries[0]} on rank 0, but {other} on rank {rank}")
     for rank, theirs in enumerate(views):
         if len(theirs) != len(views[0]):
             raise ValueError(
@@ -229,12 +236,12 @@ class Sharding:
         return cls(own, reductions, norm_names)
 
     def lending(self, loans: Mapping[str, str]) -> Sharding:
-        """Let copies (the keys of `loans`) use another parameter's values and have only a gradient."""
+        """The same, where copies (the keys of `loans`) use another parameter's values and have only a gradient."""
         lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
         return replace(self, reductions=lent)
 
     def with_zero(self, ties: Mapping[str, str], grid: Grid, whole: Mapping[str, int] | None = None) -> Sharding:
-        """The sharding of ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
+        """The same with ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
 
         ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
         two copies own the same elements of both. whole: the parameters that are stepped only whole, each by one of the

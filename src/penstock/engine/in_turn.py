@@ -26,7 +26,7 @@ from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
 from penstock.parallel.renewable import RenewableGroup
 from penstock.runtime import Feed, InProcessHub, InProcessTransport, Recorder, Transport
-from penstock.runtime.message import Message
+from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
 from penstock.settings import Groups, Layout
@@ -222,17 +222,11 @@ class LinkInTurn(InProcessTransport):
     #: the turns of all ranks
     turns: Turns
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        return _ArrivalInTurn(super().receive(channel, shape, dtype), self.turns, self.rank)
+    def receive(self, channel: Line, header: Header | None) -> Any:
+        return _ArrivalInTurn(super().receive(channel, header), self.turns, self.rank)
 
-    def receive_message(self, channel: Line) -> Any:
-        return _ArrivalInTurn(super().receive_message(channel), self.turns, self.rank)
-
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        super().send(channel, tensor.detach().clone())
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        super().send_message(channel, message.of_tensors(tuple(own.detach().clone() for own in message.tensors)))
+    def send(self, channel: Line, message: Message) -> None:
+        super().send(channel, message.of_tensors(tuple(x.detach().clone() for x in message.tensors)))
 
 
 # ---- The engine of one of them

@@ -217,12 +217,12 @@ class Pipeline:
         self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
-        check_same_units(self.units, self.grid.control)
+        is_open = all(unit.is_own for unit in self.units)
+        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
+        check_same_units(self.units, self.boundary, self.grid.control)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
-        is_open = all(unit.is_own for unit in self.units)
-        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
         self.step, self._executors, self._closing = 0, {}, []
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
@@ -270,7 +270,8 @@ class Pipeline:
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
         is_staged = self.grid.is_staged and device == self.device
-        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s, is_staged)
+        is_open = self.boundary.is_open and isinstance(lines, Placement)
+        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s, is_staged, is_open)
         if isinstance(transport, Communicator):
             self.recovery.covers(transport)
         return transport
@@ -508,7 +509,7 @@ class Pipeline:
             stages_per_rank=self.placement.stages_per_microbatch,
         )
 
-    def useless_overlap_warning(self, num_microbatches: int) -> str | None:
+    def vain_overlap(self, num_microbatches: int) -> str | None:
         """A sentence where overlap is asked for and no rank's stages exchange anything meanwhile; else None.
 
         All ranks call it at one point, and all get the same.

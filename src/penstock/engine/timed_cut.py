@@ -18,7 +18,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.units import units_alone
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.runtime.stage import Finish
 from penstock.schedule import Costs, Op, Placement, costs_of_cut, search_cut
 from penstock.schedule.choice import ScheduleChoice
@@ -85,7 +85,7 @@ def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> 
     runs = []
     for _ in range(NUM_RUNS + 1):
         tape, moments = Tape(), [_now(x.device)]
-        drain(stage.forward(tape, x, sequences, finish))
+        drain(stage.forward(tape, Message((x,)), sequences, finish))
         moments.append(_now(x.device))
         drain(stage.backward(tape, None, split=True))
         moments.append(_now(x.device))

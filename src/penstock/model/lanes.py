@@ -256,11 +256,10 @@ class _RowBackward:
     #: the ways back of its parts, the last one to go first
     undo: list[Undo]
 
-    def backward(self, grad: Tensor | None) -> Lane[Tensor | None]:
-        grads: Grads = (grad,)
+    def backward(self, grads: Grads) -> Lane[Grads]:
         while self.undo:
             grads = yield from self.undo.pop()(grads)
-        return grads[0]
+        return grads
 
 
 def leaf_of(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from penstock.runtime.decode.loop import DecodeLoop, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
-from penstock.runtime.message import Message
+from penstock.runtime.message import Header, Message
 from penstock.runtime.recovery import Recovery, Watchdog
 from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
 from penstock.runtime.trace import Awaited, Recorder
@@ -32,6 +32,7 @@ __all__ = [
     "Feed",
     "Generation",
     "GraphSegment",
+    "Header",
     "InProcessHub",
     "InProcessTransport",
     "LaneUnit",

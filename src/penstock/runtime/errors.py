@@ -32,10 +32,6 @@ class TransportError(PipelineError):
     is_of_other_rank = True
 
 
-class MessageMismatch(PipelineError):
-    """A message has another shape or dtype than its receiver awaits; the error gives both."""
-
-
 class StepError(PipelineError):
     """A rank failed in a step, which has been undone on all ranks; the message names rank, action and what it raised.
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
-from penstock.runtime.errors import Deadlock, MessageMismatch, PipelineError, TransportError
+from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.message import Message
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Channel, Direction, Op, Program, Step, parts, verify
+from penstock.schedule import Action, Direction, Op, Program, Step, parts, verify
 from penstock.schedule.actions import uses
 from penstock.schedule.recording import Record
 from penstock.schedule.rules import Wire, early_sends
@@ -42,8 +42,7 @@ class Feed:
 Key = tuple[Direction, int, int]  # direction, stage, microbatch: of an input that arrives or a result that leaves
 Waiting = Generator[Receipt, None, Any]  # yields the receipts that it cannot take yet
 Handler = Callable[[Record], Waiting | None]
-Parcel = Tensor | Message  # what one stage gives another, either way
-MakeLane = Callable[[Action, Wire, Parcel | None, Pairs], Lane[None]]
+MakeLane = Callable[[Action, Wire, Message | None, Pairs], Lane[None]]
 
 _PAIRS = Pairs()
 
@@ -91,9 +90,9 @@ class Executor:
     #: the running step's tapes
     _tapes: Tapes = field(default_factory=Tapes, init=False)
     #: posted receives, or the results of neighbours on this rank
-    _arrivals: dict[Key, Receipt | Parcel] = field(default_factory=dict, init=False)
+    _arrivals: dict[Key, Receipt | Message] = field(default_factory=dict, init=False)
     #: results that their send has not taken yet
-    _departures: dict[Key, Parcel] = field(default_factory=dict, init=False)
+    _departures: dict[Key, Message] = field(default_factory=dict, init=False)
     #: microbatch -> the result of the last stage's `finish`
     _results: dict[int, Tensor] = field(default_factory=dict, init=False)
 
@@ -175,8 +174,6 @@ class Executor:
             assert not (self._tapes or self._arrivals or self._departures), "a proved program leaves nothing behind"
             finished = True
             return [self._results[m] for m in sorted(self._results)]
-        except MessageMismatch as error:
-            raise MessageMismatch(f"{self.recorder.where()}: {error}") from error
         except TransportError as error:
             raise TransportError(f"{self.recorder.where()}: {error}{self.recorder.missing()}") from error
         except Exception as error:
@@ -203,7 +200,7 @@ class Executor:
         lanes: list[Lane[None]] = []
         for action, wire, lane in actions:
             arriving = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
-            if arriving is not None and not isinstance(arriving, Parcel):
+            if arriving is not None and not isinstance(arriving, Message):
                 assert wire.source is not None and wire.arriving is not None
                 sender = Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source)
                 self.recorder.awaits(record, sender)
@@ -219,19 +216,19 @@ class Executor:
             for lane in lanes:
                 drain(lane)
 
-    def _forward(self, action: Action, wire: Wire, x: Parcel | None, pairs: Pairs) -> Lane[None]:
-        feed = self._feed(action.microbatch)
-        tape = None
+    def _forward(self, action: Action, wire: Wire, x: Message | None, pairs: Pairs) -> Lane[None]:
+        feed, tape = self._feed(action.microbatch), None
         if self.training:
             tape = self._tapes.make(action.stage, action.microbatch, action.keeps, self._splits)
-        arrived = feed.tokens if x is None else x
-        assert arrived is not None, f"{action} needs the microbatch's tokens"
+        if x is None:
+            assert feed.tokens is not None, f"{action} needs the microbatch's tokens"
+            x = Message((feed.tokens,))
         finish = feed.finish if wire.target is None else None
         stage = self.stages[action.stage]
-        result = yield from stage.forward(tape, arrived, feed.sequences, finish, feed.given)
+        result = yield from stage.forward(tape, x, feed.sequences, finish, feed.given)
         self._hand_on(action, wire, result)
 
-    def _backward(self, action: Action, wire: Wire, grad: Parcel | None, pairs: Pairs) -> Lane[None]:
+    def _backward(self, action: Action, wire: Wire, grad: Message | None, pairs: Pairs) -> Lane[None]:
         """A B, or an I, whose gradients of weights wait for their W."""
         stage, whole = self.stages[action.stage], action.op is Op.B
         tape = self._tapes[action.stage, action.microbatch]
@@ -249,48 +246,39 @@ class Executor:
 
     # ---- data flow: where an input comes from and where a result goes to
 
-    def _hand_on(self, action: Action, wire: Wire, result: Any) -> None:
+    def _hand_on(self, action: Action, wire: Wire, result: Message) -> None:
         """Give a result to the neighbour on this rank, to its send, or to the caller of `run`."""
         key = (wire.direction, action.stage, action.microbatch)
         if wire.target is None:
-            if wire.direction is Direction.FORWARD and result is not None:
-                self._results[action.microbatch] = result
+            if wire.direction is Direction.FORWARD:
+                self._results[action.microbatch] = result.tensors[0]
             return
-        stage, feed = self.stages[action.stage], self._feeds[action.microbatch]
+        stage = self.stages[action.stage]
         try:
-            leaving = stage.leaving(result, wire.direction, feed.num_tokens)
+            stage.check_leaving(result, wire.direction, self._feeds[action.microbatch].num_tokens)
         except ValueError as error:
             where = f"{action} on rank {self.rank}, microbatch {action.microbatch}"
             raise PipelineError(f"{where}: {error}") from None
         if wire.leaving is None:
-            if wire.direction is Direction.FORWARD and isinstance(leaving, Message):
+            if wire.direction is Direction.FORWARD and stage.boundary.is_open:
                 # The next stage may change it in place, as it may what another rank sends.
-                leaving = leaving.of_tensors(tuple(tensor.clone() for tensor in leaving.tensors))
-            self._arrivals[wire.direction, wire.target, action.microbatch] = leaving
+                result = result.of_tensors(tuple(tensor.clone() for tensor in result.tensors))
+            self._arrivals[wire.direction, wire.target, action.microbatch] = result
         elif key in self._early:
-            self._transmit(wire.leaving, leaving)
+            self.transport.send(wire.leaving, result)
         else:
-            self._departures[key] = leaving
-
-    def _transmit(self, channel: Channel, parcel: Parcel) -> None:
-        if isinstance(parcel, Tensor):
-            self.transport.send(channel, parcel)
-        else:
-            self.transport.send_message(channel, parcel)
+            self._departures[key] = result
 
     def _send(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.leaving is not None
         key = (wire.direction, action.stage, action.microbatch)
         if key not in self._early:
-            self._transmit(wire.leaving, self._departures.pop(key))
+            self.transport.send(wire.leaving, self._departures.pop(key))
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None
-        awaited = self.stages[action.stage].awaited(self._feed(action.microbatch).num_tokens)
-        if awaited is None:
-            receipt = self.transport.receive_message(wire.arriving)
-        else:
-            receipt = self.transport.receive(wire.arriving, *awaited)
+        header = self.stages[action.stage].boundary.header(self._feed(action.microbatch).num_tokens)
+        receipt = self.transport.receive(wire.arriving, header)
         self._arrivals[wire.direction, action.stage, action.microbatch] = receipt
 
 

@@ -1,23 +1,19 @@
-"""Messages: the tensors that a layer of a user's own gives the next, and the form in which it gives them.
+"""Messages: the tensors that one stage gives another, and their header, which says what they are.
 
-Nothing is known of it before the layer has run on real data, so a message says itself what it holds, and its receiver
-reads that before it takes the tensors. The package's own layers give the plain stream instead, whose shape both ends
-know beforehand: that of `Boundary` in `stage.py`.
+The package's own layers give the residual stream, one tensor whose header both ends know beforehand. A user's own
+layers give what they like, known only once they have run on real data: there the header goes ahead of the tensors.
 """
 
 import enum
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.settings.declare import type_in_words
-
-Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Shape and dtype of each of several tensors."""
 
 HEADER_END = b"\n"
 
@@ -33,12 +29,42 @@ class Form(enum.Enum):
     MAPPING = "a mapping"
 
 
+@dataclass(frozen=True)
+class Header:
+    """The contents of a message, as its receiver has to know them."""
+
+    #: shape and dtype of each tensor
+    parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    form: Form = Form.ONE
+    #: the names of a mapping's tensors
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of_tensor(cls, shape: Sequence[int], dtype: torch.dtype) -> "Header":
+        """The header of a message of one tensor."""
+        return cls(((tuple(shape), dtype),))
+
+    def packed(self) -> bytes:
+        """The header as `unpacked` reads it."""
+        parts = [(shape, str(dtype).removeprefix("torch.")) for shape, dtype in self.parts]
+        return json.dumps([parts, self.form.name, self.names]).encode() + HEADER_END
+
+    @classmethod
+    def unpacked(cls, memory: bytearray) -> "Header":
+        """The header at the beginning of this memory."""
+        parts, form, names = json.loads(memory[: memory.index(HEADER_END)])
+        return cls(tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in parts), Form[form], tuple(names))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in self.parts) or "nothing"
+
+
 @dataclass(frozen=True, eq=False)
 class Message:
     """The tensors that a layer gives the next one: a tuple by position, a mapping by the names of its parameters."""
 
     tensors: tuple[Tensor, ...]
-    form: Form = Form.TUPLE
+    form: Form = Form.ONE
     #: the names of a mapping's tensors
     names: tuple[str, ...] = ()
 
@@ -46,26 +72,26 @@ class Message:
     def of(cls, value: Any) -> "Message":
         """The message that a layer's output is. Raises: ValueError if it is none, in words that follow "gave"."""
         if isinstance(value, Tensor):
-            found = cls((value,), Form.ONE)
+            message = cls((value,))
         elif isinstance(value, tuple):
-            found = cls(value)
+            message = cls(value, Form.TUPLE)
         elif isinstance(value, Mapping):
-            found = cls(tuple(value.values()), Form.MAPPING, tuple(value))
+            message = cls(tuple(value.values()), Form.MAPPING, tuple(value))
         else:
             raise ValueError("None" if value is None else type_in_words(value))
-        if not found.tensors:
+        if not message.tensors:
             raise ValueError(f"an empty {type(value).__name__}")
-        for place, tensor in zip(found.names or range(len(found.tensors)), found.tensors, strict=True):
+        for place, tensor in zip(message.names or range(len(message.tensors)), message.tensors, strict=True):
             if not isinstance(tensor, Tensor):
                 wrong = "None" if tensor is None else type_in_words(tensor)
-                raise ValueError(f"{found.form.value} with {wrong} at {place!r}")
+                raise ValueError(f"{message.form.value} with {wrong} at {place!r}")
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise ValueError(f"a tensor that is not dense, of layout {tensor.layout}")
             if tensor.is_meta or hasattr(tensor, "fake_mode"):
                 raise ValueError("a tensor without data")
             if not isinstance(place, int | str):
                 raise ValueError(f"a mapping with {place!r} as a name")
-        return found
+        return message
 
     @property
     def value(self) -> Any:
@@ -74,18 +100,11 @@ class Message:
             return dict(zip(self.names, self.tensors, strict=True))
         return self.tensors[0] if self.form is Form.ONE else self.tensors
 
+    @property
+    def header(self) -> Header:
+        """Form, shapes and dtypes."""
+        return Header(tuple((tuple(x.shape), x.dtype) for x in self.tensors), self.form, self.names)
+
     def of_tensors(self, tensors: tuple[Tensor, ...]) -> "Message":
         """Other tensors in this form."""
-        return replace(self, tensors=tensors)
-
-    def header(self) -> bytes:
-        """The form, and shape and dtype of each tensor, as `read_header` reads them."""
-        parts = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in self.tensors]
-        return json.dumps([self.form.name, self.names, parts]).encode() + HEADER_END
-
-
-def read_header(header: bytearray) -> tuple[Message, Shapes]:
-    """The message that has this header, without its tensors, and their shapes and dtypes; more may follow its end."""
-    form, names, parts = json.loads(header[: header.index(HEADER_END)])
-    shapes = tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in parts)
-    return Message((), Form[form], tuple(names)), shapes
+        return Message(tensors, self.form, self.names)

@@ -39,7 +39,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError, name_changing, note_layer, shape_given
 from penstock.runtime.layer_state import BufferHistory, BufferValues
-from penstock.runtime.message import GIVEN, Form, Message
+from penstock.runtime.message import GIVEN, Form, Header, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings import ScheduleConfig
@@ -91,18 +91,26 @@ class UnitCall:
             f"{sorted(keys)}"
         )
 
-    def message(self, output: Any, hidden_size: int) -> Message:
+    def message(self, output: Any, boundary: "Boundary", num_tokens: int) -> Message:
         """The unit's output as it goes on to the next. Raises: PipelineError naming the unit."""
-        try:
-            message = Message.of(output)
-        except ValueError as error:
-            raise PipelineError(f"{self.name} gave {error}; possible for the next layer are {GIVEN}") from None
-        if message.form is Form.ONE and output.shape[-1:] != (hidden_size,):
-            raise PipelineError(
-                f"{self.name} gave {list(output.shape)} of {output.dtype}; from layer to layer go rows of "
-                f"[{hidden_size}], the hidden size, or several tensors as a tuple or mapping"
-            )
-        return message
+        if boundary.is_open:
+            try:
+                message = Message.of(output)
+            except ValueError as error:
+                raise PipelineError(f"{self.name} gave {error}; possible for the next layer are {GIVEN}") from None
+            if message.form is Form.ONE and output.shape[-1:] != (boundary.hidden_size,):
+                raise PipelineError(
+                    f"{self.name} gave {message.header}; from layer to layer go rows of [{boundary.hidden_size}], the "
+                    "hidden size, or several tensors as a tuple or mapping"
+                )
+            return message
+        if isinstance(output, Tensor) and output.shape == boundary.shape(num_tokens):
+            return Message((output,))
+        got = Message((output,)).header if isinstance(output, Tensor) else type_in_words(output)
+        raise PipelineError(
+            f"{self.name} gave {got} for {num_tokens} tokens; from layer to layer goes {boundary.header(num_tokens)}, "
+            f"the hidden size being {boundary.hidden_size}"
+        )
 
     def __call__(self, x: Any, sequences: Sequences, given: Given, keeps: bool = False) -> Any:
         """The unit's output for what the unit before gave, one or several tensors; `keeps`: with all activations."""
@@ -179,6 +187,9 @@ def _versions(x: Any) -> list[int]:
 _NO_PROFILER = nullcontext()
 
 
+Grads = tuple[Tensor, ...]
+
+
 # ---- The tape: what a stage keeps of a microbatch from its F to its last backward action
 
 
@@ -194,28 +205,19 @@ class GraphSegment:
     leaves: Sequence[Tensor | None]
     #: the edges of the outputs that can have a gradient; None for one that has no graph
     roots: Sequence[GradientEdge | None]
-    #: True if the input is the plain stream, whose gradient is one tensor
-    is_stream: bool
 
-    def backward(self, grad: Tensor | tuple[Tensor, ...] | None) -> Lane[Any]:
+    def backward(self, grads: Grads | None) -> Lane[Grads]:
         """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
 
-        An input of a message that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane
-        never yields.
+        An input that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane never yields.
         """
-        if grad is None:
-            torch.autograd.backward(self.roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
-        else:
-            roots, grads = self.roots, (grad,) if isinstance(grad, Tensor) else grad
-            if None in roots:
-                entered = [(root, own) for root, own in zip(roots, grads, strict=True) if root is not None]
-                roots, grads = [root for root, _ in entered], [own for _, own in entered]
-            if roots:
-                enter_graph(roots, grads)  # pyright: ignore[reportArgumentType]  # each has a graph
-        if self.is_stream:
-            return None if self.leaves[0] is None else self.leaves[0].grad
-        found = (leaf for leaf in self.leaves if leaf is not None)
-        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in found)
+        roots = [root for root in self.roots if root is not None]
+        if grads is None:
+            torch.autograd.backward(roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
+        elif roots:
+            enter_graph(roots, [grad for root, grad in zip(self.roots, grads, strict=True) if root is not None])
+        leaves = (leaf for leaf in self.leaves if leaf is not None)
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         yield
 
 
@@ -226,7 +228,7 @@ def _can_have_gradient(tensor: Tensor) -> bool:
 class Entry(Protocol):
     """A piece of a forward, as it lies on the tape for its backward."""
 
-    def backward(self, grad: Any) -> Lane[Any]: ...
+    def backward(self, grads: Any) -> Lane[Grads]: ...
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -240,17 +242,13 @@ class Tape:
     #: False where no backward will leave the gradients of weights for later
     splits: bool = True
 
-    def record(self, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor], is_stream: bool = True) -> None:
-        """Note the segment that led from `leaves` to `outputs`, of which only the gradient edges are kept.
-
-        A segment without a leaf whose parameters are all frozen has no backward.
-        """
+    def record(self, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
+        """Note the segment that led from `leaves` to `outputs`, of which only the gradient edges stay."""
         roots = []
         for output in outputs:
             if _can_have_gradient(output):
                 roots.append(get_gradient_edge(output) if output.requires_grad else None)
-        if not is_stream or leaves[0] is not None or any(roots):
-            self.segments.append(GraphSegment(leaves, roots, is_stream))
+        self.segments.append(GraphSegment(leaves, roots))
 
 
 class Tapes(dict[tuple[int, int], Tape]):
@@ -292,6 +290,10 @@ class Boundary:
     def shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape that a rank sends: ceil(T / num_sharing) rows."""
         return (-(-num_tokens // self.num_sharing), self.hidden_size)
+
+    def header(self, num_tokens: int) -> Header | None:
+        """The header of a microbatch's message, either way; None where the boundary is open, and it goes ahead."""
+        return None if self.is_open else Header.of_tensor(self.shape(num_tokens), self.dtype)
 
     def whole_shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape in generation, where the tokens are few and every rank has all of them."""
@@ -406,15 +408,15 @@ class Stage:
     def forward(
         self,
         tape: Tape | None,
-        x: Tensor | Message,
+        x: Message,
         sequences: Sequences,
         finish: Finish | None = None,
         given: Given = NOTHING_GIVEN,
-    ) -> Lane[Any]:
+    ) -> Lane[Message]:
         """Forward of one microbatch; `tape` is None where no backward follows.
 
-        Returns the output [T, D], or where the boundary is open a `Message`, without its graph; on the last stage what
-        `finish` makes of the output (the scaled loss, a scalar).
+        Returns the output, [T, D] unless the boundary is open, without its graph; on the last stage what `finish` makes
+        of the output (the scaled loss, a scalar).
         """
         self.weights_ready()
         if self.weight_gradients is not None:
@@ -427,7 +429,8 @@ class Stage:
             name, whole, lean = run
             unit = whole if tape is None or tape.keeps else lean
             context = partial(named_context, name, self.autocast)
-            x = yield from Driven(unit.forward_lane(tape, x, sequences), context)  # pyright: ignore[reportArgumentType]
+            lane = unit.forward_lane(tape, x.tensors[0], sequences)
+            x = Message(((yield from Driven(lane, context)),))  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
                 x = self._segment([], x, tape, sequences, finish, given)
         return x
@@ -435,90 +438,57 @@ class Stage:
     def _segment(
         self,
         calls: list[UnitCall],
-        x: Tensor | Message,
+        x: Message,
         tape: Tape | None,
         sequences: Sequences,
         finish: Finish | None,
         given: Given,
-    ) -> Any:
+    ) -> Message:
         """One segment: units that launch no collective, and on the last stage what follows them."""
-        tensors, is_last = (x,) if isinstance(x, Tensor) else x.tensors, not calls or calls is self._runs[-1]
-        values, leaves = self._entered(tensors, tape)
-        entered = values[0] if isinstance(x, Tensor) else x.of_tensors(values)
-        h = entered if isinstance(entered, Tensor) else entered.value
-        output = entered
+        is_last = not calls or calls is self._runs[-1]
+        output, leaves = self._entered(x, tape)
+        h = output.value
         with self.autocast():
             for call in calls:
                 h = call(h, sequences, given, tape is not None and tape.keeps)
-                leaves_stage = is_last and call is calls[-1]
                 # The loss may take any output of the last layer.
-                if finish is None or not leaves_stage:
-                    output = self._checked(call, h, sequences, leaves_stage)
+                if finish is None or not (is_last and call is calls[-1]):
+                    output = call.message(h, self.boundary, sequences.num_tokens)
             if is_last and finish is not None:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
-                h = output = finish(h)
-        outputs = output.tensors if isinstance(output, Message) else (h,)
+                output = Message((finish(h),))
         if tape is not None:
-            tape.record(leaves, outputs, isinstance(x, Tensor))
-        detached = tuple(tensor.detach() for tensor in outputs)
-        if not isinstance(output, Message):
-            return detached[0]
-        return output.of_tensors(detached)
+            tape.record(leaves, output.tensors)
+        return output.of_tensors(tuple(tensor.detach() for tensor in output.tensors))
 
-    def _entered(
-        self, tensors: tuple[Tensor, ...], tape: Tape | None
-    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-        """A segment's inputs as its first unit is given them, and the leaves where their gradients end."""
+    def _entered(self, x: Message, tape: Tape | None) -> tuple[Message, list[Tensor | None]]:
+        """A segment's input as its first unit is given it, and the leaves where its gradients end."""
         if tape is None:
-            return tensors, []
-        leaves = [leaf_of(tensor) if _can_have_gradient(tensor) else None for tensor in tensors]
+            return x, []
+        leaves = [leaf_of(tensor) if _can_have_gradient(tensor) else None for tensor in x.tensors]
         entered = []
-        for tensor, leaf in zip(tensors, leaves, strict=True):
+        for tensor, leaf in zip(x.tensors, leaves, strict=True):
             if leaf is not None and self.boundary.is_open:
                 # Autograd allows no work in place on a leaf; inside a stage the unit would be given none.
                 entered.append(torch.ops.aten._unsafe_view(leaf, leaf.shape))
             else:
                 entered.append(tensor if leaf is None else leaf)
-        return tuple(entered), leaves
+        return x.of_tensors(tuple(entered)), leaves
 
-    def _checked(self, call: UnitCall, h: Any, sequences: Sequences, leaves_stage: bool) -> Tensor | Message:
-        """The unit's output, if it can go on. Raises: PipelineError naming the unit."""
-        if self.boundary.is_open:
-            return call.message(h, self.boundary.hidden_size)
-        shape = self.boundary.shape(sequences.num_tokens)
-        # `leaving` names the stage.
-        if isinstance(h, Tensor) and (leaves_stage or h.shape == shape):
-            return h
-        got = f"{list(h.shape)} of {h.dtype}" if isinstance(h, Tensor) else type_in_words(h)
-        raise PipelineError(
-            f"{call.name} gave {got} for {sequences.num_tokens} tokens; from layer to layer goes {list(shape)} of "
-            f"{self.boundary.dtype}, the hidden size being {self.boundary.hidden_size}"
-        )
-
-    def awaited(self, num_tokens: int) -> tuple[tuple[int, int], torch.dtype] | None:
-        """Shape and dtype of what a microbatch brings, either way; None for a message that says what it holds."""
-        if self.boundary.is_open:
-            return None
-        return self.boundary.shape(num_tokens), self.boundary.dtype
-
-    def leaving(self, result: Tensor | Message | None, direction: Direction, num_tokens: int) -> Tensor | Message:
-        """A microbatch's result, if it is what its neighbour awaits.
+    def check_leaving(self, result: Message, direction: Direction, num_tokens: int) -> None:
+        """Refuse a microbatch's result that is not what its neighbour awaits.
 
         Raises:
             ValueError: saying what the stage gives, and what its neighbour awaits.
         """
-        if isinstance(result, Message):
-            return result
-        shape, dtype = self.boundary.shape(num_tokens), self.boundary.dtype
-        if result is None or result.shape != shape or result.dtype != dtype:
-            got = "nothing" if result is None else f"{list(result.shape)} of {result.dtype}"
+        awaited = self.boundary.header(num_tokens)
+        if awaited is not None and result.header != awaited:
             end, (name, _) = ("last", self.units[-1]) if direction is Direction.FORWARD else ("first", self.units[0])
             raise ValueError(
-                f"stage {self.index}, whose {end} layer is {name}, gives {got}; its neighbour awaits {list(shape)} "
-                f"of {dtype}"
+                f"stage {self.index}, whose {end} layer is {name}, gives {result.header}; its neighbour "
+                f"awaits {awaited}"
             )
-        return result
 
     def check_cached(self) -> None:
         """Refuse units that cannot read chunk by chunk.
@@ -574,8 +544,8 @@ class Stage:
                 if getattr(module, "needs_all_pipelines", False):
                     module.decode(x_TD, None, rows)  # pyright: ignore[reportCallIssue]
 
-    def backward(self, tape: Tape, grad: Any, split: bool = False, pairs: Pairs = ALONE) -> Lane[Any]:
-        """Backward of one microbatch from the gradient of its output [T, D] or of a `Message` (None: of the loss).
+    def backward(self, tape: Tape, grad: Message | None, split: bool = False, pairs: Pairs = ALONE) -> Lane[Message]:
+        """Backward of one microbatch from the gradients of its output (None: the output is the loss).
 
         What it leaves of the weights' gradients on the tape is for `weight_backward`, which comes next: with `split`
         all, without it those behind the last collective. A stage computes the others while a collective is under way,
@@ -585,14 +555,14 @@ class Stage:
             split: leave all weight gradients on the tape.
             pairs: how this lane takes turns with the other one of a fused pair, if that runs meanwhile.
 
-        Returns the gradient of the stage's input [T, D] or of a `Message`, None where the stage takes token ids.
+        Returns the gradients of those tensors of the stage's input that can have one.
         """
         fill = self.exchanges and not split
         deferred = None
         if self.weight_gradients is not None and (split or fill):
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
-        if isinstance(grad, Message):
-            grad = grad.tensors
+        grads = None if grad is None else grad.tensors
+        del grad
         owes_turn = False
         try:
             while tape.segments:
@@ -608,7 +578,7 @@ class Stage:
                             self.weight_backward(tape)
                         yield
                     continue
-                lane = Driven(entry.backward(grad), deferred)
+                lane = Driven(entry.backward(grads), deferred)
                 for turn in lane:
                     if turn is Turn.RELEASE_WAITS and pairs.early_release:
                         owes_turn = True
@@ -621,12 +591,12 @@ class Stage:
                         # The other lane launches something first, and the weight gradients hide it.
                         yield
                         self.weight_backward(tape)
-                grad = lane.result
+                grads = lane.result
         except RuntimeError as error:
             changing = [call.name for call in self.calls if call.changes_input]
             name_changing(error, [name for name, _ in self.units], changing)
             raise
-        return Message(grad) if isinstance(grad, tuple) else grad
+        return Message(grads or ())
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""

@@ -1,14 +1,13 @@
 """Point-to-point messages between the ranks of a pipeline.
 
 A channel is one direction of one edge: (source rank, destination rank, forward or backward). Messages of a channel
-arrive in the order in which they were sent. Receives are posted ahead with the shape known to both sides, or, of what a
-user's own layers give, for a message that says itself what it holds; a send never blocks and its tensor is released
-once it has left. Two implementations share the interface: `DistributedTransport` over
-torch.distributed (one communicator a channel) and `InProcessTransport`, in which all ranks live in one thread and
-`run_together` (of the executor) lets each go on as far as its messages allow.
+arrive in the order in which they were sent. Receives are posted ahead: what a message holds is known to both ends, or
+on an open boundary said by a header that goes ahead of it. A send never blocks, and its tensors are released once they
+have left. Two implementations share the interface: `DistributedTransport` over torch.distributed (one communicator a
+channel) and `InProcessTransport`, in which all ranks live in one thread and `run_together` (of the executor) lets each
+go on as far as its messages allow.
 """
 
-import ctypes
 import queue
 import threading
 import time
@@ -28,8 +27,8 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 
 from penstock.parallel import Handle, laid_out
 from penstock.parallel.staging import host_empty, to_device, to_host
-from penstock.runtime.errors import MessageMismatch, PipelineError, TransportError, first_line
-from penstock.runtime.message import HEADER_END, Message, read_header
+from penstock.runtime.errors import TransportError, first_line
+from penstock.runtime.message import HEADER_END, Header, Message
 from penstock.schedule import Channel, Direction, Placement
 from penstock.schedule.rules import channels_of
 
@@ -54,17 +53,11 @@ def describe_message(channel: Line) -> str:
     return f"{what} from rank {channel.source} to rank {channel.destination}"
 
 
-def described(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """The shape and dtype of a message in words."""
-    return f"{list(shape)} of {dtype}"
-
-
-class Receipt(Handle[Any], Protocol):
-    """A posted receive. Its `wait` gives the tensor or `Message`, which the caller owns.
+class Receipt(Handle[Message], Protocol):
+    """A posted receive. Its `wait` gives the message, which the caller owns.
 
     Raises, in `wait`:
         TransportError: the message does not come in time.
-        MessageMismatch: another shape or dtype comes.
     """
 
     def ready(self) -> bool:
@@ -78,20 +71,12 @@ class Transport(Protocol):
     #: the caller's rank in the pipeline
     rank: int
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
-        """Post the receive of the channel's next message."""
+    def receive(self, channel: Line, header: Header | None) -> Receipt:
+        """Post the receive of the channel's next message; without a header, of one whose header goes ahead of it."""
         ...
 
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        """Start sending; the tensor must not be written to any more and is released when it has left."""
-        ...
-
-    def receive_message(self, channel: Line) -> Receipt:
-        """Post the receive of the channel's next message, which is a `Message` and says what it holds."""
-        ...
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        """Start sending, as `send` does."""
+    def send(self, channel: Line, message: Message) -> None:
+        """Start sending; the tensors must not be written to any more and are released when they have left."""
         ...
 
     def num_pending(self) -> int:
@@ -119,7 +104,7 @@ class InProcessHub:
     """The queues that join the in-process transports of one pipeline."""
 
     #: messages sent and not received yet
-    queues: defaultdict[Line, deque[Tensor | Message]] = field(default_factory=partial(defaultdict, deque))
+    queues: defaultdict[Line, deque[Message]] = field(default_factory=partial(defaultdict, deque))
     #: messages sent so far
     num_messages: int = 0
 
@@ -135,25 +120,14 @@ class InProcessTransport:
     #: receives that are posted and not waited for, oldest first
     _posted: defaultdict[Line, deque["_QueueReceipt"]] = field(default_factory=partial(defaultdict, deque), init=False)
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_QueueReceipt":
-        return self._post(_QueueReceipt(self, channel, (tuple(shape), dtype)))
-
-    def receive_message(self, channel: Line) -> "_QueueReceipt":
-        return self._post(_QueueReceipt(self, channel, None))
-
-    def _post(self, receipt: "_QueueReceipt") -> "_QueueReceipt":
-        self._posted[receipt.channel].append(receipt)
+    def receive(self, channel: Line, header: Header | None) -> "_QueueReceipt":
+        receipt = _QueueReceipt(self, channel)
+        self._posted[channel].append(receipt)
         return receipt
 
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        self._put(channel, tensor)
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        self._put(channel, message)
-
-    def _put(self, channel: Line, parcel: Tensor | Message) -> None:
+    def send(self, channel: Line, message: Message) -> None:
         self.hub.num_messages += 1
-        self.hub.queues[channel].append(parcel)
+        self.hub.queues[channel].append(message)
 
     def num_pending(self) -> int:
         return sum(map(len, self._posted.values())) + sum(
@@ -175,53 +149,43 @@ class InProcessTransport:
 
 @dataclass(eq=False, slots=True)
 class _QueueReceipt:
-    #: the transport on which it is posted
+    #: the transport on which it is posted, and the channel
     transport: InProcessTransport
-    #: the channel, and the shape and dtype expected from it; None for a message that says what it holds
     channel: Line
-    expected: tuple[tuple[int, ...], torch.dtype] | None
 
     def ready(self) -> bool:
         return self.transport._posted[self.channel][0] is self and bool(self.transport.hub.queues[self.channel])
 
-    def wait(self) -> Tensor | Message:
+    def wait(self) -> Message:
         if not self.ready():
             raise TransportError(f"the next of the {describe_message(self.channel)} is not there yet")
         self.transport._posted[self.channel].popleft()
-        came = self.transport.hub.queues[self.channel].popleft()
-        if isinstance(came, Tensor) and (came.shape, came.dtype) != self.expected:
-            expected = "what it holds" if self.expected is None else described(*self.expected)
-            raise MessageMismatch(
-                f"{describe_message(self.channel)}: expected {expected}, got {described(came.shape, came.dtype)}"
-            )
-        return came
+        return self.transport.hub.queues[self.channel].popleft()
 
 
 # ---- over torch.distributed: one communicator a channel, all made at start in one order, tested at once
 #
-# Each message is announced: its shape and dtype go beside it in host memory, and its receiver compares them with what
-# it awaits before it takes the message. A small message in host memory travels inside its announcement, so that the
-# check costs little where messages are many. Any other has its size as its tag: gloo matches none with a buffer of
-# another size, of which it would fill a part only, or abort the receiving process.
+# Both ends know what a message holds: its receive has a buffer for each tensor, and nothing else travels. Ranks find
+# out where they agree on a batch, and at construction, that they would expect different shapes: gloo fills a part of a
+# buffer that is too large, and aborts a process whose buffer is too small.
 #
-# Such a message goes first, and its announcement, which is awaited before it, behind it. When a link is cut, gloo wakes
-# nobody who waits for a message of which a part is there; but the announcement is there once the message is as a whole.
+# When a link is cut, gloo wakes nobody who waits for a tensor of which a part is there. So a large tensor in host
+# memory has a byte behind it, which is awaited first: it is there once the tensor is as a whole.
 
 
 _END_S = 5.0
 """The longest that a process waits at its end for a message that nobody takes."""
 _MOST_HELD_SENDS = 256
 """More than are ever under way in a ring: the first of them has long been taken when one more is sent."""
-_MOST_KEPT_BYTES = 512 << 10
-"""Bytes of a link's sends that are kept before the link checks whether they have left."""
-_ANNOUNCEMENT_BYTES = 128
-"""Enough for eight dimensions of ten digits."""
-_MOST_INSIDE_BYTES = 64 << 10
-"""The largest message inside an announcement: to copy it twice takes less time than gloo takes for a second message."""
-_ANNOUNCEMENT_TAG = 0
-_HEADER_TAG = 2
+_MOST_BATCH_BYTES = 512 << 10
+"""Bytes of a link's sends after which it checks whether they have left."""
+_MOST_AT_ONCE_BYTES = 64 << 10
+"""The largest tensor that comes as a whole or not at all."""
+_TENSOR_TAG, _HEADER_TAG = 0, 1
 _MOST_HEADER_BYTES = 16 << 10
 """The names, shapes and dtypes of some hundred tensors."""
+# Written by every receive, and never read.
+_BYTE_BEHIND = torch.frombuffer(bytearray(1), dtype=torch.uint8)
 
 MakeBackend = Callable[[Store, int], Any]
 
@@ -230,8 +194,8 @@ class DistributedTransport:
     """Messages of one rank over torch.distributed (gloo on CPU, NCCL on CUDA, or with `is_staged` gloo there too).
 
     `group` holds the pipeline's ranks in order, on host memory; all of them construct the transport at the same time.
-    `lines` are a placement's channels, or any given, the same on all ranks. The links are tested before the constructor
-    returns.
+    `lines` are a placement's channels, or any given, the same on all ranks. With `is_open` a header goes ahead of each
+    message. The links are tested before the constructor returns.
 
     Raises:
         TransportError: a link fails its test within `timeout_s`; the message names it.
@@ -243,6 +207,8 @@ class DistributedTransport:
     device: torch.device
     #: True if messages travel as copies in host memory
     is_staged: bool
+    #: True if a header goes ahead of each message
+    is_open: bool
     #: the longest that a link's test or a message may take
     timeout_s: float
     #: the channels that begin or end here, in the order that all ranks share
@@ -254,8 +220,8 @@ class DistributedTransport:
     _makers: Sequence[MakeBackend]
     #: messages that are posted and not waited for
     _num_awaited: int
-    #: channel -> those that say what they hold and have not been read yet, oldest first
-    _unread: defaultdict[Line, deque["_PostedMessage"]]
+    #: channel -> those whose header has not been read yet, oldest first
+    _unread: defaultdict[Line, deque["_PostedReceive"]]
     #: True after a failed step, until the links are renewed
     _abandoned: bool
 
@@ -266,11 +232,14 @@ class DistributedTransport:
         device: torch.device,
         timeout_s: float,
         is_staged: bool = False,
+        is_open: bool = False,
     ) -> None:
-        self.rank, self.device, self.timeout_s, self.is_staged = group.rank(), device, timeout_s, is_staged
+        self.rank, self.device, self.timeout_s = group.rank(), device, timeout_s
+        self.is_staged, self.is_open = is_staged, is_open
         self._store = PrefixStore(f"penstock/{unique_number(group)}", default_store())
         host = torch.device("cpu")
-        devices = [host] if device.type == "cpu" or is_staged else [device, host]
+        on_device = [] if device.type == "cpu" or is_staged else [device]
+        devices = on_device + [host] * (is_open or not on_device)
         self._makers = [_backend_maker(group, each, timedelta(seconds=timeout_s)) for each in devices]
         lines = channels_of(lines) if isinstance(lines, Placement) else lines
         self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
@@ -279,12 +248,12 @@ class DistributedTransport:
 
     def backends(self) -> Sequence[Any]:
         """The links' communicators, and those who wait for their sends."""
-        found: list[Any] = []
+        backends: list[Any] = []
         for link in self._links.values():
-            found += link.backends
+            backends += link.backends
             if isinstance(link.sends, _ThreadedSends):
-                found.append(link.sends)
-        return found
+                backends.append(link.sends)
+        return backends
 
     def renew(self, generation: int) -> None:
         """Make all links anew, once they have been cut, and test them; all ranks call it."""
@@ -300,12 +269,14 @@ class DistributedTransport:
                 word = torch.tensor(
                     [channel.source, channel.destination, crc32(describe_message(channel).encode())], device=self.device
                 )
+                message = Message((word,))
                 if channel.source == self.rank:
-                    self.send(channel, word)
+                    self.send(channel, message)
                 else:
-                    arrivals.append((channel, word, self.receive(channel, word.shape, word.dtype)))
+                    receipt = self.receive(channel, None if self.is_open else message.header)
+                    arrivals.append((channel, word, receipt))
             for channel, word, receipt in arrivals:
-                got = receipt.wait()
+                got = receipt.wait().tensors[0]
                 if not torch.equal(got, word):
                     raise TransportError(
                         f"the {describe_message(channel)} carried {got.tolist()} instead of {word.tolist()}"
@@ -314,44 +285,34 @@ class DistributedTransport:
         except TransportError as error:
             raise TransportError(f"the link test failed: {error}") from error
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> "_PostedReceive":
-        self._check_usable()
-        buffer = host_empty(shape, dtype) if self.is_staged else torch.empty(shape, dtype=dtype, device=self.device)
-        self._num_awaited += 1
-        return _PostedReceive(self, channel, buffer, *self._links[channel].receive(buffer))
-
-    def send(self, channel: Line, tensor: Tensor) -> None:
-        self._check_usable()
-        self._send(channel, tensor)
-
-    def _send(self, channel: Line, tensor: Tensor, header: bytes = b"") -> None:
-        self._links[channel].send(to_host(tensor) if self.is_staged else tensor, header)
-
-    def receive_message(self, channel: Line) -> "_PostedMessage":
+    def receive(self, channel: Line, header: Header | None) -> "_PostedReceive":
+        assert (header is None) is self.is_open, "headers go ahead of all messages or of none"
         self._check_usable()
         self._num_awaited += 1
-        posted = _PostedMessage(self, channel, *self._links[channel].receive_header())
-        self._unread[channel].append(posted)
-        self.read_arrived()
+        posted = _PostedReceive(self, channel)
+        if header is not None:
+            posted.post(header)
+        else:
+            posted.post_header()
+            self._unread[channel].append(posted)
+            self.read_arrived()
         return posted
 
-    def read_arrived(self) -> None:
-        """Post the receives of the tensors of all messages that have said what they hold, before others compute."""
-        for unread in self._unread.values():
-            while unread and unread[0].has_come():
-                unread.popleft().read()
+    def _new_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return host_empty(shape, dtype) if self.is_staged else torch.empty(shape, dtype=dtype, device=self.device)
 
-    def send_message(self, channel: Line, message: Message) -> None:
+    def read_arrived(self) -> None:
+        """Post the receives of the tensors of all messages whose header has come, before others compute."""
+        for unread in self._unread.values():
+            while unread and unread[0].header_has_come():
+                unread.popleft().read_header()
+
+    def send(self, channel: Line, message: Message) -> None:
         self._check_usable()
-        if not message.tensors:
-            # The gradient of token ids and their like: something has to travel that can be waited for.
-            message = message.of_tensors((torch.zeros(1, device=self.device),))
-        header = message.header()
+        header = message.header.packed() if self.is_open else b""
         if len(header) > _MOST_HEADER_BYTES:
             raise ValueError(f"{len(message.tensors)} tensors are too many for a message; give some of them as one")
-        for tensor in message.tensors:
-            self._send(channel, tensor, header)
-            header = b""
+        self._links[channel].send([to_host(x) if self.is_staged else laid_out(x) for x in message.tensors], header)
 
     def abandon(self) -> None:
         """Take no more messages: receives that are posted cannot be taken back, and would swallow the next step's."""
@@ -380,6 +341,7 @@ def open_transport(
     device: torch.device,
     timeout_s: float,
     is_staged: bool = False,
+    is_open: bool = False,
 ) -> Transport:
     """The transport of a rank whose pipeline is `group`: in process where that is None, and the rank is alone.
 
@@ -387,135 +349,93 @@ def open_transport(
     """
     if group is None:
         return InProcessTransport(InProcessHub(), 0)
-    return DistributedTransport(lines, group, device, timeout_s, is_staged)
+    return DistributedTransport(lines, group, device, timeout_s, is_staged, is_open)
 
 
 @dataclass(eq=False, slots=True)
 class _PostedReceive:
-    #: the transport that counts it
-    transport: DistributedTransport
-    #: the channel, and where its message is received
-    channel: Line
-    buffer: Tensor
-    #: where the announcement is received, and the handles of the backend: its own, and the message's if that is apart
-    envelope: Tensor
-    works: Sequence[dist.Work]
+    """A posted receive; that of a message whose header goes ahead gets its tensors' once the header is read.
 
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        start = time.monotonic()
-        announcement, *apart = self.works
-        try:
-            announcement.wait()
-            came = ctypes.string_at(self.envelope.data_ptr(), _ANNOUNCEMENT_BYTES)
-            if came != _announcement(self.buffer):
-                expected = described(self.buffer.shape, self.buffer.dtype)
-                raise MessageMismatch(
-                    f"{describe_message(self.channel)}: expected {expected}, got {came.decode().rstrip()}"
-                )
-            for work in apart:
-                work.wait()
-        except PipelineError:
-            raise
-        except RuntimeError as error:
-            raise TransportError(
-                f"no {describe_message(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
-            ) from error
-        if not apart:
-            message = self.envelope.data_ptr() + _ANNOUNCEMENT_BYTES
-            ctypes.memmove(self.buffer.data_ptr(), message, self.buffer.nbytes)
-        self.transport._num_awaited -= 1
-        if not self.transport.is_staged:
-            return self.buffer
-        return to_device(self.buffer, torch.empty_like(self.buffer, device=self.transport.device))
-
-
-@dataclass(eq=False, slots=True)
-class _PostedMessage:
-    """A posted receive of a message that says what it holds; its tensors are received once it is read.
-
-    Messages are read in the order in which they were sent, whichever is waited for first: so are their tensors.
+    Headers are read in the order in which they were sent, whichever message is waited for first: so are their tensors.
     """
 
-    #: the transport that counts it
+    #: the transport that counts it, and the channel
     transport: DistributedTransport
-    #: the channel
     channel: Line
-    #: where the header is received, as memory and as a tensor, and the handle of the backend
-    header: bytearray
-    envelope: Tensor
-    work: dist.Work
-    #: the form of the message, and its tensors, once it has been read
-    form: Message | None = None
-    parts: Sequence[_PostedReceive] = ()
+    #: what the message holds, once it is known
+    header: Header | None = None
+    #: where its tensors are received, and the backend's handles to wait for, in order
+    buffers: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+    #: where a header that goes ahead is received
+    header_bytes: bytearray = field(default_factory=bytearray)
+
+    def post(self, header: Header) -> None:
+        """Post the receives of the tensors."""
+        link = self.transport._links[self.channel]
+        self.header = header
+        for shape, dtype in header.parts:
+            buffer = self.transport._new_buffer(shape, dtype)
+            self.buffers.append(buffer)
+            self.works += link.receive(buffer)
+
+    def post_header(self) -> None:
+        """Post the receive of the header."""
+        self.header_bytes = bytearray(_MOST_HEADER_BYTES)
+        self.works.append(self.transport._links[self.channel].receive_header(self.header_bytes))
+
+    def header_has_come(self) -> bool:
+        """True once the header is there as a whole: gloo's works cannot be asked."""
+        return HEADER_END in self.header_bytes
+
+    def read_header(self) -> None:
+        """Wait for the header, and post the receives of the tensors."""
+        _wait_for(self.works, "no {}", self.channel)
+        self.works.clear()
+        self.post(Header.unpacked(self.header_bytes))
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Message:
-        unread = self.transport._unread[self.channel]
-        while self.form is None:
-            unread.popleft().read()
-        self.transport.read_arrived()
-        message = self.form.of_tensors(tuple(part.wait() for part in self.parts))
+        if self.transport.is_open:
+            while self.header is None:
+                self.transport._unread[self.channel].popleft().read_header()
+            self.transport.read_arrived()
+        assert self.header is not None
+        _wait_for(self.works, "no {}", self.channel)
         self.transport._num_awaited -= 1
-        return message
-
-    def has_come(self) -> bool:
-        """True once the header is there as a whole: gloo's works cannot be asked."""
-        return HEADER_END in self.header
-
-    def read(self) -> None:
-        """Wait for the header, and post the receives of the tensors."""
-        start = time.monotonic()
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise TransportError(
-                f"no {describe_message(self.channel)} after {time.monotonic() - start:.1f} s ({first_line(error)})"
-            ) from error
-        self.form, shapes = read_header(self.header)
-        self.parts = [self.transport.receive(self.channel, shape, dtype) for shape, dtype in shapes]
+        tensors = self.buffers
+        if self.transport.is_staged:
+            tensors = [to_device(x, torch.empty_like(x, device=self.transport.device)) for x in tensors]
+        return Message(tuple(tensors), self.header.form, self.header.names)
 
 
-def _announcement(tensor: Tensor) -> bytes:
-    """The bytes that go with this tensor. Raises: ValueError for more dimensions than they can tell."""
-    text = described(tensor.shape, tensor.dtype)
-    if len(text) > _ANNOUNCEMENT_BYTES:
-        raise ValueError(f"{text} has too many dimensions for a message; eight are always possible")
-    return text.encode().ljust(_ANNOUNCEMENT_BYTES)
-
-
-def _envelope(content: bytearray) -> Tensor:
-    """An announcement, with a message inside or without: memory of Python's, none of the tensors that a step counts."""
-    return torch.frombuffer(content, dtype=torch.uint8)
-
-
-def _travels_inside(tensor: Tensor) -> bool:
-    return tensor.nbytes <= _MOST_INSIDE_BYTES and tensor.device.type == "cpu"
-
-
-def _tag(tensor: Tensor) -> int:
-    """A tag for messages of this size; odd, so that it is neither an announcement's nor `cut_backends`'s."""
-    return tensor.nbytes % (1 << 30) * 2 + 1
+def _wait_for(works: Sequence[dist.Work], failure: str, channel: Line) -> None:
+    """Wait for handles of the backend. Raises: TransportError, which names the channel in the words of `failure`."""
+    start = time.monotonic()
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        words, waited = failure.format(describe_message(channel)), time.monotonic() - start
+        raise TransportError(f"{words} after {waited:.1f} s ({first_line(error)})") from error
 
 
 class _ChannelEnd:
     """One channel's communicators, seen from one of its two ends.
 
-    `makers` make the one that carries messages and, where these are not in host memory, one for announcements.
+    `makers` make the one that carries tensors and, where these are not in host memory, one for headers.
     `watch_s`: the longest that a thread waits for a send, for a backend whose works cannot be polled; None: they can.
     """
 
     #: the channel, and which end of the communicators the other rank is
     channel: Line
     peer: int
-    #: the communicators, of which the first carries messages and the last announcements
+    #: the communicators, of which the first carries tensors and the last headers
     backends: Sequence[Any]
-    #: keeps sent tensors until they have left; none at the receiving end
-    sends: "_ThreadedSends | _KeptSends"
+    #: holds sent tensors until they have left; nothing at the receiving end
+    sends: "_ThreadedSends | _HeldSends"
 
     def __init__(
         self,
@@ -532,66 +452,62 @@ class _ChannelEnd:
         self.channel, self.peer = channel, int(outgoing)
         self.backends = [make(PrefixStore(str(n), store), 1 - self.peer) for n, make in enumerate(makers)]
         if watch_s is None or isinstance(channel, HostChannel) or not outgoing:
-            self.sends = _KeptSends(channel, are_polled=not isinstance(channel, HostChannel))
+            self.sends = _HeldSends(channel, are_polled=not isinstance(channel, HostChannel))
         else:
             self.sends = _ThreadedSends(channel, watch_s)
 
-    def receive(self, buffer: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Post the receive of an announcement, and of the message if it is apart; returns the first's buffer, and both.
-
-        The buffer holds any announcement, also one that nobody awaits here.
-        """
-        most_inside = _MOST_INSIDE_BYTES if buffer.device.type == "cpu" else 0
-        envelope = _envelope(bytearray(_ANNOUNCEMENT_BYTES + most_inside))
+    def receive(self, buffer: Tensor) -> list[dist.Work]:
+        """Post the receive of a tensor."""
         try:
-            apart = [] if _travels_inside(buffer) else [self.backends[0].recv([buffer], self.peer, _tag(buffer))]
-            works = [self.backends[-1].recv([envelope], self.peer, _ANNOUNCEMENT_TAG), *apart]
+            works = [self.backends[0].recv([buffer], self.peer, _TENSOR_TAG)]
+            if _comes_in_parts(buffer):
+                works.insert(0, self.backends[0].recv([_BYTE_BEHIND], self.peer, _TENSOR_TAG))
         except RuntimeError as error:
             raise self._lost("received", error) from error
-        return envelope, works
+        return works
 
-    def receive_header(self) -> tuple[bytearray, Tensor, dist.Work]:
-        """Post the receive of what a message says of itself; returns its memory too."""
-        envelope = _envelope(header := bytearray(_MOST_HEADER_BYTES))
+    def receive_header(self, memory: bytearray) -> dist.Work:
+        """Post the receive of a header, at most as long as this memory."""
         try:
-            return header, envelope, self.backends[-1].recv([envelope], self.peer, _HEADER_TAG)
+            return self.backends[-1].recv([torch.frombuffer(memory, dtype=torch.uint8)], self.peer, _HEADER_TAG)
         except RuntimeError as error:
             raise self._lost("received", error) from error
 
-    def send(self, tensor: Tensor, header: bytes = b"") -> None:
-        """Start sending a tensor, behind the header of the message that begins with it, if that has one."""
+    def send(self, tensors: Sequence[Tensor], header: bytes) -> None:
+        """Start sending tensors, behind a header if there is one."""
         assert self.peer == 1, f"this rank is not the source of the {describe_message(self.channel)}"
-        tensor = laid_out(tensor)
-        inside, content = _travels_inside(tensor), bytearray(_announcement(tensor))
-        if inside:
-            content += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-        envelopes = [_envelope(content)]
+        held, works = list(tensors), []
         try:
-            works = []
             if header:
-                envelopes.append(_envelope(bytearray(header)))
-                works.append(self.backends[-1].send([envelopes[-1]], self.peer, _HEADER_TAG))
-            apart = [] if inside else [self.backends[0].send([tensor], self.peer, _tag(tensor))]
-            works += [self.backends[-1].send([envelopes[0]], self.peer, _ANNOUNCEMENT_TAG), *apart]
+                held.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+                works.append(self.backends[-1].send(held[-1:], self.peer, _HEADER_TAG))
+            for tensor in tensors:
+                works.append(self.backends[0].send([tensor], self.peer, _TENSOR_TAG))
+                if _comes_in_parts(tensor):
+                    works.append(self.backends[0].send([_BYTE_BEHIND], self.peer, _TENSOR_TAG))
         except RuntimeError as error:
             raise self._lost("sent", error) from error
-        self.sends.add((tensor, envelopes, works))
+        self.sends.add((held, works))
 
     def _lost(self, done: str, error: RuntimeError) -> TransportError:
         """Over a link whose other end is gone a backend refuses even to begin."""
         return TransportError(f"{describe_message(self.channel)} can no longer be {done} ({first_line(error)})")
 
 
-_Sent = tuple[Tensor, Sequence[Tensor], Sequence[dist.Work]]
-"""A tensor under way, what goes beside it in host memory, in which it may be too, and the backend's handles.
+def _comes_in_parts(tensor: Tensor) -> bool:
+    return tensor.nbytes > _MOST_AT_ONCE_BYTES and tensor.device.type == "cpu"
 
-The tensor's is the last."""
+
+_Sent = tuple[Sequence[Tensor], Sequence[dist.Work]]
+"""Tensors under way, a header among them, and the backend's handles, of which that of a header is the first."""
 
 _Sends = deque[_Sent]
 
+_NOT_TAKEN = "{} were not taken"
+
 
 @dataclass(eq=False)
-class _KeptSends:
+class _HeldSends:
     """Holds sent tensors until they are known to have left, without a thread: it would wake when its rank computes.
 
     Works that can be polled, as CUDA's can, are polled whenever another is sent. Of the others, which are those of
@@ -611,11 +527,11 @@ class _KeptSends:
 
     def num_in_flight(self) -> int:
         while self.are_polled and self._in_flight:
-            *announcements, message = self._in_flight[0][2]
-            if not message.is_completed():
+            works = self._in_flight[0][1]
+            if not works[-1].is_completed():
                 break
-            # Dropped before its end, a send of gloo never comes. The receiver awaits the announcement first.
-            for work in announcements:
+            # Dropped before its end, a send of gloo never comes: that of a header, which has been read by now.
+            for work in works:
                 work.wait()
             self._in_flight.popleft()
         return len(self._in_flight)
@@ -629,7 +545,7 @@ class _KeptSends:
 
     def _wait_for_first(self) -> None:
         # Popped first, the tensor would be freed before the wait.
-        _wait_until_left(self.channel, self._in_flight[0])
+        _wait_for(self._in_flight[0][1], _NOT_TAKEN, self.channel)
         self._in_flight.popleft()
 
 
@@ -646,8 +562,8 @@ class _ThreadedSends:
     channel: Line
     timeout_s: float
     #: sends that the thread has not been given yet, and their bytes
-    _kept: _Sends = field(default_factory=deque, init=False)
-    _kept_bytes: int = field(default=0, init=False)
+    _unwatched: _Sends = field(default_factory=deque, init=False)
+    _unwatched_bytes: int = field(default=0, init=False)
     #: the thread's work: sends to wait for, a call to make behind them, or None for the end
     _queue: queue.SimpleQueue[_Sends | Callable[[], None] | None] = field(init=False)
     #: sends so far, and those that have left
@@ -674,7 +590,7 @@ class _ThreadedSends:
             while item:
                 try:
                     if self._error is None:
-                        _wait_until_left(self.channel, item[0])
+                        _wait_for(item[0][1], _NOT_TAKEN, self.channel)
                 except TransportError as error:
                     self._error = error
                 item.popleft()
@@ -684,11 +600,14 @@ class _ThreadedSends:
         if self._error is not None:
             raise self._error
         self._num_added += 1
-        self._kept.append(sent)
-        self._kept_bytes += sent[0].nbytes
-        if self._kept_bytes >= _MOST_KEPT_BYTES:
-            self._queue.put(self._kept)
-            self._kept, self._kept_bytes = deque(), 0
+        self._unwatched.append(sent)
+        self._unwatched_bytes += sum(tensor.nbytes for tensor in sent[0])
+        if self._unwatched_bytes >= _MOST_BATCH_BYTES:
+            self._watch_all()
+
+    def _watch_all(self) -> None:
+        self._queue.put(self._unwatched)
+        self._unwatched, self._unwatched_bytes = deque(), 0
 
     def num_in_flight(self) -> int:
         return self._num_added - self._num_left
@@ -696,8 +615,7 @@ class _ThreadedSends:
     def settle(self) -> None:
         if self.num_in_flight() > 0:
             self._settled = settled = threading.Event()
-            self._queue.put(self._kept)
-            self._kept, self._kept_bytes = deque(), 0
+            self._watch_all()
             self._queue.put(settled.set)
             # The works have the same limit; the margin lets their own, more specific error come first.
             if self._error is None and not settled.wait(self.timeout_s + 5.0):
@@ -721,19 +639,6 @@ def _end_thread(work: "queue.SimpleQueue[Any]", thread: threading.Thread) -> Non
     # The thread itself may be the last that holds what it works for.
     if thread is not threading.current_thread():
         thread.join(_END_S)
-
-
-def _wait_until_left(channel: Line, sent: _Sent) -> None:
-    """Raises: TransportError where that takes longer than the backend waits."""
-    start = time.monotonic()
-    try:
-        for work in sent[2]:
-            work.wait()
-    except RuntimeError as error:
-        waited = time.monotonic() - start
-        raise TransportError(
-            f"{describe_message(channel)} were not taken after {waited:.1f} s ({first_line(error)})"
-        ) from error
 
 
 def default_store() -> Store:

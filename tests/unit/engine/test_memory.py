@@ -23,6 +23,7 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
+    Message,
     Pairs,
     Recorder,
     Stage,
@@ -60,11 +61,11 @@ class MeasuredStage(Stage):
     def forward(
         self,
         tape: Tape | None,
-        x: Tensor,
+        x: Message,
         sequences: Sequences,
         finish: Finish | None = None,
         given: Given = NOTHING_GIVEN,
-    ) -> Lane[Tensor]:
+    ) -> Lane[Message]:
         assert tape is not None
         if not hasattr(self, "tapes"):
             self.tapes: list[weakref.ref[Tape]] = []

@@ -32,7 +32,7 @@ from penstock.model.layers.grouped_linear import (
 )
 from penstock.model.layers.router import Balance, Router
 from penstock.model.linear import TORCH
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 
 D, LENGTHS = 12, ((3, 5, 1), (4, 2))
@@ -124,13 +124,13 @@ def walk(half: ExpertBlock, split: bool, recompute: bool) -> tuple[list[Tensor],
     defer(half, owner)
     stage = Stage(0, [("half", half)], Boundary(D, torch.float64), owner, recompute=["half"] if recompute else [])
     parts, tapes = microbatches(), [Tape(), Tape()]
-    first = drain(stage.forward(tapes[0], parts[0].x, parts[0].sequences))
-    second = drain(stage.forward(tapes[1], parts[1].x, parts[1].sequences))
-    lanes = [stage.backward(tape, part.grad, split) for tape, part in zip(tapes, parts, strict=True)]
+    first = drain(stage.forward(tapes[0], Message((parts[0].x,)), parts[0].sequences))
+    second = drain(stage.forward(tapes[1], Message((parts[1].x,)), parts[1].sequences))
+    lanes = [stage.backward(tape, Message((part.grad,)), split) for tape, part in zip(tapes, parts, strict=True)]
     grads = zip_lanes(*lanes)
     for tape in tapes:
         stage.weight_backward(tape)
-    return [first, second], grads
+    return [first.tensors[0], second.tensors[0]], [grad.tensors[0] for grad in grads]
 
 
 @pytest.mark.shows(27, 88)
@@ -159,7 +159,7 @@ def test_outputs_gradients_and_terms_are_those_of_a_loop_over_experts(
 def test_noted_terms_and_counts_are_each_microbatchs_own() -> None:
     half, part = half_of(EXPERTS), microbatches()[0]
     stage = Stage(0, [("half", half)], Boundary(D, torch.float64))
-    drain(stage.forward(Tape(), part.x, part.sequences))
+    drain(stage.forward(Tape(), Message((part.x,)), part.sequences))
     terms = plain(half, part.x, part.sequences.lengths)[1].detach()
     noted = {kind: float(value) for (_, kind), value in part.terms.values.items()}
     assert set(noted) == {AuxLoss.BALANCE, AuxLoss.SEQUENCE_BALANCE, AuxLoss.GLOBAL_BALANCE, AuxLoss.Z}
@@ -401,8 +401,9 @@ class TestPrediction:
         sequences = Sequences.from_lengths(lengths)
         ours, tape = head(), Tape()
         stage = Stage(0, [("head", ours)], Boundary(D, torch.float64))
-        drain(stage.forward(tape, x, sequences.with_aux_losses(terms), lambda y: cross_entropy_sum(y, labels) * 0.7))
-        grad = drain(stage.backward(tape, None))
+        sequences = sequences.with_aux_losses(terms)
+        drain(stage.forward(tape, Message((x,)), sequences, lambda y: cross_entropy_sum(y, labels) * 0.7))
+        [grad] = drain(stage.backward(tape, None)).tensors
         stage.weight_backward(tape)
 
         module, leaf = head(), x.clone().requires_grad_()

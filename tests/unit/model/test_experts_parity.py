@@ -22,7 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from penstock.model import Sequences, cross_entropy_sum, decoder_units, drain
 from penstock.model.layers.experts import ExpertBlock
 from penstock.model.linear import TORCH
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
 
 LENGTHS = (7, 1, 19, 19, 4)
@@ -162,7 +162,7 @@ def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Fa
         logits.append(output.detach())
         return cross_entropy_sum(output, torch.cat(tokens))
 
-    drain(stage.forward(tape, torch.cat(tokens), Sequences.from_lengths(LENGTHS), loss))
+    drain(stage.forward(tape, Message((torch.cat(tokens),)), Sequences.from_lengths(LENGTHS), loss))
     expected = [reference(sequence[None]).logits[0] for sequence in tokens]
     torch.testing.assert_close(logits[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
 

@@ -1,15 +1,25 @@
 """Receives and their handles, over programs of every schedule: posted early, waited for once, none left."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import schedule
 from penstock.model import Sequences, WeightGradients, defer, switch_linears
-from penstock.runtime import Boundary, Executor, Feed, InProcessHub, InProcessTransport, Recorder, Stage, run_together
+from penstock.runtime import (
+    Boundary,
+    Executor,
+    Feed,
+    Header,
+    InProcessHub,
+    InProcessTransport,
+    Message,
+    Recorder,
+    Stage,
+    run_together,
+)
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Action, Channel, Direction, Op
 from penstock.schedule.actions import COMPUTE, parts
@@ -28,7 +38,7 @@ class Handle:
     def ready(self) -> bool:
         return self.receipt.ready()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Message:
         self.num_waits += 1
         return self.receipt.wait()
 
@@ -41,8 +51,8 @@ class Counting(InProcessTransport):
         self.handles: dict[Line, list[Handle]] = {}
         self.num_settled = 0
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Handle:  # type: ignore[override]
-        handle = Handle(super().receive(channel, shape, dtype))
+    def receive(self, channel: Line, header: Header | None) -> Handle:  # type: ignore[override]
+        handle = Handle(super().receive(channel, header))
         self.handles.setdefault(channel, []).append(handle)
         return handle
 

@@ -10,7 +10,7 @@ from penstock.parallel.grid import Grid
 from penstock.runtime import Recorder, liveness
 from penstock.runtime.liveness import Absence, Process, Processes
 from penstock.runtime.trace import Awaited
-from penstock.runtime.transport import TransportError, _wait_until_left
+from penstock.runtime.transport import TransportError, _HeldSends
 from penstock.schedule import Action, Direction, Op
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord
 from penstock.schedule.rules import Channel
@@ -111,8 +111,10 @@ def test_a_message_that_was_not_taken_says_how_long_it_was_offered() -> None:
             raise RuntimeError("Timed out waiting")
 
     channel = Channel(0, 1, Direction.BACKWARD)
+    sends = _HeldSends(channel, are_polled=False)
+    sends.add(([torch.zeros(1)], [Offered()]))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TransportError, match=r"^gradients from rank 0 to rank 1 were not taken after 0\.\d s \(Timed"):
-        _wait_until_left(channel, (torch.zeros(1), (), [Offered()]))  # pyright: ignore[reportArgumentType]
+        sends.settle()
 
 
 def test_a_process_listens_where_it_reaches_the_place_at_which_all_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from penstock.runtime import (
     Feed,
     InProcessHub,
     InProcessTransport,
+    Message,
     Pairs,
     Recorder,
     Stage,
@@ -131,9 +132,9 @@ class Pipeline:
     def _tell_sends(transport: InProcessTransport, log: list[tuple[str, int]]) -> None:
         send = transport.send
 
-        def told(channel: Channel, tensor: Tensor) -> None:
+        def told(channel: Channel, message: Message) -> None:
             log.append((f"send {channel.direction.name[0]}", transport.rank))
-            send(channel, tensor)
+            send(channel, message)
 
         transport.send = told  # type: ignore[method-assign]
 
@@ -232,11 +233,11 @@ def test_what_came_back_from_the_experts_is_freed_and_what_backward_reads_is_not
     defer(unit, owner)
     stage = Stage(0, [("mixer", unit)], Boundary(WIDTH, torch.float32), owner)
     tape = Tape()
-    y = drain(stage.forward(tape, torch.ones(3, WIDTH), Sequences.from_lengths([3])))
+    y = drain(stage.forward(tape, Message((torch.ones(3, WIDTH),)), Sequences.from_lengths([3])))
     assert watched.storages.keys() == {"before", "experts", "combine"}
     # The inputs of linear layers are their weights' other factor; a sum needs neither of its terms.
     assert watched.alive() == {"before", "experts"}
-    drain(stage.backward(tape, torch.ones_like(y)))
+    drain(stage.backward(tape, Message((torch.ones_like(y.tensors[0]),))))
     stage.weight_backward(tape)
     assert watched.alive() == set()
 

@@ -20,7 +20,7 @@ from penstock.model import (
     drain,
     zip_lanes,
 )
-from penstock.runtime import Boundary, Stage, Tape
+from penstock.runtime import Boundary, Message, Stage, Tape
 
 SEQUENCES = Sequences.from_lengths([3, 2])
 WIDTH = 8
@@ -84,20 +84,19 @@ def test_a_row_gives_what_one_graph_gives(split: bool, recompute: bool, zipped: 
     x, grad = torch.randn(2, 5, WIDTH)
     stage, units, _ = make(1, recompute)
     tape, other = Tape(), Tape()
-    output = drain(stage.forward(tape, x, SEQUENCES))
-    backward = stage.backward(tape, grad, split)
+    output = drain(stage.forward(tape, Message((x,)), SEQUENCES))
+    backward = stage.backward(tape, Message((grad,)), split)
     if zipped:
-        input_grad, beside = zip_lanes(backward, stage.forward(other, grad, SEQUENCES))
-        assert torch.equal(beside, expected(1, grad, x)[0])
+        input_grad, beside = zip_lanes(backward, stage.forward(other, Message((grad,)), SEQUENCES))
+        assert torch.equal(beside.tensors[0], expected(1, grad, x)[0])
     else:
         input_grad = drain(backward)
     if split:
         assert tape.weight_gradients
     stage.weight_backward(tape)
     wanted_output, wanted_grad, wanted_grads = expected(1, x, grad)
-    assert torch.equal(output, wanted_output)
-    assert input_grad is not None
-    assert torch.equal(input_grad, wanted_grad)
+    assert torch.equal(output.tensors[0], wanted_output)
+    assert torch.equal(input_grad.tensors[0], wanted_grad)
     found = [p.grad for u in units for p in u.parameters() if p.grad is not None]
     assert len(found) == len(wanted_grads) == 6
     assert all(map(torch.equal, found, wanted_grads))
@@ -109,15 +108,15 @@ def test_lanes_are_suspended_after_each_launch() -> None:
     stage, units, _ = make(2)
     tape = Tape()
     x = torch.randn(5, WIDTH)
-    assert sum(1 for _ in stage.forward(tape, x, SEQUENCES)) == len(units)
-    assert sum(1 for _ in stage.backward(tape, x)) == len(units)
+    assert sum(1 for _ in stage.forward(tape, Message((x,)), SEQUENCES)) == len(units)
+    assert sum(1 for _ in stage.backward(tape, Message((x,)))) == len(units)
     assert [unit.log for unit in units] == [["launch", "launch"]] * len(units)
 
 
 def test_without_a_tape_nothing_is_kept() -> None:
     stage, units, _ = make(3)
     x = torch.randn(5, WIDTH)
-    output = drain(stage.forward(None, x, SEQUENCES))
+    [output] = drain(stage.forward(None, Message((x,)), SEQUENCES)).tensors
     assert not output.requires_grad
     h = x
     with torch.no_grad():

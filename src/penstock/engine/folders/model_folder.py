@@ -143,7 +143,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The full settings of a decoder of its size, also where transformers does not expose them."""
+        """The same, whole."""
         return config_from_json(self.content) if self.is_native else self.in_transformers.shape
 
     @property
@@ -287,11 +287,11 @@ class ModelFolder(ABC):
         return lacking_in(self.settings_folder)
 
     def without_special_tokens(self) -> ModelFolder:
-        """A copy of the model whose tokenizer puts no special tokens around a text."""
-        plain = copy.copy(self)
+        """The same with a tokenizer that puts no special tokens around a text."""
+        found = copy.copy(self)
         if self.tokenizer is not None:
-            plain.tokenizer = self.tokenizer.without_special_tokens()
-        return plain
+            found.tokenizer = self.tokenizer.without_special_tokens()
+        return found
 
     # ---- its weights
 

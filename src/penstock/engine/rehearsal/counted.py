@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.rehearsal.meter import Meter
 from penstock.parallel import laid_out
 from penstock.parallel.renewable import RenewableGroup
-from penstock.runtime.message import Message
+from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Channel
 from penstock.schedule.recording import CollectiveKind
@@ -152,9 +152,9 @@ class _Arrival:
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Message:
         self.meter.claim(MemoryKind.TRANSIENT, [self.buffer])
-        return self.buffer
+        return Message((self.buffer,))
 
 
 @dataclass(eq=False)
@@ -171,23 +171,19 @@ class CountedTransport:
     #: the last tensor of each link
     _leaving: dict[Line, Tensor] = field(default_factory=dict, init=False)
 
-    def receive(self, channel: Line, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+    def receive(self, channel: Line, header: Header | None) -> Receipt:
+        assert header is not None, "a rehearsal's layers give the plain stream"
+        [(shape, dtype)] = header.parts
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         self._meter.claim(MemoryKind.TRANSPORT, [buffer])
         return _Arrival(buffer, self._meter)
 
-    def send(self, channel: Line, tensor: Tensor) -> None:
+    def send(self, channel: Line, message: Message) -> None:
         assert isinstance(channel, Channel)
-        tensor = laid_out(tensor)
+        tensor = laid_out(message.tensors[0])
         self._traffic.sent(channel, tensor)
         self._meter.claim(MemoryKind.TRANSPORT, [tensor])
         self._leaving[channel] = tensor
-
-    def receive_message(self, channel: Line) -> Receipt:
-        raise AssertionError("a rehearsal's layers give the plain stream")
-
-    def send_message(self, channel: Line, message: Message) -> None:
-        raise AssertionError("a rehearsal's layers give the plain stream")
 
     def num_pending(self) -> int:
         return len(self._leaving)

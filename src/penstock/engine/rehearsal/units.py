@@ -21,7 +21,7 @@ from penstock.engine.rehearsal.meter import Meter
 from penstock.model import Sequences, UnitSpec, cross_entropy_sum, drain
 from penstock.model.attention.tiles import forget_masks
 from penstock.parallel.gradients import in_place_of
-from penstock.runtime import Boundary, Feed, Stage, Tape
+from penstock.runtime import Boundary, Feed, Message, Stage, Tape
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import ActionCost, UnitCost
 from penstock.settings import ConfigError, Precision, Quantize
@@ -179,20 +179,20 @@ def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[Actio
     def alive_bytes() -> int:
         return sum(meter.point("").after.values())
 
-    def stream() -> Tensor:
-        """A tensor as stages pass it on."""
+    def stream() -> Message:
+        """A message as stages pass it on."""
         boundary = stage.boundary
-        return torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=place.device)
+        return Message((torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=place.device),))
 
     def forward(tape: Tape) -> None:
-        x = stream() if feed.tokens is None else feed.tokens
+        x = stream() if feed.tokens is None else Message((feed.tokens,))
         drain(stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
 
-    def arriving() -> list[Tensor]:
+    def arriving() -> list[Message]:
         """The gradient that comes before a backward, which takes it; none where the unit ends the model."""
         return [stream()] if feed.finish is None else []
 
-    def backward(tape: Tape, arrived: list[Tensor], split: bool = False) -> None:
+    def backward(tape: Tape, arrived: list[Message], split: bool = False) -> None:
         drain(stage.backward(tape, arrived.pop() if arrived else None, split))
 
     def measured(op: Op, run: Callable[[], object], empty_bytes: int) -> ActionCost:

@@ -65,7 +65,7 @@ class BatchReport:
     longest_item: int = 0
     #: the number of microbatches that the rank has split into so far
     num_microbatches: int = 0
-    #: covers ids, keys and lengths
+    #: covers ids, keys and lengths, of the batch and of its microbatches
     digest: int = 0
     #: covers the data; 0 for metadata alone, or for no iterator where others have one
     contents: int = 0
@@ -172,7 +172,7 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         contents = {reports[r].contents for r in ranks} - {0}
         if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
             views = "; ".join(f"({pipeline.layout.coordinates(r)}) has {reports[r]}" for r in ranks)
-            raise PipelineError(f"ranks that share a batch were given different ones: {views}")
+            raise PipelineError(f"ranks that share a batch were given different ones, or cut it otherwise: {views}")
 
 
 # ---- The source of a rank's microbatches
@@ -356,7 +356,9 @@ class SplitBatch(MicrobatchSource):
         self._check(batch, self.split.microbatches)
         for microbatch in self.split.microbatches:
             self._weigh(microbatch)
-        return replace(report, num_microbatches=num, weight=sum(self.weights))
+        lengths = [microbatch.num_tokens for microbatch in self.split.microbatches]
+        digest = crc32(repr((report.digest, lengths)).encode())
+        return replace(report, num_microbatches=num, weight=sum(self.weights), digest=digest)
 
 
 class MicrobatchList(MicrobatchSource):

@@ -28,7 +28,8 @@ from penstock.model.sampling import numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
-from penstock.runtime.errors import MessageMismatch, TransportError
+from penstock.runtime.errors import TransportError
+from penstock.runtime.message import Header, Message
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
@@ -133,7 +134,7 @@ class DecodeLoop:
             ring.transport.settle()
             ring.host.settle()
             finished = True
-        except (TransportError, MessageMismatch) as error:
+        except TransportError as error:
             raise type(error)(f"{ring.recorder.where()}: {error}") from error
         except Exception as error:
             error.add_note(ring.recorder.where())
@@ -161,8 +162,8 @@ class DecodeLoop:
             for sequence, mask in zip(sequences, masks, strict=True):
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
 
-    def _localise(self, batch: Batch) -> LocalBatch:
-        """Apply arrivals and departures, and build this batch's index tensors, batch by batch in order."""
+    def _take(self, batch: Batch) -> LocalBatch:
+        """Take note of a batch's news, and make its tensors; every rank does so batch by batch, in order."""
         for sequence in batch.arrived:
             self.known[sequence.number] = sequence
         for number in batch.ended:
@@ -183,7 +184,7 @@ class DecodeLoop:
                 if goes_on:
                     continue
                 return
-            numbers_SW, local = None, self._localise(batch)
+            numbers_SW, local = None, self._take(batch)
             if batch.items or self.ring.lockstep:
                 for decoder in self.decoders:
                     numbers_SW = self._compute(decoder, local)
@@ -236,7 +237,7 @@ class DecodeLoop:
                 self._compute_prepared()
             if (batch := self.relay.next()) is None:
                 break
-            local = self._localise(batch)
+            local = self._take(batch)
             if batch.items or self.ring.lockstep:
                 this_round.append(local)
                 self._enter(first, local)
@@ -253,8 +254,8 @@ class DecodeLoop:
         boundary, receipt = decoder.stage.boundary, None
         channel = self._wires[decoder.stage.index].arriving
         if channel is not None and local.batch.items:
-            shape = boundary.whole_shape(local.batch.num_tokens)
-            receipt = self.ring.transport.receive(channel, shape, boundary.dtype)
+            header = Header.of_tensor(boundary.whole_shape(local.batch.num_tokens), boundary.dtype)
+            receipt = self.ring.transport.receive(channel, header)
         self._compute_prepared()
         self._prepared = partial(self._compute, decoder, local, receipt)
 
@@ -286,7 +287,7 @@ class DecodeLoop:
             x = self._outputs.pop((wire.source, batch.slot))
         else:
             ring.recorder.awaits(record, Awaited(wire.direction, wire.source, batch.slot, wire.arriving.source))
-            x = receipt.wait()
+            x = receipt.wait().tensors[0]
         ring.recorder.started(record)
         y = decoder.decode(x, local.rows, self._slots[batch.slot])
         numbers_SW = None
@@ -295,7 +296,7 @@ class DecodeLoop:
         elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
-            ring.transport.send(wire.leaving, y)
+            ring.transport.send(wire.leaving, Message((y,)))
         ring.recorder.end(record)
         self.num_forwards += 1
         self.num_tokens += local.rows.num_tokens

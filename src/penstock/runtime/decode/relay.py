@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock import schedule
 from penstock.model.sampling import numbers_per_token, unpacked
 from penstock.runtime.errors import TransportError
+from penstock.runtime.message import Header, Message
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import HostChannel, Receipt, Transport
@@ -198,9 +199,9 @@ class HeaderRelay:
         if rank < self._ring.placement.num_ranks - 1:
             news, channel = None if batch is None else packed_news(batch), HostChannel(rank, rank + 1, HEADERS)
             header = packed_header(batch, self._header_size, 0 if news is None else len(news))
-            self._ring.host.send(channel, header)
+            self._ring.host.send(channel, Message((header,)))
             if news is not None:
-                self._ring.host.send(channel, news)
+                self._ring.host.send(channel, Message((news,)))
 
     def follow(self) -> Iterator[Batch]:
         """The batches that the first rank decides, on every other rank; each is passed on first."""
@@ -212,13 +213,13 @@ class HeaderRelay:
         self.announce(None)
 
     def _received(self, receipt: Receipt) -> Batch | None:
-        header = receipt.wait().tolist()
+        header = receipt.wait().tensors[0].tolist()
         size = header[_HEAD - 1]
-        return unpacked_header(header, self._post(size, torch.uint8).wait() if size else None)
+        return unpacked_header(header, self._post(size, torch.uint8).wait().tensors[0] if size else None)
 
     def _post(self, size: int, dtype: torch.dtype) -> Receipt:
         channel = HostChannel(self._ring.rank - 1, self._ring.rank, HEADERS)
-        return self._ring.host.receive(channel, (size,), dtype)
+        return self._ring.host.receive(channel, Header.of_tensor((size,), dtype))
 
     # ---- tokens
 
@@ -234,8 +235,9 @@ class HeaderRelay:
 
             return take
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
-        receipt = self._ring.host.receive(channel, (max(1, len(params)), numbers_per_token(params)), torch.int64)
-        return lambda: unpacked(receipt.wait()[: len(params)], params)
+        shape = (max(1, len(params)), numbers_per_token(params))
+        receipt = self._ring.host.receive(channel, Header.of_tensor(shape, torch.int64))
+        return lambda: unpacked(receipt.wait().tensors[0][: len(params)], params)
 
     def return_tokens(self, numbers_SW: Tensor) -> None:
         """Give the first rank what was sampled for a batch; on the last rank, batch by batch in their order."""
@@ -244,7 +246,7 @@ class HeaderRelay:
         else:
             # Never without a row, so that a batch which samples nothing is waited for as well.
             whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, numbers_per_token(()))
-            self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), whole)
+            self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), Message((whole,)))
 
     def cancel(self) -> None:
         """Wake the thread that waits here for tokens: the rank has failed, and samples no more."""
