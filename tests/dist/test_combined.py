@@ -419,7 +419,7 @@ def told_of_overlap(rank: int, cases: list[tuple[Run, Layout, tuple[int, ...]]])
     for run, layout, dense in cases:
         experts = replace(EXPERTS, num_dense_first=0, dense_layers=dense)
         engine = engine_of(run, layout, model=config(4, experts=experts))
-        found.append(engine.pipeline.vain_overlap(run.num_microbatches))
+        found.append(engine.pipeline.useless_overlap_warning(run.num_microbatches))
         engine.close()
         engine.grid.close()
     return found

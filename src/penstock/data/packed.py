@@ -360,7 +360,7 @@ class PackedBatch:
     # ---- keys
 
     def select(self, keys: Iterable[str]) -> "PackedBatch":
-        """The same items with only these keys."""
+        """A batch of these items with only these keys."""
         if not isinstance(keys, str):
             check_list("keys", keys, str, "names")
         kept = (keys,) if isinstance(keys, str) else tuple(keys)
@@ -371,7 +371,7 @@ class PackedBatch:
         return self._with_tables(lambda table: {key: table[key] for key in kept})
 
     def remap(self, names: Mapping[str, str]) -> "PackedBatch":
-        """The same items with keys renamed, old name -> new name; other keys stay."""
+        """A batch of these items with keys renamed, old name -> new name; other keys stay."""
         for old in names:
             self._lengths_of(old)
         new = [names.get(key, key) for key in self.keys]
@@ -421,7 +421,7 @@ class PackedBatch:
         return self._copy(data=None)
 
     def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
-        """The same metadata with this data, checked against it."""
+        """A batch of this metadata and this data, checked against it."""
         if data is not None:
             check_tables(data=data)
         return PackedBatch(self.ids, self.lengths, self.dtypes, self.trailing_shapes, data, self.metadata)

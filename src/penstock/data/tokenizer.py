@@ -65,7 +65,7 @@ class ByteTokenizer:
         return 1
 
     def without_special_tokens(self) -> "ByteTokenizer":
-        """The same tokenizer, which puts nothing around a text but its end token."""
+        """This tokenizer: it puts nothing around a text but its end token."""
         return self
 
 

@@ -192,7 +192,7 @@ def _waits(axes: Axes, timeline: Timeline) -> None:
     hang = timeline.hang
     assert hang is not None
     for rank in range(len(timeline.events)):
-        text, colour = (hang.told(rank), Kind.WAIT.ink) if rank in hang.waits else ("ends", GREY)
+        text, colour = (hang.describe_wait(rank), Kind.WAIT.ink) if rank in hang.waits else ("ends", GREY)
         axes.text(
             1.01, rank + 0.5, text, transform=axes.get_yaxis_transform(), color=colour, fontsize=8, va="center_baseline"
         )

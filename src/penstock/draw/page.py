@@ -98,7 +98,7 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
             "sentence": hang.sentence,
             "carriedOut": timeline.makespan,
             "waits": [
-                {"rank": rank, "awaited": wait.rank, "start": wait.start, "told": hang.told(rank)}
+                {"rank": rank, "awaited": wait.rank, "start": wait.start, "told": hang.describe_wait(rank)}
                 for rank, own in enumerate(waits_for_ever(timeline))
                 for wait in own
             ],

@@ -271,7 +271,7 @@ def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> 
 
 def _figures(timeline: Timeline, margin: int, width: int) -> list[Text]:
     if (hang := timeline.hang) is not None:
-        told = [f"rank {rank} ".ljust(margin) + hang.told(rank) for rank in hang.waits]
+        told = [f"rank {rank} ".ljust(margin) + hang.describe_wait(rank) for rank in hang.waits]
         ring = [*(rank for rank, _ in hang.arrows), hang.arrows[-1][1]]
         words = "the cycle" if len(hang.arrows) > 1 else "what never comes"
         told.append(f"{words}: {' → '.join(f'rank {rank}' for rank in ring)}")

@@ -236,12 +236,12 @@ class Sharding:
         return cls(own, reductions, norm_names)
 
     def lending(self, loans: Mapping[str, str]) -> Sharding:
-        """The same, where copies (the keys of `loans`) use another parameter's values and have only a gradient."""
+        """Let copies (the keys of `loans`) use another parameter's values and have only a gradient."""
         lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
         return replace(self, reductions=lent)
 
     def with_zero(self, ties: Mapping[str, str], grid: Grid, whole: Mapping[str, int] | None = None) -> Sharding:
-        """The same with ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
+        """The sharding of ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
 
         ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
         two copies own the same elements of both. whole: the parameters that are stepped only whole, each by one of the

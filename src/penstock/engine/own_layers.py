@@ -150,7 +150,7 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
 
 
 def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
-    """Give a layer its own module in place of each with parameters that earlier layers hold: it gets copies of them."""
+    """Replace submodules with parameters that earlier layers hold by copies, which are then tied."""
     parts, made = list(layer.modules()), dict[int, Any]()
     for part in parts:
         # Tensors that are no parameters stay shared.

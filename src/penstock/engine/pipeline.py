@@ -509,7 +509,7 @@ class Pipeline:
             stages_per_rank=self.placement.stages_per_microbatch,
         )
 
-    def vain_overlap(self, num_microbatches: int) -> str | None:
+    def useless_overlap_warning(self, num_microbatches: int) -> str | None:
         """A sentence where overlap is asked for and no rank's stages exchange anything meanwhile; else None.
 
         All ranks call it at one point, and all get the same.

@@ -74,7 +74,7 @@ class Watchers:
             return on_all_ranks(act, gather, CallbackError, message="{error}")
 
     def call(self, event: str, *values: Any) -> bool:
-        """The same on this rank alone."""
+        """Call the callbacks on this rank alone; returns whether one of them asks the run to stop."""
         asked = False
         for callback in self.callbacks:
             method = getattr(callback, event, None)

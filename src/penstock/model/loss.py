@@ -26,7 +26,7 @@ _CPU_BLOCK_ELEMENTS = 1 << 18
 """Logits of a block: 1 MiB of fp32, which stays in a core's cache from one operation to the next."""
 
 _GPU_BLOCK_ELEMENTS = 1 << 26
-"""The same on a GPU, on which launching costs more than memory traffic: 256 MiB of fp32."""
+"""Logits of a block on a GPU, where a launch costs more than memory traffic: 256 MiB of fp32."""
 
 
 def blocks(logits_TV: Tensor) -> list[slice]:

@@ -55,7 +55,7 @@ def cut_off(communicators: Sequence[Communicator]) -> None:
 
 
 def cut_backends(backends: Sequence[Any]) -> None:
-    """The same for backends of torch.distributed, gloo's or NCCL's, and for whatever else has an `abort`."""
+    """End all that is under way in backends of torch.distributed, gloo's or NCCL's, or whatever else has an `abort`."""
     for backend in backends:
         if not _is_gloo(backend):
             backend.abort()

@@ -410,6 +410,6 @@ class Hang:
         """The rank that a waiting rank waits for."""
         return self.done.placement.rank_of(self.waits[rank][1].stage)
 
-    def told(self, rank: int) -> str:
+    def describe_wait(self, rank: int) -> str:
         """A waiting rank's wait in a few words, such as "0SEND_F1 waits for 1RECV_F1 of rank 1"."""
         return "{} waits for {} of rank {}".format(*self.waits[rank], self.awaited(rank))

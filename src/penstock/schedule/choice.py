@@ -97,7 +97,7 @@ class ScheduleChoice:
         return not self.is_fixed and "forward" in builders.options(self._builder)
 
     def timed(self, costs: Costs) -> ScheduleChoice:
-        """The same for stages that take these times."""
+        """The choice for stages that take these times."""
         return replace(self, costs=costs)
 
     def program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:

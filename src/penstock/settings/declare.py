@@ -418,7 +418,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a run; in its field's metadata, what the field itself says is left out.
+    """A setting. As a field's metadata it omits what the dataclass field already states: type and default.
 
     `key`: its name in files. `is_newer`: the first runs did not have it, and go on where it has its default. `path`:
     the attributes that lead to it from the run's settings. `default`: its value in a default run.

@@ -406,7 +406,7 @@ class OptimizerConfig(Settings, section="optimizer"):
         return (own or num_steps) if moves else None
 
     def over(self, num_steps: int) -> "OptimizerConfig":
-        """The same for a run of `num_steps`, which ends the rates whose own end is left out."""
+        """The settings for a run of `num_steps`, which ends the rates whose own end is left out."""
         end = self.num_decay_steps(num_steps)
         rate, decay = self.learning_rate, self.weight_decay
         return replace(

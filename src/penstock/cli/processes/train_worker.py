@@ -317,9 +317,9 @@ def train_worker(
         on_device = replace(config, parallel=choose_device(store, group, config.parallel))
         initialise(store, group, on_device.parallel)
         engine = Engine(*engine_arguments(on_device, data.corpus.vocab_size))
-        vain = engine.pipeline.vain_overlap(config.train.num_microbatches)
-        if vain is not None and group.rank == 0:
-            print(f"penstock: {vain}", file=sys.stderr)
+        warning = engine.pipeline.useless_overlap_warning(config.train.num_microbatches)
+        if warning is not None and group.rank == 0:
+            print(f"penstock: {warning}", file=sys.stderr)
         try:
             loop = TrainLoop(on_device, engine, data, folder, as_json=as_json)
             loop.resume(must=must_resume)

@@ -143,7 +143,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The same, whole."""
+        """The full settings of a decoder of its size, also where transformers does not expose them."""
         return config_from_json(self.content) if self.is_native else self.in_transformers.shape
 
     @property
@@ -287,11 +287,11 @@ class ModelFolder(ABC):
         return lacking_in(self.settings_folder)
 
     def without_special_tokens(self) -> ModelFolder:
-        """The same with a tokenizer that puts no special tokens around a text."""
-        found = copy.copy(self)
+        """A copy of the model whose tokenizer puts no special tokens around a text."""
+        plain = copy.copy(self)
         if self.tokenizer is not None:
-            found.tokenizer = self.tokenizer.without_special_tokens()
-        return found
+            plain.tokenizer = self.tokenizer.without_special_tokens()
+        return plain
 
     # ---- its weights
 

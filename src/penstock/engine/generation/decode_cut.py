@@ -38,7 +38,7 @@ def cut_to_decode(
     speeds: Sequence[float] = (),
     rooms: Sequence[float] = (),
 ) -> EngineArguments:
-    """The same arguments for stages that decode `num_rows` rows equally long, of `num_tokens` tokens on average.
+    """Cut the stages anew, to decode `num_rows` rows of `num_tokens` tokens on average equally fast.
 
     speeds, rooms: of the stages' ranks where these may differ, the bytes of weights that each reads in a second, and
     those that it has for weights and caches; then caches of `num_cached` tokens have to fit, too. A cut by hand stays.

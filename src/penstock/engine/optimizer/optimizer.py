@@ -282,7 +282,7 @@ class Optimizer:
         }
 
     def owned_state(self, stored: Mapping[StateName, Stored] | None = None) -> dict[str, OwnedState]:
-        """The same of all that this rank steps: which elements of a parameter they belong to, and a flat view.
+        """The state and master of all that this rank steps: a flat view, and the elements of a parameter it belongs to.
 
         stored: what a checkpoint has, for which room is made; `load_progress` then takes what was copied there.
 

@@ -259,7 +259,7 @@ def sample(kind: OptimizerKind, rules: Sequence[GroupRule]) -> torch.optim.Optim
 
 
 def with_rates_of_its_own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same, where no other optimizer and no other group has a tensor of its groups, such as a learning rate."""
+    """Clone tensors among the settings of its groups, such as a learning rate, which groups may share."""
     for group in optimizer.param_groups:
         group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
     return optimizer

@@ -162,8 +162,8 @@ class DecodeLoop:
             for sequence, mask in zip(sequences, masks, strict=True):
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
 
-    def _take(self, batch: Batch) -> LocalBatch:
-        """Take note of a batch's news, and make its tensors; every rank does so batch by batch, in order."""
+    def _localise(self, batch: Batch) -> LocalBatch:
+        """Apply arrivals and departures, and build this batch's index tensors, batch by batch in order."""
         for sequence in batch.arrived:
             self.known[sequence.number] = sequence
         for number in batch.ended:
@@ -184,7 +184,7 @@ class DecodeLoop:
                 if goes_on:
                     continue
                 return
-            numbers_SW, local = None, self._take(batch)
+            numbers_SW, local = None, self._localise(batch)
             if batch.items or self.ring.lockstep:
                 for decoder in self.decoders:
                     numbers_SW = self._compute(decoder, local)
@@ -237,7 +237,7 @@ class DecodeLoop:
                 self._compute_prepared()
             if (batch := self.relay.next()) is None:
                 break
-            local = self._take(batch)
+            local = self._localise(batch)
             if batch.items or self.ring.lockstep:
                 this_round.append(local)
                 self._enter(first, local)
