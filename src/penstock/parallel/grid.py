@@ -8,8 +8,9 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def connect(
     for groups in (layout.groups("pp", "cp", "tp"), layout.model_copies()):
         if groups not in known:
             known[groups] = on_host(groups)
-    dp_cp_group = on_device(layout.groups("dp", "cp"))
+    groups_on_device = device_groups(layout, lambda groups, axes: on_device(groups))
     return Grid(
         layout,
         device,
@@ -95,13 +96,24 @@ def connect(
         pp_control=pp_control,
         batch_control=known[layout.groups("pp", "cp", "tp")],
         model_control=known[layout.model_copies()],
-        tp_group=on_device(layout.groups("tp")),
-        cp_group=on_device(layout.groups("cp")),
-        ep_group=on_device(layout.expert_groups()),
-        dp_cp_group=dp_cp_group,
-        edp_group=dp_cp_group if layout.ep == 1 else on_device(layout.expert_copies()),
-        mirror_group=on_device(mirrored(layout.groups("pp"))),
+        **groups_on_device,
     )
+
+
+def device_groups(layout: Layout, group: Callable[[Groups, str], dist.ProcessGroup | None]) -> dict[str, Any]:
+    """The groups of a `Grid` for tensors of its device, by their fields, all made in one order.
+
+    group: makes this rank's of some groups, given the axes along which they lie in words.
+    """
+    dp_cp_group = group(layout.groups("dp", "cp"), "dp,cp")
+    return {
+        "dp_cp_group": dp_cp_group,
+        "tp_group": group(layout.groups("tp"), "tp"),
+        "cp_group": group(layout.groups("cp"), "cp"),
+        "ep_group": group(layout.expert_groups(), "ep"),
+        "edp_group": dp_cp_group if layout.ep == 1 else group(layout.expert_copies(), "dp,cp / ep"),
+        "mirror_group": group(mirrored(layout.groups("pp")), "pp"),
+    }
 
 
 def _backend(device: torch.device, transport: TransportKind) -> str:

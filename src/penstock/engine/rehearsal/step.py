@@ -36,7 +36,7 @@ from penstock.engine.training.microbatches import MicrobatchList, MicrobatchSour
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups
 from penstock.parallel import Grid
-from penstock.parallel.grid import mirrored
+from penstock.parallel.grid import device_groups
 from penstock.runtime import Feed, Recorder, Stage, Transport
 from penstock.runtime.transport import Line
 from penstock.schedule import Placement
@@ -183,18 +183,7 @@ class RehearsedPipeline(Pipeline):
             ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
             return CountedGroup(rank, ranks, axis, self.place.traffic) if len(ranks) > 1 else None
 
-        dp_cp_group = group(layout.groups("dp", "cp"), "dp,cp")
-        return Grid(
-            layout,
-            self.place.device,
-            rank,
-            tp_group=group(layout.groups("tp"), "tp"),
-            cp_group=group(layout.groups("cp"), "cp"),
-            ep_group=group(layout.expert_groups(), "ep"),
-            dp_cp_group=dp_cp_group,
-            edp_group=dp_cp_group if layout.ep == 1 else group(layout.expert_copies(), "dp,cp / ep"),
-            mirror_group=group(mirrored(layout.groups("pp")), "pp"),
-        )
+        return Grid(layout, self.place.device, rank, **device_groups(layout, group))
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return CountedTransport(self.grid.pp_rank, device, self.place.meter, self.place.traffic)
