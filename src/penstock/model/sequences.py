@@ -63,11 +63,11 @@ class FutureTokens:
         return cls(tokens, labels_T.roll(-distance).masked_fill(~inside_T, IGNORED))
 
     def rows(self, rows: Tensor) -> "FutureTokens":
-        """The same for only these tokens."""
+        """Tokens and labels of these rows alone."""
         return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
 
     def reading(self, rows: Tensor | None, device: torch.device) -> "FutureTokens":
-        """The same on a device, with the labels of the rows from which they are predicted; None for all rows."""
+        """Tokens on a device, with the labels of the rows from which they are predicted; None for all rows."""
         labels_T = self.labels_T if rows is None else self.labels_T.index_select(0, rows)
         read = None if rows is None else rows.to(device)
         return FutureTokens(self.tokens_T.to(device), labels_T.to(device), read)
@@ -187,7 +187,7 @@ class SharedByLayers:
         return self._shared[key]
 
     def forget_shared(self) -> None:
-        """Let go of the values; who asks for one again has it made again."""
+        """Drop the cached values; they are computed again on next use."""
         self._shared.clear()
 
 
@@ -236,23 +236,23 @@ class Sequences(SharedByLayers):
     @classmethod
     def of_spread(cls, spread: Spread, device: torch.device | str = "cpu") -> "Sequences":
         """This rank's part of sequences that are spread over several ranks; each sequence starts at position 0."""
-        own = spread.pieces[spread.rank]
-        lengths = tuple(sum(map(len, runs)) for runs in own)
+        parts = spread.pieces[spread.rank]
+        lengths = tuple(sum(map(len, runs)) for runs in parts)
         # A rank may have no token at all.
-        positions = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for runs in own for run in runs)])
+        positions = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for runs in parts for run in runs)])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
 
     def with_aux_losses(self, aux_losses: AuxLosses) -> "Sequences":
-        """The same sequences with a record for auxiliary losses."""
+        """These sequences with a record for auxiliary losses."""
         return replace(self, aux_losses=aux_losses)
 
     def with_positions(self, positions: Tensor) -> "Sequences":
-        """The same sequences, whose tokens have these positions [T]."""
+        """These sequences, whose tokens have these positions [T]."""
         return replace(self, positions=positions.to(self.positions), has_own_positions=True)
 
     def with_read_rows(self, rows: Tensor | None) -> "Sequences":
-        """The same sequences, of whose outputs only these rows are read."""
+        """These sequences, of whose outputs only these rows are read."""
         return self if rows is None else replace(self, read_rows=rows.to(self.positions.device))
 
     def whole(self, values: Tensor) -> Tensor:
