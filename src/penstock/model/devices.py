@@ -7,15 +7,18 @@ from torch import nn
 
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.blocked_cache import BlockedAttention
-from penstock.model.layers.dense import AttentionBlock
+from penstock.model.cpu.gate import HostGate
+from penstock.model.layers.dense import AttentionBlock, GateKernel, MLPBlock
 
-ATTENTION: dict[str, type[AttentionKernel]] = {"cpu": BlockedAttention}
-"""Type of device -> attention there; elsewhere PyTorch's own."""
+KERNELS: dict[str, tuple[type[AttentionKernel], GateKernel]] = {"cpu": (BlockedAttention, HostGate())}
+"""Type of device -> attention and the MLP's gate there; elsewhere they are PyTorch's own."""
 
 
 def use_kernels_of(device: torch.device, module: nn.Module) -> None:
     """Have the module's layers compute as their device does it best."""
-    kernel = ATTENTION.get(device.type, AttentionKernel)
+    attention, gate = KERNELS.get(device.type, (AttentionKernel, GateKernel()))
     for part in module.modules():
         if isinstance(part, AttentionBlock):
-            part.attention = kernel(*astuple(part.attention))
+            part.attention = attention(*astuple(part.attention))
+        elif isinstance(part, MLPBlock):
+            part.kernel = gate

@@ -7,16 +7,18 @@ products in the same order, so gradients are equal bit for bit.
 Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+
+Value = TypeVar("Value")
 
 #: of a type of device, for each product; torch's own takes as long as a small operation
 _has_autocast = cache(is_autocast_available)
@@ -106,8 +108,8 @@ class WeightCasts:
     _kept: dict[Tensor, Tensor] | None = None
     #: weights read by one product -> those weights packed, or None where they cannot be
     _packed: dict[tuple[Tensor, ...], PackedWeights | None] = field(default_factory=dict)
-    #: unit -> its cache, and the function that decodes with it
-    _steps: dict[nn.Module, tuple[Any, Callable[..., Tensor]]] = field(default_factory=dict)
+    #: what `once` has found out
+    _known: dict[Hashable, Any] = field(default_factory=dict)
     #: True while weights are packed on first use
     packs: bool = False
 
@@ -120,12 +122,12 @@ class WeightCasts:
         before, packs = self._kept, self.packs
         self._kept = {} if before is None else before
         self.packs = packed
-        self._steps.clear()
+        self._known.clear()
         try:
             yield
         finally:
             self.packs = packs
-            self._steps.clear()
+            self._known.clear()
             if before is None:
                 self._kept = None
                 self._packed.clear()
@@ -135,16 +137,16 @@ class WeightCasts:
         if self._kept is not None:
             self._kept = {}
         self._packed.clear()
-        self._steps.clear()
+        self._known.clear()
 
-    def step(self, unit: nn.Module, cache: Any, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
-        """The unit's function that decodes with this cache, made for the weights as they are and kept with them."""
-        found = self._steps.get(unit)
-        if found is None or found[0] is not cache:
-            found = cache, make()
-            if self._kept is not None:
-                self._steps[unit] = found
-        return found[1]
+    def once(self, key: Hashable, make: Callable[..., Value], *given: Any) -> Value:
+        """The result of `make(*given)`, which is called once while the weights stay as they are."""
+        if key in self._known:
+            return self._known[key]
+        found = make(*given)
+        if self._kept is not None:
+            self._known[key] = found
+        return found
 
     def packed(self, layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
         """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
@@ -398,17 +400,24 @@ class Linear(nn.Linear):
         return self.matmul.output(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def joint_product(layers: "Sequence[Linear]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
+def joint_product(layers: "tuple[Linear, ...]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
     """The function from an input like this one to the outputs of layers that read it, side by side, by one product.
 
     None where their weights are not packed, where autocast chooses the dtype, and where one of them is another layer by
     now or is watched by a hook. The bits are those of separate products.
     """
-    first, last = layers[0], layers[-1]
+    first = layers[0]
     if not isinstance(first, Linear) or (first.fixed is None and (first.casts is None or not first.casts.packs)):
         return None
+    if first.casts is None:
+        return _joint_product(layers, like)
+    return first.casts.once(layers, _joint_product, layers, like)
+
+
+def _joint_product(layers: "tuple[Linear, ...]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
     if autocast_dtype(like) is not None or not all(is_plain(layer) and bare(layer) for layer in layers):
         return None
+    first, last = layers[0], layers[-1]
     if first.fixed is None or last.fixed is None:
         packed = None if first.casts is None else first.casts.packed(layers, like.dtype)
         return None if packed is None else packed.output
@@ -430,22 +439,17 @@ def bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or nn.modules.module._has_any_global_hook())
 
 
-def called(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The module as it is called quickest: to look for hooks takes as long as a small operation."""
-    return module.forward if bare(module) else module
-
-
 def product(layer: "Linear", like: Tensor) -> Callable[[Tensor], Tensor]:
     """The layer as it is called quickest with inputs like this one, while its weight stays as it is."""
-    return joint_product((layer,), like) or called(layer)
+    return joint_product((layer,), like) or layer
 
 
-def outputs(x: Tensor, layers: "Sequence[Linear]") -> Sequence[Tensor]:
+def outputs(x: Tensor, layers: "tuple[Linear, ...]") -> Sequence[Tensor]:
     """The output of each of the layers for the same input, computed by one product if their weights are packed."""
     joint = joint_product(layers, x)
     if joint is None:
         return [layer(x) for layer in layers]
-    return joint(x).split([layer.out_features for layer in layers], -1)
+    return joint(x).split_with_sizes([layer.out_features for layer in layers], -1)
 
 
 def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":

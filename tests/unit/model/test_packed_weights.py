@@ -54,7 +54,7 @@ def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(
     num_rows: int, bias: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    layers = [Linear(1408, size, bias, fastest_matmul()).to(dtype) for size in (96, 32, 32)]
+    layers = tuple(Linear(1408, size, bias, fastest_matmul()).to(dtype) for size in (96, 32, 32))
     casts = WeightCasts()
     for layer in layers:
         torch.nn.init.normal_(layer.weight)

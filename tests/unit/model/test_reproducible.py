@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
 from penstock.model.attention.kernels import packed_attention
-from penstock.model.cpu import fixed_tiles, reproducible
+from penstock.model.cpu import fixed_tiles, gate
 from penstock.model.cpu.blocked_cache import BlockedAttention, BlockedCache
 from penstock.model.cpu.reproducible import make_reproducible
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
@@ -55,7 +55,7 @@ def test_attention_by_tiles_has_the_values_and_gradients_of_attention(
 @pytest.mark.parametrize("length", [1001, 1024])
 def test_silu_of_each_is_silu(length: int) -> None:
     x = torch.linspace(-100, 100, length)
-    torch.testing.assert_close(reproducible.silu_of_each(x), F.silu(x))
+    torch.testing.assert_close(gate.silu_of_each(x), F.silu(x))
 
 
 @pytest.mark.shows(128)
@@ -65,10 +65,8 @@ def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int)
     x, threads = 3 * torch.randn(1001, width, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = reproducible.silu_of_each(x)
-        assert all(
-            torch.equal(reproducible.silu_of_each(row), found) for row, found in zip(x.split(1), together.split(1))
-        )
+        together = gate.silu_of_each(x)
+        assert all(torch.equal(gate.silu_of_each(row), found) for row, found in zip(x.split(1), together.split(1)))
     finally:
         torch.set_num_threads(threads)
 
@@ -160,7 +158,7 @@ def test_a_machine_on_which_bits_depend_on_the_batch_is_refused(fault: str, monk
         monkeypatch.setattr(fixed_tiles, "FEW_ROWS", 1)
         found = r"layers\.0\.attention gives a token other bits"
     else:
-        monkeypatch.setattr(reproducible, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
+        monkeypatch.setattr(gate, "silu_of_each", lambda x: F.silu(x) * (1 + 1e-6 * (len(x) % 2)))
         found = r"layers\.0\.mlp gives a token other bits"
     with pytest.raises(ValueError, match=rf"^reproducible = true is not possible on this machine: {found}.*PyTorch"):
         engine(reproducible=True)

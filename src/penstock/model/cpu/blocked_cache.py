@@ -19,7 +19,6 @@ from penstock.model.attention.kernels import AttentionKernel, first_seen
 from penstock.model.cpu.host_memory import lazy_zeros
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
 from penstock.model.sequences import SharedByLayers
-from penstock.schedule import BatchItem
 
 BLOCK_TOKENS = 64
 """Tokens of a block of keys: a row of a block fills a few vectors."""
@@ -40,21 +39,23 @@ class BlockedAttention(AttentionKernel):
     def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
         if not isinstance(cache, BlockedCache):
             return super().singles(q_SHK, cache, rows)
-        key = ("attention at once", self.window, cache.keys.shape, self.num_heads)
-        items = rows.items[: rows.num_single]
-        attend = rows.shared(key, partial(_attention_at_once, items, self.window, cache, self.num_heads))
+        key = ("attention at once", self.window, cache.shape, self.num_heads)
+        attend = rows.shared(key, lambda: _attention_at_once(rows, self.window, cache, self.num_heads))
         return attend(q_SHK, cache).to(q_SHK.dtype)
 
 
 class BlockedCache(KVCache):
     """A cache in memory of the host, whose keys [R, G, M, K, B] are transposed in each block."""
 
+    #: of the keys
+    shape: tuple[int, ...]
     #: `BlockReads.of` with this cache's shapes; the last ones are kept
     reads: "Callable[[tuple[tuple[int, int, int], ...], int], BlockReads]"
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
         super().__init__(size, num_heads, head_dim, lazy_zeros)
-        self.reads = lru_cache(maxsize=8)(partial(BlockReads.of, self.keys.shape, size.num_tokens))
+        self.shape = tuple(self.keys.shape)
+        self.reads = lru_cache(maxsize=8)(partial(BlockReads.of, self.shape, size.num_tokens))
 
     def shape_of_keys(self, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
         num_rows, num_heads, num_tokens, head_dim = shape
@@ -168,10 +169,10 @@ class BlockReads(SharedByLayers):
 
 
 def _attention_at_once(
-    items: Sequence[BatchItem], window: int | None, like: "BlockedCache", num_heads: int
+    rows: CachedRows, window: int | None, like: "BlockedCache", num_heads: int
 ) -> Callable[[Tensor, "BlockedCache"], Tensor]:
     """Attention [R, H, K] of items of one token each, however long, to a cache by blocks; a row's bits are its own."""
-    width = like.values_RGLK.shape[-1]
+    items, width = rows.items[: rows.num_single], like.values_RGLK.shape[-1]
     firsts, ends = [first_seen(item, window) for item in items], [item.end for item in items]
     begins = [first // BLOCK_TOKENS for first in firsts]
     parts = [(item.row, begin, -(-item.end // BLOCK_TOKENS) - begin) for item, begin in zip(items, begins)]

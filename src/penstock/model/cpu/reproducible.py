@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.cpu.fixed_tiles import WHOLE, TiledAttention, rounded_up
+from penstock.model.cpu.fixed_tiles import TiledAttention, rounded_up
+from penstock.model.cpu.gate import ReproducibleGate
 from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
 from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
@@ -56,19 +56,7 @@ def make_reproducible(units: Iterable[tuple[str, nn.Module]], device: torch.devi
         if isinstance(module, AttentionBlock):
             module.attention = TiledAttention(*astuple(module.attention))
         elif isinstance(module, MLPBlock):
-            module.silu = silu_of_each
-
-
-def silu_of_each(x: Tensor) -> Tensor:
-    """silu that gives a value the same bits wherever it stands.
-
-    PyTorch's own computes the last values of a tensor, and of each thread's part, otherwise than those before them,
-    where they do not fill a vector.
-    """
-    if x.shape[-1] % WHOLE == 0 and torch.get_num_threads() == 1:
-        return F.silu(x)
-    divisor = torch.neg(x).exp_().add_(1.0)
-    return torch.div(x, divisor, out=divisor)
+            module.kernel = ReproducibleGate()
 
 
 @torch.no_grad()

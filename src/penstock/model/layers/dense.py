@@ -8,9 +8,10 @@ vocabulary, U this rank's part of it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,6 @@ from penstock.model.linear import (
     Matmul,
     WeightCasts,
     bare,
-    called,
     dtype_of_sums,
     joint_product,
     outputs,
@@ -115,24 +115,19 @@ def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -
     return with_gradient(forward, backward, gate, up)
 
 
-_ROWS_AT_ONCE = 256
-"""Rows whose inner activations a CPU computes at a time with packed weights: they are still at hand when read (5% of a
-prompt in int8 by FBGEMM with weights 2,048 wide; nothing lost with other kinds)."""
+@dataclass(frozen=True)
+class GateKernel:
+    """The gate of an MLP, silu(gate) * up, as PyTorch computes it; a subclass computes it in another way."""
 
-_VECTORS = 32
-"""Values that are a whole number of vectors on any processor."""
+    #: the rows that generation takes through an MLP at a time; None for all
+    rows_at_once: ClassVar[int | None] = None
 
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gated(gate, up)
 
-def rows_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy gate and up so that silu gives a row the same bits at any position.
-
-    PyTorch's silu computes otherwise the last values of what lies together, where they do not fill a vector.
-    """
-    size = gate.shape[-1]
-    if size % _VECTORS == 0:
-        return gate, up
-    joint = torch.cat((gate, up), -1)
-    return joint[..., :size], joint[..., size:]
+    def gated_rows(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The gate in generation."""
+        return self.gated(gate, up)
 
 
 def gated_joint(gate_up: Tensor) -> Tensor:
@@ -302,17 +297,6 @@ def embedding(config: ModelConfig, groups: ModelGroups) -> Embedding:
     return Embedding(config) if groups.tp is None else TensorParallelEmbedding(config, groups)
 
 
-Step = Callable[[Tensor, Rows], Tensor]
-"""Takes the residual stream [T, D] of a batch of generation through a unit, with all looked up that stays the same."""
-
-
-def decode_step(unit: "AttentionBlock | MLPBlock", last: nn.Module, like: Tensor, cache: KVCache | None) -> Step:
-    """The unit's step; made once where its last layer's engine keeps its weights."""
-    casts: WeightCasts | None = getattr(last, "casts", None)
-    make = partial(unit.step, like, cache)  # pyright: ignore[reportArgumentType]
-    return make() if casts is None else casts.step(unit, cache, make)
-
-
 class AttentionBlock(nn.Module):
     """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
 
@@ -348,28 +332,21 @@ class AttentionBlock(nn.Module):
         return self.attention.new_cache(size)
 
     def decode(self, x_TD: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        return decode_step(self, self.output, x_TD, cache)(x_TD, rows)
+        q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
+        rows.write(cache, k_THK, v_THK)
+        mean_THK = self.attention.cached(q_THK, k_THK, v_THK, cache, rows)
+        if self.readers and self._reads_sampled_alone():
+            x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
+        return x_TD + self.summed(product(self.output, x_TD)(mean_THK.flatten(1)))
 
-    def step(self, like: Tensor, cache: KVCache) -> Step:
-        """The function that decodes with this cache and these weights a stream like this one."""
-        norm, qkv = called(self.norm), joint_product((self.q, self.k, self.v), like)
-        output, attend = self.added(product(self.output, like)), self.attention.cached
-        of_sampled = bool(self.readers) and all(map(_is_by_rows, (self.output, *self.readers)))
+    def _reads_sampled_alone(self) -> bool:
+        casts: WeightCasts | None = getattr(self.output, "casts", None)
+        readers = self.output, *self.readers
+        return _are_by_rows(readers) if casts is None else casts.once(self, _are_by_rows, readers)
 
-        def step(x_TD: Tensor, rows: Rows) -> Tensor:
-            h_TD = norm(x_TD)
-            q_THK, k_THK, v_THK = self.heads_apart(h_TD, rows) if qkv is None else self.heads_of(qkv(h_TD), rows)
-            rows.write(cache, k_THK, v_THK)
-            mean_THK = attend(q_THK, k_THK, v_THK, cache, rows)
-            if of_sampled:
-                x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
-            return x_TD + output(mean_THK.flatten(1))
-
-        return step
-
-    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function that gives all of the block's addend in generation, from the last product of this rank."""
-        return output
+    def summed(self, y_TD: Tensor) -> Tensor:
+        """The sum over the ranks that share the layer; this one has it whole."""
+        return y_TD
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
@@ -452,9 +429,6 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
             ]
         return self.around(attention)
 
-    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: self.summed(output(x))
-
 
 def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> AttentionBlock:
     """The attention block of a layer of this shape, in the form that these groups need."""
@@ -470,8 +444,7 @@ class MLPBlock(nn.Module):
 
     has_randomness = False
     has_fixed_shapes = True
-    #: computes silu(gate)
-    silu: Callable[[Tensor], Tensor] = staticmethod(F.silu)
+    kernel = GateKernel()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -491,40 +464,28 @@ class MLPBlock(nn.Module):
     def inner(self, h_TD: Tensor) -> Tensor:
         """The block's addend to the residual stream, from the normalised stream."""
         gate, up = outputs(h_TD, (self.gate, self.up))
-        return self.down(gated(gate, up, self.silu))
+        return self.down(self.kernel.gated(gate, up))
 
     def new_cache(self, size: CacheSize) -> None:
         return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
-        return decode_step(self, self.down, x_TD, cache)(x_TD, rows)
+        num_rows = self.kernel.rows_at_once
+        if num_rows is None or len(x_TD) <= num_rows or not self._has_apart_rows(x_TD):
+            return self._decode_rows(x_TD)
+        return torch.cat([self._decode_rows(part_TD) for part_TD in x_TD.split(num_rows)])
 
-    def step(self, like: Tensor, cache: None) -> Step:
-        """The function that decodes with these weights a stream like this one."""
-        norm, gate_up = called(self.norm), joint_product((self.gate, self.up), like)
-        down, silu = self.added(product(self.down, like)), self.silu
+    def _has_apart_rows(self, x_TD: Tensor) -> bool:
         # A hook sees all rows.
-        in_parts = gate_up is not None and bare(self.norm) and bare(self.down)
+        return joint_product((self.gate, self.up), x_TD) is not None and bare(self.norm) and bare(self.down)
 
-        def of_rows(x_TD: Tensor) -> Tensor:
-            if gate_up is None:
-                h_TD = norm(x_TD)
-                gate, up = rows_apart(self.gate(h_TD), self.up(h_TD))
-                return x_TD + down(gated(gate, up, silu))
-            joint = gate_up(norm(x_TD))
-            size = joint.shape[1] // 2
-            return x_TD + down(gated(joint[:, :size], joint[:, size:], silu))
+    def _decode_rows(self, x_TD: Tensor) -> Tensor:
+        gate, up = outputs(self.norm(x_TD), (self.gate, self.up))
+        return x_TD + self.summed(product(self.down, x_TD)(self.kernel.gated_rows(gate, up)))
 
-        def step(x_TD: Tensor, rows: Rows) -> Tensor:
-            if not in_parts or len(x_TD) <= _ROWS_AT_ONCE:
-                return of_rows(x_TD)
-            return torch.cat([of_rows(part_TD) for part_TD in x_TD.split(_ROWS_AT_ONCE)])
-
-        return step
-
-    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function that gives all of the block's addend in generation, from the last product of this rank."""
-        return output
+    def summed(self, y_TD: Tensor) -> Tensor:
+        """The sum over the ranks that share the layer; this one has it whole."""
+        return y_TD
 
 
 class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
@@ -537,9 +498,6 @@ class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
-
-    def added(self, output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: self.summed(output(x))
 
 
 def mlp_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> MLPBlock:
@@ -612,13 +570,14 @@ _LAST_UNITS = (MLPBlock, Head), (TensorParallelMLPBlock, TensorParallelHead)
 _BY_ROWS = {Linear, RMSNorm, *_LAST_UNITS[0], *_LAST_UNITS[1]}
 
 
-def _is_by_rows(module: nn.Module) -> bool:
-    """True if each row of the module's outputs depends on that row alone, to the bit, and nobody watches the others."""
+def _are_by_rows(modules: Iterable[nn.Module]) -> bool:
+    """True if each row of the modules' outputs depends on that row alone, to the bit, and nobody watches the others."""
     # Who puts a function of one's own in the place of a method may look at all rows.
     return all(
         type(part) in _BY_ROWS
         and bare(part)
         and not any(map(callable, vars(part).values()))
         and (not isinstance(part, Linear) or part.has_apart_rows)
+        for module in modules
         for part in module.modules()
     )
