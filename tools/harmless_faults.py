@@ -30,9 +30,6 @@ HARMLESS: dict[str, dict[str, str]] = {
             "a tensor is all that is given to the operation without a name"
         ),
     },
-    "engine/training/trainer.py": {
-        "return found[(-1)].gradients[name]": "a name is found once",
-    },
     "engine/weight_transfer.py": {
         "self._move(pieces, (source.get(name)), target.get(name, ()))": "is read only where the rank has a part",
         "pass # self._transfers.clear()": "those of a closed engine are not asked for again",
