@@ -48,7 +48,7 @@ def count_works(rank: int, num_ranks: int) -> list[tuple[dict[str, list[int]], d
     assert group is not None
     for number, name in enumerate(NAMES):
         # By turns a thread waits for every send, and the main thread for all of them at the end of a step.
-        module._MOST_KEPT_BYTES = (0, 1 << 30)[number % 2]
+        module._MOST_BATCH_BYTES = (0, 1 << 30)[number % 2]
         works: dict[str, list[CountedWork]] = {"sent": [], "received": []}
 
         def counted(*args: Any, works: Any = works) -> Any:
