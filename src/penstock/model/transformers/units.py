@@ -94,10 +94,14 @@ class RowCaches:
     _rows: dict[int, Any] = field(default_factory=dict)
 
     def of(self, item: BatchItem) -> Any:
-        """The cache to which the item adds; a new one if it begins a sequence."""
+        """The cache to which the item adds: what the row holds up to there, and a new one if it begins a sequence."""
         if item.start == 0:
             self._rows[item.row] = _new_cache()
-        return self._rows[item.row]
+        cache = self._rows[item.row]
+        # A row may hold more of a prompt that begins alike, and its answer.
+        if (num_more := cache.get_seq_length(self.number) - item.start) > 0:
+            cache.crop(-num_more)
+        return cache
 
     def copy(self, rows: CachedRows) -> None:
         """Copy the beginning of a prompt to rows that share it from the row that has read it."""
