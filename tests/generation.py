@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock import schedule
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CacheSize, decoder_units
+from penstock.model.devices import use_kernels_of
 from penstock.runtime import (
     Boundary,
     DecodeLoop,
@@ -142,6 +143,8 @@ def ring_stages(placement: Placement, config: ModelConfig = CONFIG) -> dict[int,
         modules = [(units[i].name, units[i].build()) for i in own]
         stages[number] = Stage(number, modules, Boundary(config.hidden_size, torch.float32))
         load(dict(stages[number].named_parameters()), weights)
+        for _, module in modules:
+            use_kernels_of(torch.device("cpu"), module)
     return stages
 
 
