@@ -99,7 +99,8 @@ def drawing(rank: int, pp: int, cases: Sequence[tuple[Callable[..., Engine], str
 CASES = {
     1: [(engine_of, "1f1b")],
     2: [(engine_of, "zb-v"), (engine_of, "combined-1f1b"), (decoder, "interleaved"), (decoder, "dualpipe")],
-    3: [(engine_of, "1f1b"), (decoder, "1f1b"), (decoder, "zb-v")],
+    3: [(engine_of, "1f1b"), (decoder, "zb-v")],
+    4: [(decoder, "1f1b")],
 }
 
 

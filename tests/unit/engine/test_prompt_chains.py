@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_any_chain_of_prompts_gives_what_each_gives_alone(native: bool, tmp_path
     engine = Engine.from_hf(tmp_path, native=native, device="cpu")
     params = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, num_samples=2)
 
-    def answers(prompts: list[tuple[int, ...]], options: GenerateOptions) -> list[tuple[list[int], list[float]]]:
+    def answers(prompts: Sequence[tuple[int, ...]], options: GenerateOptions) -> list[tuple[list[int], list[float]]]:
         return [(list(one.tokens), list(one.log_probs)) for one in engine.generate(prompts, params, options).sequences]
 
     @cache

@@ -79,12 +79,17 @@ class Comparison:
             work.wait()
 
     def _share(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Send it from the first rank, which does not wait, into that of all others."""
-        work: Any = dist.broadcast(tensor, group=group, group_src=self.leader, async_op=True)
-        if self.is_first:
-            self._leaving.append((work, tensor))
-        else:
-            work.wait()
+        """Send it from the first rank, which does not wait, into that of each other.
+
+        A collective would let some of the others wait for each other, which are elsewhere in their programs: gloo
+        passes a broadcast on along a tree.
+        """
+        if not self.is_first:
+            dist.recv(tensor, group=group, group_src=self.leader)
+            return
+        for member in range(len(self.ranks)):
+            if member != self.leader:
+                self._leaving.append((dist.isend(tensor, group=group, group_dst=member), tensor))
 
 
 def _digests(microbatch: PackedBatch) -> tuple[int, int]:
