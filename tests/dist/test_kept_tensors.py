@@ -23,6 +23,7 @@ from penstock.model import Lane, Sequences
 from penstock.model.lanes import Driven
 from penstock.model.sequences import AuxLosses
 from penstock.runtime import Stage, Tape
+from penstock.runtime.message import Message
 from penstock.schedule import Op, parts
 from penstock.schedule.recording import Record
 from tests.covering import pairs_of
@@ -33,7 +34,8 @@ MICROBATCHES = 4
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    inside = [value.tensors if isinstance(value, Message) else value for value in values]
+    return [leaf for leaf in tree_leaves(inside) if isinstance(leaf, Tensor)]
 
 
 def number_of(tensor: Tensor) -> int:

@@ -134,6 +134,6 @@ def _cd(words: Sequence[str]) -> None:
 def _pip(words: Sequence[str]) -> None:
     project = _project()
     # In the repository's folder, until a release is on an index.
-    found = re.fullmatch(r"install \.\[(\w+)\]", " ".join(words))
-    if found is None or found[1] not in project["optional-dependencies"]:
+    found = re.fullmatch(r"install \.\[([\w,]+)\]", " ".join(words))
+    if found is None or not set(found[1].split(",")) <= project["optional-dependencies"].keys():
         raise ValueError(f"pip {shlex.join(words)} installs nothing of ours")

@@ -21,5 +21,5 @@ def test_schedule_imports_the_standard_library_alone_and_no_settings_of_models_a
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True)
     rooms, settings = done.stdout.splitlines()
     assert rooms.split() == ["penstock"]
-    files = ("declare", "objects", "training")
+    files = ("declare", "objects", "layout", "schedule")
     assert set(settings.split()) <= {f"penstock.settings.{file}" for file in files}

@@ -295,9 +295,9 @@ class Boundary:
         """The header of a microbatch's message, either way; None where the boundary is open, and it goes ahead."""
         return None if self.is_open else Header.of_tensor(self.shape(num_tokens), self.dtype)
 
-    def whole_shape(self, num_tokens: int) -> tuple[int, int]:
-        """The shape in generation, where the tokens are few and every rank has all of them."""
-        return (num_tokens, self.hidden_size)
+    def decoded_header(self, num_tokens: int) -> Header | None:
+        """The header in generation, where the tokens are few and every rank has all of them; None as `header`."""
+        return None if self.is_open else Header.of_tensor((num_tokens, self.hidden_size), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -538,7 +538,7 @@ class Stage:
     def keep_step(self, rows: CachedRows) -> None:
         """Take part without tokens where ranks of several pipelines compute together; `rows` has none."""
         self.weights_ready()
-        x_TD = torch.zeros(self.boundary.whole_shape(0), dtype=self.boundary.dtype, device=rows.positions.device)
+        x_TD = torch.zeros((0, self.boundary.hidden_size), dtype=self.boundary.dtype, device=rows.positions.device)
         with self.autocast():
             for _, module in self.units:
                 if getattr(module, "needs_all_pipelines", False):

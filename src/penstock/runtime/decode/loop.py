@@ -29,7 +29,7 @@ from penstock.parallel.host import broadcast_value
 from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
-from penstock.runtime.message import Header, Message
+from penstock.runtime.message import Message
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
@@ -254,8 +254,7 @@ class DecodeLoop:
         boundary, receipt = decoder.stage.boundary, None
         channel = self._wires[decoder.stage.index].arriving
         if channel is not None and local.batch.items:
-            header = Header.of_tensor(boundary.whole_shape(local.batch.num_tokens), boundary.dtype)
-            receipt = self.ring.transport.receive(channel, header)
+            receipt = self.ring.transport.receive(channel, boundary.decoded_header(local.batch.num_tokens))
         self._compute_prepared()
         self._prepared = partial(self._compute, decoder, local, receipt)
 
