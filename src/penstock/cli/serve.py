@@ -1,7 +1,6 @@
 """`penstock serve MODEL`: answers over HTTP, by OpenAI's interface."""
 
 import argparse
-import importlib.util
 import logging
 import os
 import signal
@@ -89,9 +88,10 @@ class Serve(ModelCommand):
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__(words)
-        for library in ("starlette", "uvicorn"):
-            if importlib.util.find_spec(library) is None:
-                raise ValueError(f"penstock serve needs {library}; install it with pip install {library}")
+        # Missing, they are named before anything starts.
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+
         self.config = ServeConfig(**values_of(self.given, _SERVE))
         self.ring = RingConfig(**values_of(self.given, RING_OPTIONS))
 

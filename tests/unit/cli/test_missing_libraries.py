@@ -16,6 +16,8 @@ NEEDED = {
     "shtab": ("shtab", "--print-completion bash"),
     "rich": ("rich", "schedule show 1f1b --ranks 2 --microbatches 2"),
     "matplotlib": ("matplotlib", "schedule show 1f1b --ranks 2 --microbatches 2 --output {folder}/picture.svg"),
+    "starlette": ("starlette", "serve nowhere"),
+    "uvicorn": ("uvicorn", "serve nowhere"),
     "tokenizers": ("tokenizers", "train examples/tiny.toml --dry-run"),
 }
 
