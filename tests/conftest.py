@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -19,6 +20,10 @@ from tests.subjects import ROOT, UNCHANGED, digest, record, recorded
 
 # To try the lines of tests for a GPU, as far as these are given their device, where there is none.
 GPU_TESTS_ON_CPU = os.environ.get("PENSTOCK_GPU_TESTS_ON_CPU") == "1"
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be what the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in what the tests fork (tests/fork_server.py): a tenth of a run's time else goes into looking for garbage.
 gc.set_threshold(50_000, 20, 100)
