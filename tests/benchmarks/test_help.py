@@ -25,13 +25,6 @@ def test_every_program_of_the_folder_is_listed_with_a_sentence() -> None:
         assert sentence and f"  {name} " in listed and sentence in listed
 
 
-def test_a_benchmark_runs_as_a_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.split", "--help"], capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
-    assert done.returncode == 0 and "python -m benchmarks.split" in done.stdout and not done.stderr
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -50,13 +43,6 @@ def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     for example in examples:
         assert example[:3] == ["python", "-m", f"benchmarks.{name}"]
         parser.parse_args(example[3:])
-
-
-def test_defaults_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main("train", ["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "layers of the model (default: 8)" in text and "(default: 1f1b zb-h1 zb-v)" in text
 
 
 def test_a_mistake_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.plan_published import Prediction, by_group, predict_runs, summary
 from benchmarks.published import STYLES, TimedRun, read_runs
 
-from penstock.planner.calibrate import LinearStep, fit, spearman
 from penstock.planner.times import Constants
 
 pytestmark = pytest.mark.subject(
@@ -107,20 +106,6 @@ def test_slopes_are_taken_anew_where_the_first_are_flat():
 def test_no_run_that_filled_its_devices_is_called_too_big():
     largest = [run for run in read_runs(RUNS)[0] if run.row["model"] == "LLAMA3_70B" and "GB300" in run.row["hardware"]]
     assert max(run.peak_bytes() / run.memory_bytes() for run in largest) == pytest.approx(0.92, abs=0.04)
-
-
-def test_constants_come_back_from_the_steps_they_make():
-    rows = [LinearStep(0.1, slow, num, 0.1 + slow / 0.6 + num * 2e-3) for slow, num in ((1, 10), (2, 50), (3, 20))]
-    found = fit(rows, Constants())
-    assert found.compute == pytest.approx(0.6) and found.action_s == pytest.approx(2e-3)
-    assert fit([], Constants()) == Constants()
-    assert fit([LinearStep(0.0, 1.0, 100.0, 0.5)], Constants()).compute == 1.0, "no product is above the peak"
-
-
-def test_ranks_share_ties():
-    assert spearman([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
-    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 1], [1, 2]) is None
 
 
 def test_rows_that_lack_something_are_named_with_the_reason():

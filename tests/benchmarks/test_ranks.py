@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from benchmarks.common import main
 from benchmarks.ranks import Job, RankFailed, Team, jobs_in_turns
 
-from benchmarks import ranks
 from penstock import schedule
 
 # How long the ranks of a failed team would wait for each other, if nobody ended them.
@@ -64,18 +62,6 @@ with Team(2) as team:
     print(*(process.pid for process in team._processes), flush=True)
     os.kill(os.getpid(), 9)
 """
-
-
-def test_of_failures_that_are_heard_together_the_first_is_told(monkeypatch: pytest.MonkeyPatch):
-    at_once = ranks.wait
-
-    def late(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.5)
-        return at_once(*arguments, **named)
-
-    with pytest.raises(RankFailed, match=r"rank 1 .* failed:\nTraceback"), Team(2, limit_s=LIMIT_S) as team:
-        monkeypatch.setattr(ranks, "wait", late)
-        team.call(fail_beside_a_waiting_rank)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody ends what is stopped")
@@ -128,12 +114,6 @@ def test_one_command_measures_several_schedules_and_sizes(capfd: pytest.CaptureF
         assert row["penstock"]["simulated_s"] == schedule.simulate(program, costs).makespan
         assert row["penstock"]["ratio"] >= 1
         assert ("torch" in row) == (row["schedule"] != "dualpipe")
-
-
-@pytest.mark.parametrize(("name", "told"), [("inference", "no backward"), ("1f1c", "did you mean '1f1b'")])
-def test_what_cannot_be_measured_is_refused(name: str, told: str, capsys: pytest.CaptureFixture[str]):
-    assert main("schedules", ["--schedules", name]) == 2
-    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "combined-1f1b"])

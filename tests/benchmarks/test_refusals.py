@@ -1,8 +1,5 @@
 """What cannot be measured here is refused before anything is built: on a GPU, or against a library that is missing."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from benchmarks.common import main
@@ -14,26 +11,6 @@ def test_generation_on_a_gpu_is_refused_without_one(capsys: pytest.CaptureFixtur
     told = capsys.readouterr()
     assert "needs a CUDA device" in told.err and "benchmarks.generate needs none" in told.err
     assert told.out == ""
-
-
-def test_a_peer_that_is_not_installed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.generate.find_spec", lambda name: None)
-    assert main("generate", ["--against", "ctranslate2", "--quantize", "int8"]) == 2
-    told = capsys.readouterr()
-    assert "pip install 'penstock[bench]'" in told.err and len(told.err.splitlines()) == 1 and not told.out
-
-
-def test_a_peer_that_lacks_these_numbers_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    library = SimpleNamespace(get_supported_compute_types=lambda device: {"int8", "float32"})
-    monkeypatch.setattr("benchmarks.generate.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "ctranslate2", library)
-    assert main("generate", ["--against", "transformers", "ctranslate2", "--precision", "bf16"]) == 2
-    told = capsys.readouterr()
-    assert "does not compute in bfloat16" in told.err and "float32, int8" in told.err and told.out == ""
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,9 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from benchmarks.common import main
 from benchmarks.slow_network import Host, NoSlowNetwork, SlowNetwork
-
-from benchmarks import slow_network
 
 PORT, RATE_BITS = 40000, 80e6
 
@@ -82,38 +78,3 @@ def test_a_benchmark_that_is_told_to_end_takes_its_hosts_down():
         process.terminate()
     assert f"-{process.pid}-" not in namespaces()
     assert process.returncode == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        (lambda patch: patch.setattr(slow_network.os, "geteuid", lambda: 1000), "root"),
-        (lambda patch: patch.setattr(slow_network.shutil, "which", lambda tool: None), "iproute2"),
-        (lambda patch: patch.setattr(slow_network.sys, "platform", "darwin"), "Linux"),
-    ],
-)
-def test_where_it_may_not_it_says_what_it_needs(missing, words: str, monkeypatch: pytest.MonkeyPatch, capsys):
-    missing(monkeypatch)
-    assert main("overlap", []) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-
-
-def test_a_failed_set_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
-    undone = []
-
-    def ip(*arguments: str) -> None:
-        if arguments[:2] == ("netns", "delete"):
-            undone.append(arguments[2])
-        elif arguments[0] == "link":
-            raise NoSlowNetwork("no links here")
-
-    monkeypatch.setattr(slow_network, "_ip", ip)
-    monkeypatch.setattr(slow_network, "_check_allowed", lambda: None)
-    monkeypatch.setattr(slow_network, "_NETNS", Path("/nowhere"))
-    network = SlowNetwork()
-    with pytest.raises(NoSlowNetwork, match="no links"), network:
-        pass
-    assert sorted(undone) == sorted(host.namespace for host in network.hosts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -341,48 +340,3 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(name: str, tmp_path: Pat
     ours, theirs = resumed.state(), engine.state()
     assert ours.keys() == theirs.keys() and any(key.startswith("optimizer.") for key in ours)
     assert [key for key, own in ours.items() if not same(own, theirs[key])] == []
-
-
-# ---- torchao's optimizers, whose state are tensors of its own classes, where it is installed
-
-
-def wide_layers() -> list[nn.Module]:
-    """Layers whose tensors are not too small to be quantized."""
-    torch.manual_seed(0)
-    return [nn.Embedding(VOCABULARY, 64), *(nn.Linear(64, 64) for _ in range(2)), nn.Linear(64, VOCABULARY)]
-
-
-def of_torchao(rank: int, cases: list[Case], folder: Path) -> list[list[str]]:
-    """Names of weights in which torch's loop, or a resumed run, differs."""
-    # Compiled, one step takes a minute.
-    torch.compiler.set_stance("force_eager")
-    factory = partial(pytest.importorskip("torchao.optim").AdamW8bit, lr=0.01)
-    found = []
-    for number, case in enumerate(cases):
-        config, name = replace(OptimizerConfig.of(factory), zero=case.zero), folder / str(number)
-        options = EngineOptions(case.schedule, timeout_s=60.0, device="cpu")
-        engine, other = (
-            Engine.from_layers(wide_layers(), 64, case.layout, options, optimizer=config) for _ in range(2)
-        )
-        theirs = {name: nn.Parameter(p.detach().clone()) for name, p in engine.parameters().items()}
-        reference = factory(list(theirs.values()))
-        for _ in range(NUM_STEPS):
-            engine.save(name)
-            one_step(engine)
-            for key, parameter in theirs.items():
-                parameter.grad = engine.gradient(key).clone()
-            reference.step()
-        other.load(name)
-        one_step(other)
-        ours, again = engine.parameters(), other.parameters()
-        unlike = [key for key, p in ours.items() if not case.zero and not torch.equal(p, theirs[key])]
-        found.append(unlike + [key for key, p in ours.items() if not torch.equal(p, again[key])])
-        closed(engine)
-        other.close()
-    return found
-
-
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_torchaos_8_bit_optimizer_trains_and_resumes_as_in_torchs_loop(tmp_path: Path) -> None:
-    cases = [Case(Layout(pp=2)), Case(Layout(dp=2), zero=True)]
-    assert run_ranks(2, of_torchao, cases, tmp_path, timeout_s=120.0) == [[[], []]] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer, Update
 from penstock.model import Sequences
-from penstock.parallel import GradientBuckets, Grid, connect, gather_json, sum_tied
+from penstock.parallel import GradientBuckets, Grid, connect, sum_tied
 from penstock.runtime import (
     Boundary,
     Executor,
@@ -28,7 +27,6 @@ from penstock.schedule import build, lower
 from penstock.settings import Layout, LearningRate, OptimizerConfig
 from tests.dist.launch import run_ranks
 
-CPU = torch.device("cpu")
 SHAPES = {"embedding.weight": (40, 24), "a.weight": (24, 24), "norm.weight": (24,), "b.weight": (7, 5), "bias": (3,)}
 
 
@@ -40,72 +38,6 @@ def _values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     values = _values(0, dtype)
     return [(name, nn.Parameter(values[name].clone())) for name in names]
-
-
-# ---- groups
-
-
-HOST_GROUPS = ("control", "background", "pp_control", "batch_control", "model_control")
-GROUPS = (*HOST_GROUPS, "tp_group", "cp_group", "ep_group", "dp_cp_group")
-
-
-def _groups_of(rank: int, layouts: list[Layout]) -> list[dict[str, Any]]:
-    seen = []
-    for layout in layouts:
-        grid = connect(layout, "cpu")
-        groups = {name: getattr(grid, name) for name in (*GROUPS, "edp_group", "mirror_group")}
-        seen.append(
-            {
-                "place": (grid.rank, grid.place, grid.pp_ranks),
-                "ep_rank": grid.ep_rank,
-                "groups": {n: None if g is None else tuple(dist.get_process_group_ranks(g)) for n, g in groups.items()},
-                "told": gather_json({"rank": rank, "text": "é" * rank}, grid.pp_control),
-            }
-        )
-    return seen
-
-
-@pytest.mark.shows(83)
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [Layout(pp=3), Layout(dp=3, ep=3)],
-        [
-            Layout(pp=2, dp=2, order="pp-dp-cp-tp"),
-            Layout(pp=2, tp=2),
-            Layout(dp=2, cp=2, ep=2),
-            Layout(dp=2, tp=2, ep=2, order="tp-dp-pp-cp"),
-        ],
-    ],
-    ids=["three", "four"],
-)
-def test_every_rank_is_in_the_groups_of_the_table(layouts: list[Layout]) -> None:
-    by_rank = run_ranks(layouts[0].world_size, _groups_of, layouts)
-    for number, layout in enumerate(layouts):
-        everyone = (tuple(range(layout.world_size)),)
-        tables = {
-            "control": everyone,
-            "background": everyone,
-            "pp_control": layout.groups("pp"),
-            "batch_control": layout.groups("pp", "cp", "tp"),
-            "model_control": layout.model_copies(),
-            "tp_group": layout.groups("tp"),
-            "cp_group": layout.groups("cp"),
-            "ep_group": layout.expert_groups(),
-            "dp_cp_group": layout.groups("dp", "cp"),
-            "edp_group": layout.expert_copies(),
-        }
-        for rank, every in enumerate(by_rank):
-            seen, groups = every[number], every[number]["groups"]
-            pipeline = next(ranks for ranks in layout.groups("pp") if rank in ranks)
-            assert seen["place"] == (rank, layout.coordinates(rank), pipeline)
-            for name, table in tables.items():
-                mine = next(ranks for ranks in table if rank in ranks)
-                assert groups[name] == (mine if len(mine) > 1 else None), (layout, rank, name)
-            assert seen["ep_rank"] == (groups["ep_group"] or (rank,)).index(rank)
-            opposite = pipeline[-1 - layout.coordinates(rank).pp]
-            assert groups["mirror_group"] == (None if opposite == rank else tuple(sorted((rank, opposite))))
-            assert seen["told"] == [{"rank": member, "text": "é" * member} for member in pipeline]
 
 
 # ---- reduction
@@ -362,8 +294,3 @@ def _hold_the_same_name(rank: int) -> str:
 @pytest.mark.shows(93)
 def test_a_name_on_two_ranks_is_refused_on_both() -> None:
     assert ["'bias' is held twice" in message for message in run_ranks(2, _hold_the_same_name)] == [True, True]
-
-
-def test_the_cuts_hold_every_parameter_once() -> None:
-    for cut in CUTS:
-        assert sorted(itertools.chain(*cut)) == sorted(SHAPES)

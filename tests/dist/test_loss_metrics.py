@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock import NO_LABEL, Engine, EngineOptions, Layout, Metric, MicroBatchSpec, PackedBatch, Precision
-from penstock.engine import EvaluationLoss
 from penstock.engine.training import metrics
 from penstock.model import cross_entropy_sum, decoder_units, whole_logits
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
@@ -176,12 +173,6 @@ def test_what_is_no_metric_is_refused(given: Any, message: str) -> None:
     engine = engine_of(Layout())
     with pytest.raises(ValueError, match=message):
         engine.train_batch(batches()[0], lambda output, microbatch: given(loss_fn(output, microbatch)[0]))
-
-
-def test_an_evaluation_can_be_sent_and_copied() -> None:
-    found = EvaluationLoss(0.1, {"a": 2.0})
-    for copied in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
-        assert copied == 0.1 and copied.metrics == {"a": 2.0} and isinstance(copied, EvaluationLoss)
 
 
 def test_what_is_not_finite_comes_back_so() -> None:

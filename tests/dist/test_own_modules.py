@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
@@ -17,9 +16,8 @@ from penstock.engine import EngineOptions
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.own_layers import units_of_layers
 from penstock.model import Randomness, cross_entropy_sum
-from penstock.settings import LearningRate, OptimizerConfig, SamplingParams, WeightDecay
+from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.dist.launch import run_ranks
-from tests.hugging_face import make_model, make_sequences
 
 WIDTH, VOCAB = 8, 32
 SPLIT = MicroBatchSpec(num=3)
@@ -102,10 +100,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["losses"] == other["losses"]
     assert one["state"].keys() == other["state"].keys()
     assert all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 0.05, (PLAIN.beta1, PLAIN.beta2), PLAIN.eps, weight_decay=0.0)
 
 
 def by_hand(norm: bool) -> dict[str, Any]:
@@ -228,50 +222,3 @@ def test_buffers_are_saved_and_loaded_in_any_layout_and_equal_on_ranks_that_hold
         )
         assert {name for one in every for name in one} == set(saved)
         assert all(torch.equal(value, saved[name]) for one in every for name, value in one.items())
-
-
-# ---- transformers' own layers
-
-
-def train_gpt2(rank: int, layout: Layout, folder: Path) -> list[float]:
-    engine = Engine.from_hf(folder, layout, EngineOptions(optimizer=PLAIN, device="cpu"), native=False)
-    documents = PackedBatch.from_documents(make_sequences((12,) * 4))
-    greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
-    losses, answers = [], []
-    for _ in range(2):
-        answers.append(engine.generate([[3, 4, 5]], greedy).sequences[0].tokens)
-        losses.append(engine.evaluate([documents], micro_batches=MicroBatchSpec(num=2)))
-        losses.append(engine.train_batch(documents, micro_batches=MicroBatchSpec(num=2)).loss)
-    engine.close()
-    engine.grid.close()
-    return losses
-
-
-@pytest.mark.shows(101)
-def test_a_model_of_transformers_drops_what_transformers_drops_from_the_same_random_numbers(tmp_path: Path) -> None:
-    make_model("gpt2", attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2).save_pretrained(tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    current: list[Randomness] = []
-    if_training = lambda name: lambda module, _: current[0].begin(name) if module.training else None  # noqa: E731
-    model.transformer.drop.register_forward_pre_hook(if_training("embedding"))
-    for i, layer in enumerate(model.transformer.h):
-        layer.register_forward_pre_hook(if_training(f"layers.{i}"))
-    optimizer = adamw(list(model.parameters()))
-    documents = PackedBatch.from_documents(make_sequences((12,) * 4))
-    expected = []
-    for step in range(2):
-        for training in (False, True):
-            model.train(training)
-            total = torch.zeros(())
-            for number, part in enumerate(split(documents, MicroBatchSpec(num=2)).microbatches):
-                current[:] = [Randomness(EngineOptions().seed, step, 0, number, torch.device("cpu"))]
-                logits = model(part["tokens"].view(2, 12)).logits.flatten(0, 1)
-                total = total + cross_entropy_sum(logits, part["labels"]) / 44
-            expected.append(float(total.detach()))
-            if training:
-                total.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert expected[1] != pytest.approx(expected[0], rel=1e-3), "dropout is on"
-    for found in (train_gpt2(0, Layout(), tmp_path), run_ranks(2, train_gpt2, Layout(pp=2), tmp_path)[0]):
-        assert found == pytest.approx(expected, rel=1e-4)

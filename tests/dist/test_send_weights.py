@@ -258,13 +258,6 @@ def same(one: Engine, other: Engine) -> bool:
     return len(pairs) > 10 and all(a[0] == b[0] and torch.equal(a[2], b[2]) for a, b in pairs)
 
 
-def test_two_engines_of_one_process_share_weights_too() -> None:
-    source, target = pair_of(Layout(), Layout())
-    step(source)
-    assert not same(source, target)
-    assert source.send_weights(target) == target.version == 1 and same(source, target)
-
-
 def test_adapters_travel_with_the_weights_between_engines_that_both_have_them(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(folder := tmp_path / "model")
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])

@@ -171,13 +171,6 @@ def test_of_more_ranks_one_and_its_mirror_may_share_a_parameter() -> None:
         assert refused.startswith("layers.1.0.weight is shared by layers on the ranks 0, 1; a weight can be shared by")
 
 
-def test_layers_that_an_engine_has_cut_before_are_still_tied() -> None:
-    layers = head_of_embedding()
-    Engine.from_layers(layers, WIDTH).close()
-    engine = Engine.from_layers(layers, WIDTH)
-    assert engine.ties == {"layers.2.weight": "layers.0.weight"}
-
-
 def test_a_layer_with_buffers_is_not_given_twice() -> None:
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     with pytest.raises(ValueError, match="layer 2 is layer 1 again, with buffers; give two modules"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, ScheduleConfig, StepError
+from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, ScheduleConfig
 from penstock.engine.checkpoint.checkpointer import Checkpointer
 from penstock.engine.checkpoint.manifest import random_state
 from tests.dist.launch import run_ranks
@@ -245,76 +245,3 @@ def test_extra_state_goes_with_the_weights_to_another_engine() -> None:
     assert found.keys() == alone.keys()
     for name, value in found.items():
         assert value["notes"] == alone[name]["notes"] and torch.equal(value["trace"][0], alone[name]["trace"][0])
-
-
-# ---- after a step that failed, and under activation checkpointing
-
-
-class Raises(nn.Module):
-    """Fails once, at its third call after it was told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, x: Tensor) -> Tensor:
-        countdown[0] -= 1
-        if countdown[0] == 0:
-            raise ZeroDivisionError
-        return self.linear(x)
-
-
-countdown = [0]
-
-
-def failing(rank: int, place: Place, fails: bool) -> list[float]:
-    """The losses of three steps, of which the second is taken twice where it fails at first."""
-    engine = opened(place, [*layers()[:-1], Raises()])
-    found = [train(engine, 0)]
-    if fails:
-        countdown[0] = 3
-        with pytest.raises((StepError, ZeroDivisionError)):
-            train(engine, 1)
-        countdown[0] = 0
-    found += [train(engine, step) for step in (1, 2)]
-    closed(engine)
-    return found
-
-
-@pytest.mark.shows(112)
-@pytest.mark.parametrize("place", [(Layout(), "1f1b"), (Layout(pp=2), "zb-v")], ids=str)
-def test_a_step_that_fails_leaves_what_layers_declare_as_it_was(place: Place) -> None:
-    plain, failed = (run_ranks(place[0].world_size, failing, place, fails) for fails in (False, True))
-    assert failed == plain
-
-
-class Moves(nn.Module):
-    """Computes by a buffer that it moves on, in place or by another one in its place, and by random numbers."""
-
-    mean: Tensor
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place, self.linear, self.norm = in_place, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.in_place:
-            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        else:
-            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        return torch.tanh(self.norm(self.linear(nn.functional.dropout(x * (1 + self.mean), 0.2, self.training))))
-
-
-@pytest.mark.shows(161)
-def test_a_layer_that_is_computed_again_sees_its_buffers_and_random_numbers_as_its_forward_did() -> None:
-    found: list[tuple[list[float], dict[str, Tensor]]] = []
-    for recompute in ((), (1, 2)):
-        torch.manual_seed(3)
-        model = [nn.Embedding(VOCAB, WIDTH), Moves(True), Moves(False), nn.Linear(WIDTH, VOCAB)]
-        engine = opened((Layout(), "1f1b"), model, recompute=recompute)
-        losses = [train(engine, step) for step in range(3)]
-        found.append((losses, {name: own.clone() for name, own in engine.buffers().items()}))
-        engine.close()
-    (plain, buffers), (again, others) = found
-    assert again == plain and all(torch.equal(own, others[name]) for name, own in buffers.items())

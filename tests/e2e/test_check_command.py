@@ -98,21 +98,3 @@ def test_a_script_that_cannot_be_checked_is_refused_in_one_sentence(
     assert main(["check", write(tmp_path, text)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert words in lines[-1]
-
-
-def test_other_files_and_settings_are_refused_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = write(tmp_path, SCRIPT)
-    notes = tmp_path / "notes.txt"
-    notes.write_text("")
-    for arguments, words in {
-        (str(tmp_path / "none.py"),): "no such file",
-        (str(notes),): "neither a script (.py) nor the settings of a run (.toml)",
-        ("--pp", "1", script): "two or more",
-        ("--steps", "1", script): "give 2 or more",
-        (str(ROOT / "examples" / "experts.toml"),): "a model of experts is not checked",
-        (str(ROOT / "examples" / "tiny.toml"), "more"): "options of penstock check stand before it",
-    }.items():
-        assert main(["check", *arguments]) == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]

@@ -68,17 +68,6 @@ def test_simulate_prints_the_published_bubble(run):
     assert figures["makespan"] >= figures["span_cost"]
 
 
-def test_show_draws_each_rank(run):
-    code, out, _ = run("show", "1f1b", "--ranks", 3, "--microbatches", 4)
-    assert code == 0
-    assert [line[:6] for line in out.splitlines() if line.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
-    code, out, _ = run("show", "1f1b", "--ranks", 3, "--microbatches", 4, "--json")
-    drawn = json.loads(out)
-    assert code == 0
-    computed = [[event["action"] for event in rank if "F" in event["action"]] for rank in drawn["events"]]
-    assert computed == [[f"{rank}F{microbatch}" for microbatch in range(4)] for rank in range(3)]
-
-
 @pytest.mark.parametrize("ending", ["svg", "png", "html", "json"])
 def test_show_draws_into_a_file_and_never_over_another(run, tmp_path: Path, ending: str):
     path = tmp_path / f"picture.{ending}"
@@ -202,13 +191,6 @@ def test_compare_lists_every_schedule_that_trains_with_the_least_bubble_first(ru
     assert [line.split()[0] for line in lines] == [row["schedule"] for row in rows]
 
 
-def test_compare_can_be_held_to_some_schedules(run):
-    code, out, _ = run("compare", "--schedules", "1f1b", "zb-h1", "--ranks", 2, "--microbatches", 2, "--json")
-    assert code == 0
-    assert sorted(row["schedule"] for row in json.loads(out)) == ["1f1b", "zb-h1"]
-    assert_refused(run("compare", "--schedules", "1f1c"), "'1f1c'", "did you mean '1f1b'")
-
-
 def test_simulate_says_what_the_step_waits_for_and_what_is_live(run):
     sizes = ["--ranks", 2, "--microbatches", 2]
     code, out, _ = run("simulate", "1f1b", *sizes, "--forward", "1,3", "--microbatch-bytes", 7, "--json")
@@ -220,13 +202,6 @@ def test_simulate_says_what_the_step_waits_for_and_what_is_live(run):
     assert_refused(run("simulate", "1f1b", *sizes, "--forward", "1,2,3"), "forward", "2 stages", "3")
     assert_refused(run("simulate", "1f1b", *sizes, "--forward", "1,x"), "--forward", "'1,x'")
     assert_refused(run("simulate", "1f1b", *sizes, "--lengths", "1,2,3"), "2 microbatches", "3")
-
-
-def test_a_schedule_has_the_stages_it_is_meant_for(run):
-    code, out, _ = run("simulate", "zb-v", "--ranks", 4, "--json")
-    assert code == 0 and json.loads(out)["stages_per_rank"] == 2
-    assert_refused(run("simulate", "zb-v", "--stages-per-rank", 3), "stages_per_rank must be 2, got 3")
-    assert run("simulate", "interleaved", "--group-size", 8, "--stages-per-rank", 3)[0] == 0
 
 
 def test_gradients_may_leave_early(run):

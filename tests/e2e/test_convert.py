@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -118,16 +116,6 @@ def test_a_model_that_gives_no_numbers_is_converted_with_a_word_and_not_scored(
         "be scored"
     )
     assert not (tmp_path / "scores.jsonl").exists()
-
-
-def test_all_files_of_a_model_have_one_mode(model: Path, tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        assert main(["convert", str(model), str(tmp_path / "out"), "--to", "huggingface"]) == 0
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
-    assert modes.keys() >= {"model.safetensors", "config.json"} and set(modes.values()) == {0o640}, modes
 
 
 def test_nothing_is_overwritten_and_mistakes_are_one_sentence(

@@ -80,27 +80,6 @@ def test_a_run_whose_weights_are_whole_numbers_is_not_converted(
         assert "int32" in capsys.readouterr().err.replace("I32", "int32")
 
 
-@pytest.mark.parametrize("lost", ["the folder", "all in it", "the checkpoints"])
-def test_a_run_without_its_checkpoints_keeps_its_metrics(
-    lost: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoints, metrics = folder / "run" / "checkpoints", folder / "run" / "metrics.jsonl"
-    for path in checkpoints.glob("step-*"):
-        shutil.rmtree(path)
-    if lost != "the checkpoints":
-        shutil.rmtree(checkpoints)
-    if lost == "all in it":
-        checkpoints.mkdir()
-    before = metrics.read_bytes()
-    capsys.readouterr()
-    for more in ((), ("--resume",)):
-        assert main(train(folder, "run", *more)) == 2
-        told = capsys.readouterr().err
-        assert f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {STEPS}" in told
-        assert len(told.splitlines()) == 1
-    assert metrics.read_bytes() == before
-
-
 def move_out(path: Path, outside: Path) -> None:
     """Put a link in the place of a file, to where it now lies."""
     outside.mkdir(exist_ok=True)
@@ -122,20 +101,6 @@ def test_a_checkpoint_with_a_link_out_of_it_is_passed_over(
     ):
         assert main(command) == 0, command
         assert f"refused: {file} is a link to {folder}/outside/{file.name}, outside" in capsys.readouterr().err
-
-
-def test_settings_that_are_a_link_out_of_the_run_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = folder / "run"
-    move_out(run / "run.toml", folder / "outside")
-    for command in (
-        ["convert", str(run), str(folder / "converted")],
-        ["generate", str(run), "def", "--device", "cpu"],
-        train(folder, "other", "--model.pretrained", str(run)),
-        train(folder),
-    ):
-        assert main(command) == 2, command
-        assert f"{run}/run.toml is a link to {folder}/outside/run.toml" in capsys.readouterr().err
-    assert not (folder / "other").exists()
 
 
 def test_a_runs_owner_may_be_no_link_and_its_folders_may(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

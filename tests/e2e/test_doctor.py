@@ -38,35 +38,6 @@ def test_a_ring_of_local_processes_is_tested() -> None:
     assert links["word_s"] > 0 and links["block_bytes_per_s"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--pp", "0"], "parallel.pp = 0 is not possible; it must be at least 1"),
-        (
-            ["--dp", "3", "--ep", "2"],
-            "parallel.ep = 2 does not divide parallel.dp x parallel.cp = 3; possible are 1, 3",
-        ),
-        (["--order", "dp-pp"], "parallel.order = 'dp-pp' must name each of dp, pp, cp and tp once"),
-        (["--timeout", "1e-9"], "parallel.timeout_s = 1e-09 is not possible; it must be at least 1"),
-        (["--tq", "2"], "did you mean"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words]) == 2
-    caught = capsys.readouterr()
-    assert told in caught.err and len(caught.err.splitlines()) == 1 and not caught.out
-
-
-def test_another_number_of_processes_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["doctor", "--pp", "2", "--tp", "2"]) == 2
-    told = capsys.readouterr().err
-    assert "dp=1 x pp=2 x cp=1 x tp=2 needs 4 processes, but there are 3" in told
-
-
 def test_a_dry_run_prints_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run(tmp_path, "run", 8)
     layout = ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.tp", "2"]

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.processes.train_worker import TrainLoop
-from penstock.engine.folders.runs import MetricsLog, RunLock
+from penstock.engine.folders.runs import RunLock
 from penstock.runtime.recovery import EXIT_CODE
 from penstock.settings import RunConfig
 from tests.e2e.training import Ended, Started, has_saved, last_step, run_with_endless_step, wait_until, write_run
@@ -309,26 +309,6 @@ def test_a_folder_deleted_and_a_full_disk_are_one_sentence_with_the_path(
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{says.format(output)}\n", err), err
     assert output.exists() == (act is not shutil.rmtree), "it is not made again"
-
-
-@pytest.mark.shows(147)
-def test_a_folder_deleted_while_tensorboard_writes_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    output, write = tmp_path / "run", MetricsLog.write
-
-    def deleting(log: MetricsLog, step: int, values: Mapping[str, float | int | bool]) -> None:
-        write(log, step, values)
-        if step == 1:
-            # Moved first: TensorBoard's thread may write into it while it is emptied.
-            shutil.rmtree(output.rename(tmp_path / "gone"), ignore_errors=True)
-
-    monkeypatch.setattr(MetricsLog, "write", deleting)
-    words = ["--parallel.pp", "1", "--log.tensorboard", "true", "--checkpoint.every", "0"]
-    # So many steps that TensorBoard's thread comes to write, whose error the next line raises.
-    assert main(["train", str(write_run(tmp_path, "run", ENDLESS)), *words]) == 1
-    err = capfd.readouterr().err
-    assert re.fullmatch(rf"penstock: process 0: [^\n]*{output}/tensorboard: no such file or directory\n", err), err
 
 
 @pytest.mark.shows(147)

@@ -113,15 +113,6 @@ def test_a_full_disk_under_the_lines_written_is_one_sentence_with_their_file(
     assert len(output.read_text().splitlines()) == 2
 
 
-def test_a_full_disk_at_the_end_leaves_the_lines_and_no_second_file(tmp_path: Path):
-    file = ResultsFile(tmp_path / "out.jsonl", "digest")
-    file.write([{}], to_disk=True)
-    with full_disk(), pytest.raises(OSError, match="too large") as caught:
-        file.publish(lambda result: 0)
-    assert caught.value.filename == str(tmp_path / "out.jsonl")
-    assert os.listdir(tmp_path) == [file.hidden.name]
-
-
 @pytest.mark.parametrize(
     "words",
     [

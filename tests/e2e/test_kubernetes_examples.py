@@ -102,31 +102,6 @@ def test_every_field_is_one_of_the_published_schema(name: tuple[str, str]) -> No
     assert misfits_of(DOCUMENTS[name]) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "value"),
-    [
-        ("PyTorchJob", "spec.elasticPolicy.rdzvhost", "a"),
-        ("PyTorchJob", "spec.nprocPerNode", 8),
-        ("PyTorchJob", "spec.pytorchReplicaSpecs.Worker.template.spec.terminationGracePeriod", 300),
-        ("TrainJob", "spec.trainer.command", "torchrun"),
-        ("TrainJob", "spec.trainer.numNode", 2),
-        ("TrainJob", "spec.runtimeRef", {"kind": "TrainingRuntime"}),
-        ("TrainingRuntime", "spec.mlPolicy.torch", {"numProcPerNode": 8}),
-        ("TrainingRuntime", "spec.template.spec.replicatedJobs", {}),
-        ("Deployment", "spec.template.spec.containers", None),
-        ("Service", "spec.ports", [{"port": "29400", "protocol": "TCP"}]),
-    ],
-)
-def test_a_field_that_is_misspelt_missing_or_of_another_type_does_not_fit(kind: str, path: str, value: Any) -> None:
-    (document,) = [yaml.safe_load(yaml.safe_dump(each)) for (_, other), each in DOCUMENTS.items() if other == kind]
-    *parts, last = path.split(".")
-    inner = document
-    for part in parts:
-        inner = inner[part]
-    inner[last] = value
-    assert misfits_of(document) != []
-
-
 def store_endpoint() -> str:
     """Where the service is that leads to the store's pod."""
     service, deployment = DOCUMENTS["store.yaml", "Service"], DOCUMENTS["store.yaml", "Deployment"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 from penstock import schedule
 from penstock.draw.layers import KIND_OF, Kind, Layer, drawn_length
 from penstock.draw.page import write_page
-from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule import Action, Costs, Event, Op, Timeline
 from penstock.schedule.actions import COMPUTE, parts
-from penstock.schedule.costs import Memory
 from penstock.schedule.recording import Wait
 from tests.e2e.chromium import Chromium, contrast, find_chromium
 from tests.schedule.hangs import HANGS, carried_out, hang_of, waiting
@@ -183,18 +181,6 @@ def test_each_action_is_drawn_at_its_time_in_its_colour_and_idle_time_is_seen(sh
             assert at(picture, page, (start + end) / 2, rank) == idle
 
 
-def test_the_strip_under_a_rank_is_as_high_as_its_live_microbatches(show: Open):
-    page = show()
-    picture = page.picture()
-    strip_top, strip_height = page.evaluate("[rows.strip.top, rows.strip.height]")
-    _, top, _, _ = page.box("#labels li")
-    for time, live in ((0.5, 1), (1.5, 2), (3.5, 4), (11.0, 4), (24.5, 3), (27.5, 2), (32.0, 1)):
-        rows = picture[int(top + strip_top) : int(top + strip_top + strip_height), page.x(time)]
-        filled = int((rows.sum(axis=1) < 700).sum())
-        # The strip's edges may fall between pixels: one at the top, one at the foot.
-        assert abs(filled - strip_height * live / 4) <= 2, (time, live)
-
-
 def test_following_a_microbatch_leaves_only_its_way_in_full_colour(show: Open):
     page = show()
     before = page.picture()
@@ -226,21 +212,6 @@ def test_a_link_opens_what_was_seen(show: Open):
     page = show(fragment="microbatch=5&from=10&to=20")
     assert page.seen() == (10.0, 20.0)
     assert page.text("#status").startswith("Microbatch 5:")
-
-
-def test_the_microbatch_asked_for_is_gone_to(show: Open):
-    page = show(fragment="from=0&to=3")
-    page.evaluate("document.querySelector('#microbatch').value = '6'")
-    page.evaluate("document.querySelector('#microbatch').dispatchEvent(new Event('change'))")
-    page.evaluate("new Promise(done => setTimeout(done, 400))")
-    start, end = page.seen()
-    steps = [(event.start, event.end) for _, event, _ in boxes(TIMELINE, 6)]
-    assert all(start <= first + 1e-9 and last <= end + 1e-9 for first, last in steps)
-    assert page.text("#status").startswith("Microbatch 6:")
-    for nonsense in ("9", "-1", "2.5", "x"):
-        page.evaluate(f"document.querySelector('#microbatch').value = '{nonsense}'")
-        page.evaluate("document.querySelector('#microbatch').dispatchEvent(new Event('change'))")
-        assert page.text("#status") == ""
 
 
 def test_the_wheel_zooms_at_the_pointer_and_dragging_moves(show: Open):
@@ -322,29 +293,6 @@ def test_a_measured_step_lies_under_the_simulated_one_on_one_axis(show: Open, sh
     assert page.text("#show").split() == ["simulated", "measured", "both"]
     page.evaluate("document.querySelectorAll('#show input')[0].click()")
     assert page.evaluate("rows.bars.map(bar => bar.layer.name)") == ["simulated"]
-
-
-def test_whom_a_rank_waited_for_is_told(show: Open):
-    page = show(Layer("measured", MEASURED, WAITS), unit="ms")
-    page.browser.mouse("mouseMoved", page.x(1.0), page.y(2))
-    assert "waiting for\nrank 1" in page.text("#tip")
-    page.evaluate("document.querySelector('#byRank').click()")
-    assert "2.2 ms for rank 1" in page.text("#rankTables")
-    page.evaluate("document.querySelector('#ranks').close()")
-
-
-def test_a_fused_pair_is_a_forward_above_a_backward(show: Open):
-    pair = Pair(Action(Op.F, 0, 1), Action(Op.B, 1, 0))
-    timeline = Timeline.from_events(
-        [[Event(Action(Op.F, 0, 0), 0, 1), Event(Action(Op.F, 1, 0), 1, 2), Event(pair, 2, 5)]], stages_per_rank=2
-    )
-    page = show(Layer.simulated(timeline))
-    picture = page.picture()
-    assert at(picture, page, 2.2, 0, part=0.2) == rgb(Kind.FORWARD.colour)
-    paler = [round(channel + (255 - channel) * 0.42) for channel in rgb(Kind.BACKWARD.colour)]
-    assert np.abs(np.array(at(picture, page, 2.2, 0, part=0.7)) - paler).max() <= 1
-    page.browser.click(page.x(2.2), page.y(0, part=0.7))
-    assert page.text("#status").startswith("Microbatch 0:")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -481,13 +429,6 @@ def test_microbatches_are_followed_one_after_another_until_told_otherwise(show: 
         page.browser.press(key, code)
     assert page.text("#status").startswith("Microbatch 2:") and page.text("#play") == "Play"
     assert page.complaints() == []
-
-
-def test_bytes_take_the_place_of_microbatches_where_they_are_known(show: Open):
-    page = show(Layer.simulated(replace(TIMELINE, memory=Memory(microbatch_bytes=3 << 20))))
-    assert [f"peak {3 * peak} MiB live" in page.text("#labels") for peak in (4, 3, 2, 1)] == [True] * RANKS
-    assert "live bytes" in page.text("#legend")
-    assert "12 MiB" in page.text("#figures")
 
 
 SPY = """(() => {

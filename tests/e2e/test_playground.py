@@ -187,13 +187,6 @@ def test_builders_are_offered_with_their_options() -> None:
     assert "placement: v" in text
 
 
-def test_gradients_may_be_sent_early(command: Callable[..., str]) -> None:
-    text = answers.build("1f1b", {**SIZE, "stages_per_rank": 1}, {}, COSTS, early_gradients=True)
-    given = json.loads(command("simulate", "1f1b", *flags(SIZE), *flags(COSTS), "--early-gradients", "--json"))
-    assert answers.look_at(text, COSTS)["figures"]["makespan"] == f"{given['makespan']:.6g}"
-    assert " 1I0 1W0 " in text
-
-
 @pytest.mark.parametrize(
     ("question", "fault"),
     [
@@ -392,49 +385,6 @@ def test_a_link_brings_back_text_and_costs(page: Playground) -> None:
     page.browser.type(text)
     page.wait()
     assert page.told("verdict").startswith("Proved: ")
-
-
-@pytest.mark.parametrize(("given", "early"), [("true", True), ("false", False)])
-def test_a_link_switches_early_gradients_on_or_off(page: Playground, given: str, early: bool) -> None:
-    page.open(schedule="1f1b", ranks="2", microbatches="3", early_gradients=given)
-    assert page.browser.evaluate("document.getElementById('early_gradients').checked") is early
-    assert ("I0" in page.value("text")) is early and ("--early-gradients" in page.told("command")) is early
-
-
-@pytest.mark.parametrize("name", ["schedule.txt", "schedule.csv"])
-def test_an_edited_text_is_saved_for_the_command_that_is_shown(
-    page: Playground, name: str, command: Callable[..., str], tmp_path: Path
-) -> None:
-    page.browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    page.open(**COSTS)
-    hidden = "document.getElementById('save').hidden"
-    assert page.browser.evaluate(hidden)
-    mine = schedule.build("afab", ranks=2, microbatches=3)
-    text = schedule.to_text(mine) if name == "schedule.txt" else schedule.to_csv(mine)
-    page.browser.evaluate("document.getElementById('text').select()")
-    page.browser.type(text)
-    page.wait()
-    assert not page.browser.evaluate(hidden) and page.told("save") == f"Save as {name}"
-    page.click("#save")
-    deadline = time.monotonic() + 60
-    while not (tmp_path / name).exists():
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.02)
-    assert (tmp_path / name).read_text() == text
-    figures = json.loads(command(*page.told("command").removeprefix("$ penstock schedule ").split(), "--json"))
-    assert page.figures["makespan"] == f"{figures['makespan']:.6g}"
-
-
-def test_a_link_to_an_unknown_schedule_is_answered_in_a_sentence(page: Playground) -> None:
-    page.open(schedule="zb-w", ranks="1")
-    assert page.told("verdict").startswith("there is no schedule 'zb-w'; did you mean 'zb-v'?")
-    assert (page.value("schedule"), page.frame) == ("", None)
-    page.focus("#schedule")
-    page.browser.type("1f1b")
-    page.browser.press("1", 49, "1")
-    page.wait("document.getElementById('schedule').value === '1f1b'")
-    page.wait()
-    assert "18 actions on 1 rank, each" in page.told("verdict")
 
 
 @pytest.mark.shows(159)

@@ -64,18 +64,3 @@ def test_no_kind_has_more_at_the_peak_than_at_most() -> None:
     )
     found = Rehearsal(0, "pp 0", "cuda", "v-half", 1, (), timeline, (), ())
     assert _to_json(found)["most_bytes"] == {**dict.fromkeys(map(str, MemoryKind), 0), "tape": 44, "parameters": 7}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rank", "2"], "possible are 0 to 1"),
-        (["--rank", "all", "--picture", "x.svg"], "one rank's memory"),
-        (["--picture", "x.gif"], "one of .svg, .png, .pdf"),
-    ],
-)
-def test_mistakes_are_answered_in_one_sentence(
-    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rehearse", str(run), *words]) == 2
-    assert message in capsys.readouterr().err

@@ -156,30 +156,6 @@ def test_a_trained_reward_model_rates_texts_here_and_in_transformers(
         assert abs(reward - float(before(tokens).logits)) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "row, told",
-    [
-        ({"prompt": "a", "chosen": "b"}, "line 3: has no 'rejected', but a reward model learns from pairs"),
-        ({"text": "the cat"}, "line 3: has no 'chosen', but a reward model learns from pairs"),
-        ({"chosen": "", "rejected": "b"}, "line 3: its 'chosen' is empty; give at least one character"),
-        ({"chosen": [user("a")], "rejected": []}, "line 3: its 'rejected' must be a list of one message or more"),
-        ({"prompt": [], "chosen": "a", "rejected": "b"}, "line 3: its prompt and both answers must all be"),
-        ({"chosen": [user("a")], "rejected": [assistant("")]}, "line 3: the last message of its 'rejected' is empty"),
-        ({"chosen": "a", "rejected": "b" * 99, "margin": None}, "line 3: has 101 tokens, but the model takes at most"),
-        ({"chosen": "a", "rejected": "b", "margin": 0.5}, "line 3: has a 'margin', which the loss of penstock train"),
-        (["a", "b"], 'line 3: is a JSON list; a line is {"chosen": ..., "rejected": ...} with or without'),
-    ],
-)
-def test_what_is_no_pair_is_refused(
-    row: Any, told: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = write(tmp_path / "pairs.jsonl", [*FORMS["texts with a prompt"][:2], row])
-    assert main(["train", *words(base, corpus, tmp_path / "run", 1)]) == 2
-    error = capsys.readouterr().err
-    assert told in error and error.count("penstock: /") <= 1 and "Traceback" not in error
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_gives_no_pairs_or_learns_from_none_is_refused(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

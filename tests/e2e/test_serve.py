@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.cli.main import main
 from tests.e2e.serving import KEY, MAX_LENGTH, Served, serving, write_model
 from tests.e2e.test_generate_command import call
 from tests.hugging_face import reference_logits
@@ -203,21 +201,6 @@ def test_a_request_gives_the_template_its_switches_and_end_tokens_of_its_own(
     assert answer.usage.completion_tokens == expected["tokens"].index(expected["tokens"][2]) + 1
 
 
-def test_an_answer_may_fill_what_the_server_takes_to_the_last_token(served: Served, model: Path) -> None:
-    asked = {"model": "tiny", "prompt": "the cat", "ignore_eos": True, **SAMPLING}
-    prompt_tokens = served.post("/v1/completions", {**asked, "max_tokens": 1}, KEY)[1]["usage"]["prompt_tokens"]
-    longest = MAX_LENGTH - prompt_tokens
-    (expected,) = generated(model, ["the cat"], *WORDS, "--max-new-tokens", str(longest), "--ignore-end")
-    assert len(expected["tokens"]) == longest
-    status, content = served.post("/v1/completions", {**asked, "max_tokens": longest}, KEY)
-    assert status == 200, content
-    assert content["usage"]["total_tokens"] == MAX_LENGTH
-    assert (content["choices"][0]["text"], content["choices"][0]["finish_reason"]) == (expected["text"], "length")
-    status, content = served.post("/v1/completions", {**asked, "max_tokens": longest + 1}, KEY)
-    assert status == 400 and f"the {MAX_LENGTH} that this server takes" in content["error"]["message"]
-    assert served.figure("answers_waiting") == served.figure("answers_running") == 0
-
-
 @pytest.mark.shows(134)
 def test_without_a_seed_answers_differ_and_greedy_ones_do_not(client: "openai.OpenAI", model: Path) -> None:
     asked: Any = {"model": "tiny", "prompt": "the cat", "max_tokens": 16}
@@ -313,22 +296,3 @@ def test_a_rank_that_dies_ends_the_server_with_a_word_and_503(model: Path) -> No
     assert "the server has failed" in got[-1][1]["error"]["message"]
     assert "rank 1" in ended.err and "SIGKILL" in ended.err
     assert f"a KV cache of {2 * 2 * 3 * 2 * 8 * 4 * MAX_LENGTH / 1024:.1f} KiB over 2 ranks\n" in ended.out
-
-
-def test_a_mistake_on_the_command_line_is_one_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    taken = socket.create_server(("127.0.0.1", 0))
-    for words, word in (
-        ([str(model), "--port", "70000"], "port"),
-        ([str(model), "--max-length", "1000"], "256"),
-        ([str(model), "--api-key-file", str(model / "config.json")], "no usable key"),
-        ([str(model), "--chat-template", str(model / "none.jinja")], "none.jinja"),
-        # An address that is kept for examples, and so none of this machine.
-        ([str(model), "--address", "192.0.2.1"], "cannot listen at 192.0.2.1"),
-        ([str(model), "--port", str(taken.getsockname()[1])], "in use"),
-        ([str(model / "none")], "none"),
-        ([str(model), "--rowz", "1"], "--rows"),
-    ):
-        assert main(["serve", *words]) == 2
-        said = capsys.readouterr().err
-        assert word in said and said.count("\n") == 1, said
-    taken.close()

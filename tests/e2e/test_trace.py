@@ -1,7 +1,6 @@
 """`penstock trace` on a run of two ranks: the step is told in full and drawn in every form, over no other file."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -102,35 +101,3 @@ def test_every_form_is_drawn_and_none_over_another_file(run_folder: Path, trace,
     assert "--force" in err
     assert path.read_bytes() == before
     assert trace(run_folder, "--output", path, "--force")[0] == 0
-
-
-def test_a_recorded_step_that_is_no_file_is_called_what_it_is(trace, tmp_path: Path):
-    file = tmp_path / RECORDED_STEP_FILE
-    file.mkdir()
-    assert trace(tmp_path) == (2, "", f"penstock: {file}: is a directory\n")
-    file.rmdir()
-    os.mkfifo(file)
-    for run in (tmp_path, file):
-        assert trace(run) == (2, "", f"penstock: {file} is no regular file\n")
-
-
-def test_the_page_names_the_command_that_made_it(run_folder: Path, trace, tmp_path: Path):
-    trace(run_folder, "--output", tmp_path / "step.html")
-    assert f"penstock trace {run_folder} --output" in (tmp_path / "step.html").read_text()
-
-
-def test_mistakes_get_one_sentence(trace, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "strange.json").write_text("{}")
-    for arguments, words in (
-        ([tmp_path / "nowhere"], ["nowhere"]),
-        ([tmp_path / "run"], [RECORDED_STEP_FILE, "[log] timeline"]),
-        ([tmp_path / "strange.json"], ["strange.json", "no recorded step"]),
-        ([tmp_path / "run", "--output", "a.gif"], ["a.gif", ".html"]),
-        ([tmp_path / "run", "--outptu", "a.svg"], ["'--output'"]),
-        ([], ["RUN"]),
-    ):
-        code, out, err = trace(*arguments)
-        assert (code, out) == (2, "")
-        assert err.count("\n") == 1
-        assert all(word in err for word in words), err

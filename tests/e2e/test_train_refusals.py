@@ -115,19 +115,6 @@ def test_ranks_with_different_settings_are_refused_by_name(tmp_path: Path):
     assert files_of(tmp_path) == before
 
 
-def test_a_group_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
-    file = write_run(tmp_path, "run", 8)
-    before = files_of(tmp_path)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", str(file)]) == 2
-    err = capfd.readouterr().err
-    assert is_one_sentence(err), err
-    assert "has 3 processes, but parallel.dp = 1 x parallel.pp = 2 x parallel.cp = 1 x parallel.tp = 1 is 2; " in err
-    assert "start 2 processes, or set dp=1 x pp=3 x" in err
-    assert files_of(tmp_path) == before
-
-
 @pytest.mark.shows(148)
 @pytest.mark.parametrize(
     ("words", "told"),

@@ -176,11 +176,6 @@ def test_an_error_while_a_users_file_is_imported_names_its_line(
     assert type(raised.value.__cause__).__name__ == message.partition(":")[0]
 
 
-def test_a_word_without_a_colon_names_no_object() -> None:
-    with pytest.raises(ConfigError, match="names no object"):
-        load_object("broken")
-
-
 # ---- files: any stages in any row, and torch's older letters
 
 
@@ -213,10 +208,6 @@ def test_a_file_of_today_is_not_taken_for_an_older_one() -> None:
     orders = ((Action(Op.F, 0, 0), Action(Op.B, 0, 0), Action(Op.F, 0, 1), Action(Op.I, 0, 1), Action(Op.W, 0, 1)),)
     today = Schedule("today", Placement(PlacementKind.LOOP, 1), 2, orders)
     assert schedule.from_csv(schedule.to_csv(today), name="today") == today
-
-
-def test_a_file_is_run_once() -> None:
-    assert load_object(f"{EXAMPLE}:eager_1f1b") is eager_1f1b
 
 
 NEW_BUILDER = """

@@ -128,24 +128,6 @@ def test_torch_reads_our_programs(name: str, tmp_path: Path):
         assert [[str(action) for action in read[rank]] for rank in range(ranks)] == ours
 
 
-def test_torch_parses_forward_only_programs():
-    """Its loader wants backwards, so this asks for the parser alone."""
-    program = lower(build("inference", ranks=4, microbatches=3))
-    words = to_csv(program).replace("\n", ",").strip(",").split(",")
-    assert len(words) == sum(map(len, program.ranks))
-    assert [str(torch_schedules()._Action.from_str(word)) for word in words] == words
-
-
-def test_afab_is_the_order_of_torch():
-    for ranks, microbatches in SIZES:
-        order = torch_schedules().ScheduleGPipe(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
-        assert order is not None
-        read = from_csv(compute_only(order))
-        ours = build("afab", ranks=ranks, microbatches=microbatches)
-        assert isinstance(read, Schedule)
-        assert (read.placement, read.num_microbatches, read.orders) == (ours.placement, microbatches, ours.orders)
-
-
 def test_1f1b_is_the_order_of_torch_but_for_the_last_stage_which_torch_numbers_from_1():
     for ranks, microbatches in SIZES:
         if microbatches < ranks:

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from pathlib import Path
 
 import pytest
 
@@ -57,9 +56,3 @@ def test_an_unknown_option_brings_a_suggestion_only_where_one_is_near(given: str
     with pytest.raises(ValueError) as refused:
         parser.parse_args([given])
     assert str(refused.value) == f"no option of takes is called {given.partition('=')[0]!r}; {hint}"
-
-
-def test_a_folder_is_no_name_of_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "verify", str(tmp_path)]) == 2
-    shown = capsys.readouterr().err
-    assert shown == f"penstock: {tmp_path} is a folder; give the name of a schedule, or a .csv or .txt file of one\n"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock import schedule
-from penstock.draw import ENDINGS, check_ending, write_drawing
 from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
@@ -74,23 +73,6 @@ def test_the_page_holds_every_event_to_nine_digits(timeline: Timeline, tmp_path:
             assert times[str(event.action)] == pytest.approx((event.start, event.end), abs=1e-8 * timeline.makespan)
 
 
-def test_whole_times_stay_whole(tmp_path: Path):
-    timeline = schedule.simulate(schedule.lower(schedule.build("1f1b", ranks=4, microbatches=8)))
-    write_page(tmp_path / "page.html", [Layer.simulated(timeline)])
-    (layer,) = data_of(tmp_path / "page.html")["layers"]
-    tick = layer["tick"]
-    assert all(took * tick in (0, 1, 2) for rank in layer["ranks"] for took in rank["compute"]["took"])
-
-
-@pytest.mark.parametrize("unit", [0.0, 1e-15, 1e15])
-def test_any_unit_of_time_can_be_written(unit: float, tmp_path: Path):
-    program = schedule.lower(schedule.build("1f1b", ranks=2, microbatches=3))
-    write_page(tmp_path / "page.html", [Layer.simulated(schedule.simulate(program, Costs(unit, unit, unit)))])
-    (layer,) = data_of(tmp_path / "page.html")["layers"]
-    (start, end) = decode(layer["ranks"][0]["compute"], layer["tick"])[0][1:]
-    assert (start, end) == pytest.approx((0.0, unit))
-
-
 def test_nothing_in_a_title_or_command_is_taken_for_markup(tmp_path: Path):
     nasty = "</script><img src=x onerror=alert(1)> $title & \"quotes\" 'too'"
     event = [[Event(Action(Op.F, 0, 0), 0.0, 1.0)]]
@@ -140,19 +122,3 @@ def test_bytes_are_shown_only_where_all_timelines_know_them(tmp_path: Path):
     known = replace(FUSED, memory=Memory(microbatch_bytes=10.0))
     write_page(tmp_path / "page.html", [Layer.simulated(known), Layer("measured", FUSED)])
     assert data_of(tmp_path / "page.html")["inBytes"] is False
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_ending_says_what_is_drawn(ending: str, tmp_path: Path):
-    path = tmp_path / f"drawing{ending}"
-    write_drawing(path, [Layer.simulated(FUSED), Layer("measured", FUSED)], unit="ms", command="penstock")
-    first = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".html": b"<!doctype html>", ".json": b"{"}[ending]
-    assert path.read_bytes().startswith(first)
-    assert len(path.read_bytes()) > 1000
-
-
-def test_other_endings_are_refused():
-    for name in ("a.gif", "a", "html"):
-        with pytest.raises(ValueError, match=re.escape(".html")) as refusal:
-            check_ending(Path(name))
-        assert name in str(refusal.value)

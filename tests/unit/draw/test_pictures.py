@@ -1,7 +1,6 @@
 """Drawings say what the timeline says, and fit where they are put."""
 
 import re
-import warnings
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -135,15 +134,6 @@ def test_columns_are_time():
         assert row.count("·") == sum(end - start for start, end in idle_spans(boxes, timeline.makespan)) * per_unit
 
 
-@pytest.mark.parametrize("unit", [0.0, 1e-15, 1e-3, 1e15])
-def test_any_unit_of_time_can_be_drawn(unit: float, tmp_path: Path):
-    timeline = timeline_of("1f1b", 2, 3, Costs(unit, unit, unit))
-    lines = drawing(timeline)
-    assert len([line for line in lines if line.plain.startswith("rank ")]) == 2
-    picture(tmp_path / "a.svg", [timeline])
-    assert timeline.title in texts_of(tmp_path / "a.svg")
-
-
 def test_without_a_terminal_there_are_no_escapes(capsys: pytest.CaptureFixture[str]):
     in_terminal(timeline_of("1f1b", 4, 8))
     printed = capsys.readouterr().out
@@ -226,23 +216,6 @@ def test_the_same_timeline_gives_the_same_file(tmp_path: Path):
         for name in ("a", "b"):
             picture(tmp_path / f"{name}.{ending}", [timeline_of("afab", 2, 3)])
         assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
-
-
-@pytest.mark.parametrize("ending", [".svg", ".png", ".pdf"])
-def test_a_character_that_the_font_lacks_is_no_warning(ending: str, tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        picture(tmp_path / f"a{ending}", [replace(FUSED, title="a \U0001f980")])
-
-
-def test_png_is_written_too_and_other_endings_are_refused(tmp_path: Path):
-    picture(tmp_path / "a.png", [FUSED])
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"\.svg, \.png"):
-        picture(tmp_path / "a.jpeg", [FUSED])
-    with pytest.raises(ValueError, match="at least one timeline"):
-        picture(tmp_path / "a.png", [])
-    assert not (tmp_path / "a.jpeg").exists()
 
 
 def test_the_idle_share_of_all_ranks_stands_beside_a_measured_bubble(tmp_path: Path):

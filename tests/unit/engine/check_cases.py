@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -188,11 +187,6 @@ def a_generator_of_torch_of_its_own(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) + torch.randn(x.shape, generator=layer.generator)
 
 
-@layer(Cause.UNDECLARED, random=partial(random.Random, 1))
-def a_generator_of_python_of_its_own(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) * layer.random.random()
-
-
 @layer(Cause.UNDECLARED, random=partial(np.random.default_rng, 1))
 def a_generator_of_numpy_of_its_own(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) * layer.random.random()
@@ -249,7 +243,6 @@ class Counted(Block):
 
 
 _COUNT = itertools.count(1)
-_PLACE: dict[str, Any] = {}
 
 
 @layer(Cause.CHANCE)
@@ -317,37 +310,12 @@ def a_mask_by_a_shared_dict() -> Model:
 
 
 @parts(Cause.LEFT_BEHIND)
-def a_mask_by_a_global_name() -> Model:
-    def masks(layer: Any, x: Tensor) -> Tensor:
-        _PLACE["mask"] = mean_of_rows(x)
-        return Block.forward(layer, x)
-
-    return model(changed(masks), changed(lambda layer, x: Block.forward(layer, x) * _PLACE["mask"]))
-
-
-@parts(Cause.LEFT_BEHIND)
 def a_mask_by_an_attribute_of_a_class() -> Model:
     def masks(layer: Any, x: Tensor) -> Tensor:
         Counted.mask = mean_of_rows(x)
         return Block.forward(layer, x)
 
     return model(changed(masks), changed(lambda layer, x: Block.forward(layer, x) * Counted.mask))
-
-
-@parts(Cause.LEFT_BEHIND)
-def a_skip_connection_by_a_closure() -> Model:
-    place: list[Tensor] = []
-    first, second = Block(), Block()
-
-    def leave(module: nn.Module, given: Any, output: Any) -> None:
-        place.append(output)
-
-    def take(module: nn.Module, given: Any, output: Any) -> Tensor:
-        return output + place.pop()
-
-    first.register_forward_hook(leave)
-    second.register_forward_hook(take)
-    return model(first, second)
 
 
 @parts(Cause.LEFT_BEHIND)
@@ -372,16 +340,6 @@ def an_auxiliary_loss_left_for_the_loss() -> Given:
 
     def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
         return nats(logits, microbatch) + place["x"].square().sum()
-
-    return model(changed(leaves, place=place)), {"loss_fn": loss_fn}
-
-
-@parts(Cause.LEFT_BEHIND)
-def a_number_left_for_the_loss() -> Given:
-    place: dict[str, Any] = {}
-
-    def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-        return nats(logits, microbatch) * (1 + float(place["x"].detach().abs().mean()))
 
     return model(changed(leaves, place=place)), {"loss_fn": loss_fn}
 
@@ -476,7 +434,7 @@ def a_layer_that_decays_its_weights_as_it_runs(layer: Any, x: Tensor) -> Tensor:
 # ---- Breaches: parameters that others hold, or nobody
 
 
-_LAYERS = {"by name": Block(), "by name, detached": Block()}
+_LAYERS = {"by name": Block()}
 
 
 def reads(first: nn.Module, weight: Callable[[], Tensor]) -> Model:
@@ -497,13 +455,6 @@ def a_layer_in_a_list_of_another() -> Model:
 
 
 @parts(Cause.ELSEWHERE)
-def a_layer_by_a_weak_reference() -> Model:
-    first = Block()
-    other = weakref.ref(first)
-    return model(first, changed(lambda layer, x: Block.forward(layer, x) @ layer.other().up.weight, other=other))
-
-
-@parts(Cause.ELSEWHERE)
 def a_weight_read_without_its_gradient() -> Model:
     first = Block()
     return reads(first, lambda: first.up.weight.detach())
@@ -512,11 +463,6 @@ def a_weight_read_without_its_gradient() -> Model:
 @parts(Cause.ELSEWHERE)
 def a_weight_by_a_global_name() -> Model:
     return reads(_LAYERS["by name"], lambda: _LAYERS["by name"].up.weight)
-
-
-@parts(Cause.ELSEWHERE)
-def a_weight_by_a_global_name_without_its_gradient() -> Model:
-    return reads(_LAYERS["by name, detached"], lambda: _LAYERS["by name, detached"].up.weight.detach())
 
 
 @parts(Cause.ELSEWHERE)
@@ -583,11 +529,6 @@ def a_mean_over_the_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tenso
 
 
 @loss(Cause.NO_SUM)
-def the_root_of_a_sum(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-    return nats(logits, microbatch).sqrt()
-
-
-@loss(Cause.NO_SUM)
 def losses_divided_by_the_largest(logits: Tensor, microbatch: PackedBatch) -> Tensor:
     losses = nats_of_tokens(logits, microbatch)
     return (losses * losses.detach() / losses.detach().max()).sum()
@@ -628,11 +569,6 @@ def a_mean_over_all_rows(layer: Any, x: Tensor) -> Tensor:
 def a_trust_ratio_of_all_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
     ratio = float(torch.stack([own.square().sum() for own in parameters]).sum().sqrt())
     return [own.grad * ratio for own in parameters]
-
-
-@optimizer(Cause.JOINT)
-def a_rate_by_the_number_of_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
-    return [own.grad / len(parameters) for own in parameters]
 
 
 @optimizer(Cause.JOINT)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from torch import nn
 from penstock import EngineOptions, Layout, PackedBatch, check, num_loss_tokens, token_cross_entropy
 from penstock.engine.comparison import Cause, Check, CheckReport, Observed, OwnParts, Quantity, Way
 from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def report_of(case: Case) -> CheckReport:
@@ -84,6 +89,35 @@ def test_the_layers_the_batch_and_random_numbers_stay_as_they_are() -> None:
         assert all(own.grad is None for own in layer.parameters())
     assert [type(part) for layer in layers for part in layer.modules()] == types
     assert given.digest() == batch().digest()
+
+
+def example(name: str) -> Any:
+    """The example's module, without running it."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.shows(105)
+def test_a_model_of_an_encoder_and_a_decoder_in_four_stages_is_a_plain_loop() -> None:
+    own = example("encoder_decoder")
+    torch.manual_seed(0)
+    encoder, decoder = [own.EncoderLayer() for _ in range(2)], [own.DecoderLayer() for _ in range(3)]
+    layers = [own.Read(own.VOCAB, own.WIDTH), *encoder, own.Join(own.VOCAB, own.WIDTH), *decoder]
+    layers.append(own.Write(own.WIDTH, own.VOCAB))
+    given = own.words(torch.Generator().manual_seed(1))
+    # Its attention to the encoder takes distances in the microbatch, so that what else is in one counts.
+    assert {one.way for one in check(layers, given, Layout(pp=4), schedule="zb-h1").differences} <= {Way.SUMS}
+
+
+@pytest.mark.shows(105)
+def test_a_model_of_pictures_and_words_is_a_plain_loop() -> None:
+    own = example("vision_language")
+    torch.manual_seed(0)
+    layers = [own.LookAndRead(), own.Block(), own.Block(), own.Block(), nn.Linear(own.WIDTH, own.VOCAB)]
+    check(layers, own.pictures(torch.Generator().manual_seed(1)), Layout(pp=4)).raise_if_different()
 
 
 @pytest.mark.parametrize("quantity", Quantity)

@@ -7,8 +7,9 @@ import pytest
 
 from penstock.cli.dry_run import plan_run
 from penstock.data import DataShard
+from penstock.engine import Engine
 from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.engine.folders.run_parts import RunData
+from penstock.engine.folders.run_parts import RunData, engine_arguments
 from penstock.engine.rehearsal.step import RehearsedRun, rehearse_run
 from penstock.schedule.rehearsal import STATE
 from penstock.settings import RunConfig
@@ -73,6 +74,17 @@ def test_every_command_gives_a_rank_the_same_bytes(changed: dict[str, Any], tmp_
         assert plan.states[rank].total == sum(found.state_bytes[kind] for kind in STATE), rank
         assert plan.num_microbatches == found.num_microbatches
     assert len(firsts) >= config.parallel.pp and all(plan.peers[rank] == rank for rank in firsts)
+
+
+def test_a_rank_with_both_ends_holds_a_tied_weight_once(tmp_path: Path) -> None:
+    apart = config_of(tmp_path, {})
+    tied = config_of(tmp_path, {"model.tie_embeddings": True})
+    one, shared = (Engine(*engine_arguments(config, 256)).state_bytes() for config in (apart, tied))
+    num_bytes = 4 * 256 * apart.model.hidden_size
+    assert one.parameters - shared.parameters == num_bytes
+    assert one.optimizer - shared.optimizer == 2 * num_bytes
+    # The two uses' gradients are added up once both are whole, so that they have the bits of any other cut.
+    assert one.gradients == shared.gradients
 
 
 def test_peers_that_do_the_same_are_rehearsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,12 @@ from penstock import (
     ConfigError,
     Engine,
     EngineOptions,
-    GenerateOptions,
-    MicroBatchSpec,
     PackedBatch,
-    SamplingParams,
-    token_cross_entropy,
 )
-from penstock.data import BatchError
 from penstock.engine.optimizer.torch_stepper import TorchStepper
-from penstock.model import decoder_units
-from penstock.settings import ModelConfig, OptimizerConfig, ParameterGroup
+from penstock.settings import OptimizerConfig, ParameterGroup
 
 BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
-CONFIG = ModelConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2, max_length=8)
 
 
 class Buffered(nn.Linear):
@@ -49,52 +42,6 @@ def test_buffers_that_are_no_state_of_a_module_are_none_of_the_engine() -> None:
     engine = engine_of()
     assert set(engine.buffers()) == {"layers.1.kept"} and "layers.1.scratch" not in engine.state()
     engine.close()
-
-
-class Outer(nn.Module):
-    """Has running statistics, and a buffer that is no state, in modules inside of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        scratch = nn.Linear(8, 8)
-        scratch.register_buffer("calls", torch.zeros(()), persistent=False)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), scratch])
-
-    def forward(self, x: Tensor) -> Tensor:
-        scratch = self.blocks[1]
-        scratch.get_buffer("calls").add_(1)
-        return scratch(self.blocks[0](x))
-
-
-@pytest.mark.shows(112)
-def test_buffers_of_inner_modules_are_put_back_after_a_step_that_failed() -> None:
-    def trained(fails: bool) -> tuple[list[float], dict[str, Tensor]]:
-        torch.manual_seed(0)
-        engine = Engine.from_layers([nn.Embedding(16, 8), Outer(), nn.Linear(8, 16)], 8, device="cpu")
-        unit = next(iter(engine.pipeline.stages.values())).units[1][1]
-        num_calls = 0
-
-        def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            if fails and num_calls == 4:
-                raise ArithmeticError("made to fail")
-            return token_cross_entropy(logits, microbatch)
-
-        losses = []
-        for _ in range(3):
-            before = {name: buffer.clone() for name, buffer in unit.named_buffers()}
-            try:
-                losses.append(engine.train_batch(BATCH, loss_fn, micro_batches=MicroBatchSpec(num=2)).loss)
-            except ArithmeticError:
-                assert all(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
-                continue
-            assert not any(torch.equal(buffer, before[name]) for name, buffer in unit.named_buffers())
-        return losses, {name: buffer.clone() for name, buffer in unit.named_buffers()}
-
-    (failed, ours), (clean, theirs) = trained(True), trained(False)
-    assert len(failed) == 2 and failed == clean[:2]
-    assert int(ours["blocks.0.1.num_batches_tracked"]) == 4 and int(theirs["blocks.0.1.num_batches_tracked"]) == 6
 
 
 def counting(groups: Any) -> torch.optim.Optimizer:
@@ -291,24 +238,6 @@ def test_random_numbers_are_as_before_a_call_that_failed() -> None:
     with pytest.raises(ArithmeticError):
         engine.forward(BATCH, hook)
     assert torch.equal(torch.get_rng_state(), before)
-    engine.close()
-
-
-@pytest.mark.shows(113)
-def test_lengths_places_and_numbers_at_the_edge_are_named() -> None:
-    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, device="cpu")
-    unequal = PackedBatch.from_sequences({"tokens": [[[1, 2], [3]]], "labels": [[2, -100]]})
-    with pytest.raises(BatchError, match=r"lengths\['labels'\]: 1 sequences, but there are 2 of tokens"):
-        engine.train_batch(unequal)
-    pairs = BATCH.with_key("positions", torch.tensor([[0, 0], [1, 1], [2, 2], [0, 0], [1, -1]]))
-    with pytest.raises(ValueError, match=r"data\['positions'\]: sequence 1 has -1 at its place 1"):
-        engine.train_batch(pairs)
-    for dtype in (torch.float32, torch.bool, torch.int16):
-        words = rf"data\['positions'\]: {dtype}; positions are torch.int64 or torch.int32"
-        with pytest.raises(BatchError, match=words):
-            engine.train_batch(BATCH.with_key("positions", torch.zeros(5, dtype=dtype)))
-    with pytest.raises(ValueError, match="skip names the answer 1; there are 1, counted from 0"):
-        engine.generate([[1]], SamplingParams(max_new_tokens=2), GenerateOptions(skip=frozenset({1})))
     engine.close()
 
 

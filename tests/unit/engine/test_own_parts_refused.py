@@ -1,7 +1,6 @@
 """A user's own layers, optimizers, schedules and evaluations that cannot work are named, and say what would."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock import BatchError, ConfigError, Engine, MicroBatchSpec, OptimizerConfig, PackedBatch
-from penstock.schedule import Schedule, ScheduleError, build
 
 WIDTH = 8
 FREE = [nn.Parameter(torch.zeros(2))]
@@ -98,17 +96,6 @@ def test_an_error_that_is_more_than_its_message_stays_itself_and_bears_the_layer
         engine(Raises()).train_batch(batch())
     assert str(caught.value) == "number 3"
     assert caught.value.__notes__[0] == "in the layer layers.1 (Raises)"
-
-
-def test_an_iterator_that_ends_in_a_layer_is_named() -> None:
-    """Python would make "generator raised StopIteration" of it."""
-
-    class Ends(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + next(iter(()))
-
-    with pytest.raises(RuntimeError, match=r"^layers\.1 \(Ends\): StopIteration, as next\(\)"):
-        engine(Ends()).train_batch(batch())
 
 
 @pytest.mark.shows(113)
@@ -200,20 +187,6 @@ def test_what_makes_no_optimizer_is_named(given: Any, words: str) -> None:
     if callable(given):
         with pytest.raises(ConfigError, match=words):
             engine(optimizer=OptimizerConfig(factory=given))
-
-
-def by_name(ranks: int, microbatches: int) -> Schedule:
-    return {}["orders"]
-
-
-def test_a_builder_that_raises_is_named_with_what_it_was_asked_for() -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: engine(schedule=by_name),
-        lambda: build(by_name, ranks=1, microbatches=4),
-    ]
-    for call in calls:
-        with pytest.raises(ScheduleError, match="by_name, asked for 1 ranks and 4 microbatches, raised KeyError: 'ord"):
-            call()
 
 
 def test_an_evaluation_of_nothing_is_refused() -> None:

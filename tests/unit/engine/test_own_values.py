@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,44 +60,3 @@ def test_a_tied_weight_that_is_given_other_memory_is_refused_until_it_is_one_aga
     owner.data = memory
     steps(engine)
     assert torch.equal(owner, copy_of_it)
-
-
-class Conjugated(nn.Module):
-    """Keeps complex numbers that torch conjugates by a mark."""
-
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-        self.register_buffer("kept", torch.randn(WIDTH, dtype=torch.complex64).conj())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = (self.kept * (0.9 + 0.3j)).conj()
-        y = x * self.weight + self.kept
-        return y.real + 2.0 * y.imag
-
-
-class ConjugatedMomentum(torch.optim.SGD):
-    """Its momentum bears the mark."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            state, gradient = self.state[parameter], parameter.grad
-            state["momentum"] = (0.9 * state["momentum"] + gradient if state else gradient.clone()).conj()
-            parameter.sub_(0.1 * state["momentum"])
-
-
-def test_buffers_and_momenta_that_are_conjugated_by_a_mark_are_saved_and_read_back(tmp_path: Path) -> None:
-    make = partial(engine_of, Conjugated, optimizer=partial(ConjugatedMomentum, lr=0.1))
-    engine = make()
-    steps(engine)
-    engine.save(tmp_path)
-    saved = {name: own.clone() for name, own in engine.buffers().items()}
-    losses = steps(engine)
-    for loading in (engine, make()):
-        loading.load(tmp_path)
-        assert all(torch.equal(own, saved[name]) for name, own in loading.buffers().items())
-        assert steps(loading) == losses
-    assert all(own.is_conj() for own in engine.buffers().values())

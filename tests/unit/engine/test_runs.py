@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.output import Progress, duration
-from penstock.cli.processes.meeting import Group, find_group
-from penstock.cli.processes.train_worker import RunResult
+from penstock.cli.processes.meeting import find_group
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.runs import (
     METRICS_FILE,
@@ -191,11 +190,6 @@ def test_metrics_continue_where_the_run_does(tmp_path: Path):
     assert entries[0]["grad_norm"] is None, "JSON has no NaN"
 
 
-def test_a_loss_that_is_not_finite_is_null_in_the_result():
-    result = RunResult("run", step=2, resumed_from=0, complete=True, loss=math.nan, validation_loss=math.inf)
-    assert [result.to_dict()[name] for name in ("loss", "validation_loss", "step")] == [None, None, 2]
-
-
 def test_a_resumed_run_keeps_what_a_user_has_added_and_counts_what_it_drops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -293,23 +287,6 @@ def test_the_group_a_process_was_started_in_is_found(environ: dict[str, str], ex
     group = find_group(environ)
     found = group and (group.rank, group.world_size, group.local_rank, group.address, group.port)
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    "environ, told",
-    [
-        (TORCHRUN | {"RANK": "x"}, "RANK = 'x' is not a number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "not MASTER_ADDR"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "not SLURM_STEP_NODELIST"),
-    ],
-)
-def test_half_a_group_is_refused(environ: dict[str, str], told: str):
-    with pytest.raises(ValueError, match=told):
-        find_group(environ)
-
-
-def test_a_process_alone_meets_nobody():
-    assert Group.alone().world_size == 1
 
 
 def test_progress_in_a_file_tells_loss_speed_idle_time_and_time_left():

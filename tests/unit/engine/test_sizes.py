@@ -3,20 +3,13 @@
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from penstock import Engine, schedule
+from penstock import schedule
 from penstock.cli.main import main
-from penstock.engine import EngineOptions
-from penstock.engine.build import cut_units
 from penstock.engine.folders.run_check import check_run
-from penstock.model import decoder_units
 from penstock.schedule import builders, choice
 from penstock.schedule.choice import ScheduleChoice
-from penstock.settings import ConfigError, Layout, ModelConfig, ScheduleConfig, from_dict
-
-MODEL = ModelConfig(48, 24, 32, 3, 4)
+from penstock.settings import ConfigError, from_dict
 
 
 class BuiltTooMuch(Exception):
@@ -87,20 +80,3 @@ def test_only_schedules_that_train_are_offered_for_training() -> None:
     assert "inference" in builders.names() and "inference" not in str(caught.value)
     for name in builders.names():
         assert builders.build(name, ranks=2, microbatches=8).training == builders.trains(name)
-
-
-@pytest.mark.parametrize("cut", [(8,), (4, 3), (3, 3, 2), (4, 5)])
-def test_a_cut_by_hand_is_refused_by_name_in_python_too(cut: tuple[int, ...]) -> None:
-    options, units = EngineOptions(schedule=ScheduleConfig(cut=cut)), decoder_units(MODEL)
-    with pytest.raises(
-        ConfigError, match=rf"schedule.cut = \[{str(list(cut))[1:-1]}\] must give 2 stages 8 units in all"
-    ):
-        cut_units(units, options.choice.placement(2), options)
-
-
-@pytest.mark.parametrize("recompute", [(99,), (0, 2), (2,)])
-def test_an_engine_refuses_to_recompute_a_layer_that_it_does_not_have(recompute: tuple[int, ...]) -> None:
-    layers: list[nn.Module] = [torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)]
-    with pytest.raises(ConfigError, match=f"train.recompute names layer {recompute[-1]}, .* 2 layers are 0 to 1"):
-        Engine.from_layers(layers, 4, Layout(), EngineOptions(recompute=recompute, device="cpu"))
-    Engine.from_layers(layers, 4, Layout(), EngineOptions(recompute=(0, 1), device="cpu")).close()

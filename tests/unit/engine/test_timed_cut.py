@@ -20,7 +20,7 @@ from penstock.schedule import Costs, PlacementKind, Timeline, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.search import cut as cut_search
 from penstock.schedule.search import order as order_search
-from penstock.settings import ConfigError, ModelConfig, ScheduleConfig, SearchedPlacement, from_dict
+from penstock.settings import ModelConfig, ScheduleConfig, SearchedPlacement, from_dict
 from tests.e2e.training import CORPUS
 
 RIVALS = {"loop": ("zb-h1", "1f1b"), "v": ("zb-v", "v-half")}
@@ -172,32 +172,3 @@ def test_a_search_for_the_cut_knows_what_each_unit_keeps_of_a_microbatch(monkeyp
     once, twice = kept
     assert len(once) == len(units)
     assert all(0 < of_few < of_many < 2.5 * of_few for of_few, of_many in zip(once[1:], twice[1:], strict=True))
-
-
-def test_a_search_for_the_cut_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    for of_schedule, told in (
-        ({"measure": True, "name": "zb-v"}, "zb-v has an order of its own; possible is schedule.name = auto"),
-        ({}, "needs the units' times; add schedule.measure = true"),
-        ({"measure": True, "cut": [5, 5]}, "searches for what schedule.cut gives by hand; leave out one"),
-    ):
-        with pytest.raises(ConfigError, match=told) as caught:
-            check_run(from_dict(settings(tmp_path, **{"search_cut": True, **of_schedule})))
-        assert "\n" not in str(caught.value)
-
-
-def test_a_placement_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    for of_schedule, told in (
-        ({"placement": "bidirectional"}, 'schedule.placement = .bidirectional.: expected "loop" or "v"'),
-        ({"placement": "v", "name": "1f1b"}, "schedule.placement = v is no option .*1f1b"),
-        (
-            {"placement": "v", "max_live_microbatches": 0.5},
-            "max_live_microbatches = 0.5 is not possible; it must be at least 1",
-        ),
-    ):
-        with pytest.raises(ValueError, match=told) as caught:
-            check_run(from_dict(settings(tmp_path, **of_schedule)))
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="20 stages"):
-        check_run(from_dict({**settings(tmp_path, placement="v"), "parallel": {"pp": 10}}))
-    with pytest.raises(ConfigError, match=r'schedule\.placement = .w.: expected "loop" or "v"'):
-        ScheduleConfig("auto", placement="w")  # pyright: ignore[reportArgumentType]

@@ -116,16 +116,3 @@ def test_nothing_but_the_logits_is_kept_for_the_backward() -> None:
     log_probs_T = token_statistics(logits_TV, labels_T).log_probs
     saved = log_probs_T.grad_fn.saved_tensors  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     assert max(x.numel() for x in saved if x.data_ptr() != logits_TV.data_ptr()) == T
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
-def test_impossible_temperatures_are_refused(temperature: float) -> None:
-    logits_TV, labels_T = given(torch.float32)
-    with pytest.raises(ValueError, match=f"temperature={temperature}"):
-        token_log_probs(logits_TV, labels_T, temperature)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    logits_TV, labels_T = given(torch.float32)
-    with pytest.raises(ValueError, match="needed are"):
-        token_log_probs(logits_TV, labels_T[1:])

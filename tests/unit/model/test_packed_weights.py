@@ -168,20 +168,6 @@ def test_a_layer_that_computes_something_else_is_called(part: str, change: Calla
     torch.testing.assert_close(torch.tensor(found[0][2]), scores, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [EngineOptions(read_only=True, learns=False), EngineOptions(quantize=Quantize.INT8, learns=False)]
-)
-@pytest.mark.parametrize("part", ["q", "k", "v", "gate", "up"])
-def test_a_layer_is_called_that_took_the_place_of_one_whose_weights_are_packed_for_good(
-    part: str, options: EngineOptions
-) -> None:
-    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=options)
-    before = answers(engine)
-    for layer in layers_with(engine, part):
-        by_another(layer, part)
-    assert answers(engine) == answers(engine, packed=False) != before
-
-
 def test_a_change_of_a_norm_or_of_one_bias_counts() -> None:
     engine, before = make(), answers(make())
     for layer in layers_with(engine, "norm"):
@@ -191,14 +177,6 @@ def test_a_change_of_a_norm_or_of_one_bias_counts() -> None:
     for layer in layers_with(engine, "gate"):
         layer.gate.bias = nn.Parameter(torch.ones(CONFIG.intermediate_size))
     assert answers(engine) == answers(engine, packed=False) != after
-
-
-def test_a_hook_of_a_long_prompt_is_called_once_for_all_rows() -> None:
-    engine, seen = Engine(decoder_units(replace(CONFIG, max_length=400)), CONFIG.hidden_size), set()
-    for layer in layers_with(engine, "down"):
-        layer.down.register_forward_hook(lambda module, given, output: seen.add(len(output)))
-    engine.generate([list(range(1, 61)) * 5], SamplingParams(max_new_tokens=2))
-    assert seen == {300, 1}
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": Precision.BF16}, {"quantize": Quantize.INT8, "learns": False}])
@@ -233,36 +211,6 @@ def test_the_last_layer_computes_only_tokens_whose_logits_are_wanted(
     engine.close()
 
 
-class Beside(nn.Module):
-    """A layer with something beside it, which counts its tokens."""
-
-    def __init__(self, inner: nn.Module, seen: list[int]) -> None:
-        super().__init__()
-        self.inner, self.seen = inner, seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(x))
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("part", ["mlp.norm", "mlp.gate", "mlp.down", "attention.output", "head.norm", "mlp.decode"])
-def test_a_module_in_the_place_of_one_of_the_last_layer_sees_all_tokens(part: str) -> None:
-    engine, seen = make(), []
-    *_, attention, mlp, head = (module for _, module in engine.pipeline.stages[0].units)
-    unit, name = part.split(".")
-    owner: Any = {"attention": attention, "mlp": mlp, "head": head}[unit]
-    if name == "decode":
-        decode = owner.decode
-        owner.decode = lambda x, *given: seen.append(len(x)) or decode(x, *given)
-    else:
-        setattr(owner, name, Beside(getattr(owner, name), seen))
-    before = answers(make())
-    assert answers(engine) == before
-    num_read = sum(map(len, PROMPTS)) + len(PROMPTS) * (PARAMS.max_new_tokens - 1)
-    # The head reads what is wanted alone, as ever.
-    assert sum(seen) == (len(PROMPTS) * PARAMS.max_new_tokens if unit == "head" else num_read)
-
-
 @pytest.mark.parametrize("width", [40, 44, 48])
 def test_any_inner_width_has_the_same_bits_packed_or_not_and_alone(width: int) -> None:
     config = replace(CONFIG, intermediate_size=width)
@@ -276,15 +224,6 @@ def test_any_inner_width_has_the_same_bits_packed_or_not_and_alone(width: int) -
 
     alone = [found([prompt], True)[0] for prompt in PROMPTS]
     assert found(PROMPTS, True) == found(PROMPTS, False) == alone
-
-
-@pytest.mark.parametrize("quantize", [Quantize.NONE, Quantize.INT8])
-def test_sixteen_queries_of_a_key_generate_in_bf16(quantize: Quantize) -> None:
-    config = ModelConfig(64, 256, 64, 1, 16, num_kv_heads=1, max_length=64)
-    options = EngineOptions(precision=Precision.BF16, quantize=quantize, learns=False)
-    engine = Engine(decoder_units(config), 256, options=options)
-    found = answers(engine)
-    assert found == answers(engine, packed=False)
 
 
 @pytest.mark.parametrize("num_heads, head_dim, length", [(1, 64, 9), (9, 128, 127)])

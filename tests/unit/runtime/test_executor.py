@@ -97,14 +97,6 @@ def test_peak_live_tapes_are_the_simulated_ones(name: str, ranks: int, microbatc
     assert [executor.peak_live_tapes for executor in pipeline.executors] == list(simulated)
 
 
-@pytest.mark.shows(6)
-def test_one_rank_sends_nothing() -> None:
-    for name in ("afab", "1f1b", "inference"):
-        pipeline = Pipeline(name, 1, 4)
-        pipeline.run([2, 3, 4, 5])
-        assert pipeline.hub.num_messages == 0
-
-
 @pytest.mark.shows(9)
 @pytest.mark.parametrize("name", ["afab", "1f1b", "inference"])
 def test_nothing_is_pending_after_a_step(name: str) -> None:
