@@ -51,9 +51,6 @@ def main(words: Sequence[str]) -> int:
         print_json(as_dict(found))
     else:
         _show(found)
-    if given.explain is not None and not given.json:
-        first, second = (_numbered(found, number, "--explain") for number in given.explain)
-        print("\n" + "\n".join(planner.comparison(first, second)))
     if given.output is not None:
         _write(given, values, found)
     if given.picture is not None:
@@ -102,7 +99,6 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument(
         "--effort", type=float, default=1.0, metavar="F", help="simulate F times as much as usual (default 1)"
     )
-    parser.add_argument("--explain", type=int, nargs=2, metavar=("A", "B"), help="compare two of the plan, by number")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
     )
@@ -120,12 +116,8 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
 
 def _check_outputs(given: argparse.Namespace) -> None:
     """Refuse, before anything is planned, files that cannot be written and numbers no plan has. Raises: ValueError."""
-    if given.explain is not None and given.json:
-        raise ValueError("--explain prints a comparison and --json a plan; give one of them")
-    for option, numbers in (("--explain", given.explain or []), ("--choose", [given.choose])):
-        for number in numbers:
-            if number is not None and not 1 <= number <= NUM_BEST:
-                raise ValueError(f"{option} takes numbers from 1 to {NUM_BEST}, not {number}")
+    if given.choose is not None and not 1 <= given.choose <= NUM_BEST:
+        raise ValueError(f"--choose takes numbers from 1 to {NUM_BEST}, not {given.choose}")
     if given.choose is not None and given.output is None:
         raise ValueError("--choose N says which layout --output FILE gets; give both")
     if given.picture is not None:
@@ -233,7 +225,10 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
 
     changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
     changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
-    changed |= planner.settings_of(_numbered(found, given.choose or 1, "--choose").candidate)
+    number = given.choose or 1
+    if number > len(found.best):
+        raise ValueError(f"--choose takes numbers from 1 to {len(found.best)}, not {number}")
+    changed |= planner.settings_of(found.best[number - 1].candidate)
     try:
         from_values(changed)
     except ConfigError as error:
@@ -244,12 +239,6 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
         (sections.setdefault(section, {}) if section else sections)[key] = plain(value)
     plain_first = sorted(sections.items(), key=lambda item: isinstance(item[1], dict))
     write_text(given.output, toml_text(dict(plain_first)), force=given.force)
-
-
-def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate:
-    if not 1 <= number <= len(found.best):
-        raise ValueError(f"{option} takes numbers from 1 to {len(found.best)}, not {number}")
-    return found.best[number - 1]
 
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:
@@ -265,7 +254,6 @@ def as_dict(found: planner.Plan) -> dict[str, Any]:
         "best": [_row(one) for one in found.best],
         "num_simulated": len(found.tried),
         "left_out": found.left_out,
-        "known": dict(found.known),
     }
 
 
@@ -304,6 +292,3 @@ def _show(found: planner.Plan) -> None:
     print(f"\n{len(found.tried)} simulated; left out:")
     for reason, number in found.left_out.items():
         print(f"  {number:6d} {reason}")
-    print("well-known layouts:")
-    for name, reason in found.known:
-        print(f"  {name}: {reason}")

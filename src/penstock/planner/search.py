@@ -11,7 +11,6 @@ from typing import Any
 
 from penstock.planner.cluster import MOST_DEVICES, Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, state_bytes, unit_size
-from penstock.planner.explain import well_known
 from penstock.planner.footprint import Footprint, footprints
 from penstock.planner.links import wiring
 from penstock.planner.model_costs import RecomputedPart, unit_costs
@@ -85,7 +84,7 @@ class Plan:
     """The result of a search.
 
     `best` are the ten fastest that fit, `tried` all that were simulated. `left_out` counts candidates by the reason for
-    which they were not; `known` says of well-known layouts why they are not the first.
+    which they were not.
     """
 
     workload: Workload
@@ -94,7 +93,6 @@ class Plan:
     best: tuple[Estimate, ...]
     tried: tuple[Estimate, ...]
     left_out: dict[str, int]
-    known: tuple[tuple[str, str], ...] = ()
 
 
 @checked
@@ -115,10 +113,7 @@ def plan(
     """
     if not 0 < effort < math.inf:
         raise ValueError(f"effort must be a positive number, not {effort}")
-    constants = constants or Constants()
-    search = _Search(workload, cluster, constants, progress, effort)
-    found = search.run(num_best)
-    return replace(found, known=well_known(workload, cluster, constants, found.best[0]))
+    return _Search(workload, cluster, constants or Constants(), progress, effort).run(num_best)
 
 
 def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
