@@ -2,7 +2,6 @@
 
 from penstock.data.corpus import Corpus, CorpusSpec, load_corpus
 from penstock.data.loader import (
-    BatchSize,
     DataShard,
     DocumentPacking,
     Loader,
@@ -32,7 +31,6 @@ from penstock.data.split import (
 __all__ = [
     "NO_LABEL",
     "BatchError",
-    "BatchSize",
     "Corpus",
     "CorpusError",
     "CorpusSpec",

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,43 +26,58 @@ from penstock.settings import PackingKind
 _DTYPES = {"tokens": torch.int64, "labels": torch.int64}
 _TRAILING_SHAPES: dict[str, tuple[int, ...]] = {"tokens": (), "labels": ()}
 
+Items = Sequence[int] | np.ndarray
+
 
 # ---- Packing of documents into items of a length that a model can take, with labels for every token
 
 
 @dataclass(frozen=True, eq=False)
 class Packing(ABC):
-    """A corpus as numbered items: their lengths without reading a token, and their tokens on request."""
+    """A corpus as numbered items, each a run of its tokens: their lengths without reading a token, and their tokens."""
 
     store: TokenStore
-
-    @property
-    @abstractmethod
-    def num_items(self) -> int:
-        """The number of items."""
+    #: the distance from a token to its label
+    label_distance: ClassVar[int] = 1
 
     @cached_property
     @abstractmethod
-    def longest_item(self) -> int:
-        """The largest number of tokens of an item."""
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first token and the number of tokens of every item, int64."""
 
     @property
-    @abstractmethod
+    def num_items(self) -> int:
+        """The number of items."""
+        return len(self.runs[0])
+
+    @property
+    def longest_item(self) -> int:
+        """The largest number of tokens of an item."""
+        return int(self.runs[1].max())
+
+    @property
     def num_tokens(self) -> int:
         """The tokens of all items."""
+        return int(self.runs[1].sum())
 
     @property
     def fingerprint(self) -> str:
         """A hash that differs if any item would."""
         return hashlib.blake2b(f"{self.store.fingerprint} {self}".encode(), digest_size=16).hexdigest()
 
-    @abstractmethod
-    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
+    def lengths(self, items: Items) -> Lengths:
         """The lengths of each item's sequences."""
+        return tuple((length,) for length in self.runs[1][items].tolist())
 
-    @abstractmethod
-    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+    def fill(self, items: Items) -> tuple[Tensor, Tensor]:
         """The items' tokens [T] and labels [T], int64, end to end."""
+        runs = zip(self.runs[0][items].tolist(), self.runs[1][items].tolist(), strict=True)
+        places_T = np.concatenate([np.arange(start, start + length) for start, length in runs])
+        tokens_T = self.store.tokens[places_T].astype(np.int64)
+        return torch.from_numpy(tokens_T), torch.from_numpy(self._labels(places_T + self.label_distance))
+
+    def _labels(self, places_T: np.ndarray) -> np.ndarray:
+        return self.store.labels(places_T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +96,6 @@ class WindowPacking(Packing):
     cross_documents: bool = False
 
     def __post_init__(self) -> None:
-        _check_sequence_tokens(self.sequence_tokens)
         if self.num_items < 1:
             raise CorpusError(
                 f"{self.store.name} holds {self.store.num_tokens} tokens; "
@@ -91,47 +105,27 @@ class WindowPacking(Packing):
     def __str__(self) -> str:
         return f"window {self.sequence_tokens} {self.cross_documents}"
 
-    @property
-    def num_items(self) -> int:
-        return (self.store.num_tokens - 1) // self.sequence_tokens
-
     @cached_property
-    def longest_item(self) -> int:
-        return self.sequence_tokens
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.arange(0, self.store.num_tokens - self.sequence_tokens, self.sequence_tokens)
+        return starts, np.full_like(starts, self.sequence_tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_items * self.sequence_tokens
-
-    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        S = self.sequence_tokens
+    def lengths(self, items: Items) -> Lengths:
         if self.cross_documents:
-            return ((S,),) * len(items)
+            return super().lengths(items)
+        starts_B, S, offsets = self.runs[0][items], self.sequence_tokens, self.store.offsets
+        firsts_B, lasts_B = np.searchsorted(offsets, starts_B, "right"), np.searchsorted(offsets, starts_B + S, "left")
         return tuple(
-            tuple(np.diff(ends, prepend=0, append=S).tolist()) if len(ends) else (S,)
-            for ends in (ends[: np.searchsorted(ends, S)] for ends in self._ends(items))
+            tuple(np.diff(offsets[first:last], prepend=start, append=start + S).tolist())
+            for start, first, last in zip(starts_B.tolist(), firsts_B.tolist(), lasts_B.tolist(), strict=True)
         )
 
-    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
-        places_BS = starts_B[:, None] + np.arange(self.sequence_tokens)
-        labels_BS = self.store.labels(places_BS + 1)
+    def _labels(self, places_T: np.ndarray) -> np.ndarray:
+        labels_T, offsets = super()._labels(places_T), self.store.offsets
         if not self.cross_documents:
-            for row, ends in enumerate(self._ends(items)):
-                labels_BS[row, ends - 1] = NO_LABEL
-        tokens_T = self.store.tokens[places_BS.reshape(-1)].astype(np.int64)
-        return torch.from_numpy(tokens_T), torch.from_numpy(labels_BS.reshape(-1))
-
-    def _ends(self, items: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """The ends of documents in each window, counted from its start: 1 ... sequence_tokens."""
-        starts_B = np.asarray(items, dtype=np.int64) * self.sequence_tokens
-        offsets = self.store.offsets
-        first_B = np.searchsorted(offsets, starts_B, "right")
-        last_B = np.searchsorted(offsets, starts_B + self.sequence_tokens, "right")
-        return [
-            offsets[first:last] - start
-            for first, last, start in zip(first_B.tolist(), last_B.tolist(), starts_B.tolist(), strict=True)
-        ]
+            # No document goes on with the first token of another.
+            labels_T[offsets[np.searchsorted(offsets, places_T)] == places_T] = NO_LABEL
+        return labels_T
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +141,6 @@ class DocumentPacking(Packing):
     sequence_tokens: int
 
     def __post_init__(self) -> None:
-        _check_sequence_tokens(self.sequence_tokens)
         if self.num_items < 1:
             raise CorpusError(f"{self.store.name} has no document of two or more tokens: there is nothing to predict")
 
@@ -155,8 +148,7 @@ class DocumentPacking(Packing):
         return f"document {self.sequence_tokens}"
 
     @cached_property
-    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
-        """The start and the length of every item, int64."""
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
         S = self.sequence_tokens
         inputs = np.diff(self.store.offsets) - 1
         counts = -(-inputs // S)
@@ -164,27 +156,6 @@ class DocumentPacking(Packing):
         first_piece = np.cumsum(counts) - counts
         within = (np.arange(len(document)) - first_piece[document]) * S
         return self.store.offsets[document] + within, np.minimum(inputs[document] - within, S)
-
-    @property
-    def num_items(self) -> int:
-        return len(self._pieces[0])
-
-    @cached_property
-    def longest_item(self) -> int:
-        return int(self._pieces[1].max())
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._pieces[1].sum())
-
-    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        return tuple((length,) for length in self._pieces[1][np.asarray(items, dtype=np.int64)].tolist())
-
-    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        starts, lengths = (column[np.asarray(items, dtype=np.int64)] for column in self._pieces)
-        places_T = _ranges(starts, starts + lengths)
-        tokens_T = self.store.tokens[places_T].astype(np.int64)
-        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,31 +165,18 @@ class PairPacking(Packing):
     The labels are the tokens that are learned of each: those that a reward model rates.
     """
 
+    label_distance = 0
+
     def __str__(self) -> str:
         return "pairs"
 
-    @property
-    def num_items(self) -> int:
-        return self.store.num_documents // 2
-
     @cached_property
-    def longest_item(self) -> int:
-        return int(np.diff(self.store.offsets[::2]).max())
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        borders = self.store.offsets[::2]
+        return borders[:-1], np.diff(borders)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.store.num_tokens
-
-    def lengths(self, items: Sequence[int] | np.ndarray) -> Lengths:
-        better_B = 2 * np.asarray(items, dtype=np.int64)
-        lengths = np.diff(self.store.offsets)
-        return tuple(zip(lengths[better_B].tolist(), lengths[better_B + 1].tolist(), strict=True))
-
-    def fill(self, items: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        better_B = 2 * np.asarray(items, dtype=np.int64)
-        places_T = _ranges(self.store.offsets[better_B], self.store.offsets[better_B + 2])
-        tokens_T = self.store.tokens[places_T].astype(np.int64)
-        return torch.from_numpy(tokens_T), torch.from_numpy(self.store.labels(places_T))
+    def lengths(self, items: Items) -> Lengths:
+        return tuple(map(tuple, np.diff(self.store.offsets).reshape(-1, 2)[items].tolist()))
 
 
 def pack(
@@ -226,95 +184,49 @@ def pack(
 ) -> WindowPacking | DocumentPacking:
     """Pack a store's items by the named packing.
 
-    Raises: `CorpusError` for an unknown kind, `cross_documents` where documents stay apart, or too little text.
+    Raises: `CorpusError` for `cross_documents` where documents stay apart, or too little text.
     """
-    try:
-        kind = PackingKind(kind)
-    except ValueError:
-        known = [member.value for member in PackingKind]
-        raise CorpusError(f"packing {kind!r} is unknown; it is one of {known}") from None
-    if kind is PackingKind.WINDOW:
+    if PackingKind(kind) is PackingKind.WINDOW:
         return WindowPacking(store, sequence_tokens, cross_documents)
     if cross_documents:
         raise CorpusError("cross_documents needs the packing 'window': with 'document' an item never crosses documents")
     return DocumentPacking(store, sequence_tokens)
 
 
-def _check_sequence_tokens(sequence_tokens: int) -> None:
-    if type(sequence_tokens) is not int or sequence_tokens < 1:
-        raise CorpusError(f"sequence_tokens is {sequence_tokens!r}; it must be a whole number of at least 1")
-
-
-def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
-
-
 # ---- Endless batches of the items
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """The size of a data-parallel rank's batch: a number of items, or as many as fit a token budget."""
-
-    items: int | None = None
-    tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.items is None) == (self.tokens is None):
-            raise CorpusError(
-                f"a batch is sized by items or by tokens, not items={self.items} and tokens={self.tokens}"
-            )
-        value = self.items if self.tokens is None else self.tokens
-        if type(value) is not int or value < 1:
-            raise CorpusError(f"the size of a batch is {value!r}; it must be a whole number of at least 1")
-
-    def check(self, packing: Packing) -> None:
-        """Raise `CorpusError` if an item exceeds the budget."""
-        if self.tokens is not None and packing.longest_item > self.tokens:
-            raise CorpusError(
-                f"a batch may hold {self.tokens} tokens, but an item has {packing.longest_item}; "
-                "raise the budget or shorten sequence_tokens"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class DataShard:
+class DataShard(NamedTuple):
     """A data-parallel rank and their number. All ranks of one pipeline share it, and so get equal batches."""
 
     rank: int = 0
     num_ranks: int = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.num_ranks:
-            raise CorpusError(f"data-parallel rank {self.rank} is not one of {self.num_ranks} ranks")
+
+WHOLE = DataShard()
+"""All of each step, for the only data-parallel rank."""
 
 
 @dataclass(eq=False)
 class Loader:
     """An endless iterator of this rank's batches, one per step, with keys "tokens" and "labels".
 
-    packing: the items, made of documents. seed: decides each epoch's order. shard: the part of each batch that this
-    rank takes. An item's id is epoch * num_items + item, so the ids of a batch are unique even if an epoch ends in it.
-    with_data: False gives the same batches as metadata alone, without reading a token.
-
-    Raises: `CorpusError` if an item does not fit the size of a batch.
+    packing: the items, made of documents. batch_items: those of a rank's batch. seed: decides each epoch's order.
+    shard: the part of each step that this rank takes. An item's id is epoch * num_items + item, so the ids of a batch
+    are unique even if an epoch ends in it. with_data: False gives the same batches as metadata alone, without reading a
+    token.
     """
 
     packing: Packing
-    size: BatchSize
+    batch_items: int
     _: KW_ONLY
     seed: int = 0
-    shard: DataShard | None = None
+    shard: DataShard = WHOLE
     with_data: bool = True
     #: items taken so far, over all epochs and ranks
     _position: int = field(default=0, init=False)
     #: the epoch at hand, and the order of its items
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if type(self.seed) is not int or self.seed < 0:
-            raise CorpusError(f"the seed is {self.seed!r}; it must be a whole number of at least 0")
-        self.size.check(self.packing)
 
     @property
     def epoch(self) -> int:
@@ -325,15 +237,11 @@ class Loader:
         return self
 
     def __next__(self) -> PackedBatch:
-        shard = self.shard or DataShard()
-        ends = [self._position]
-        for _ in range(shard.num_ranks):
-            ends.append(self._end_of_batch(ends[-1]))
-        first, end = ends[shard.rank], ends[shard.rank + 1]
-        num_items = self.packing.num_items
+        first = self._position + self.shard.rank * self.batch_items
+        end, num_items = first + self.batch_items, self.packing.num_items
         ids = self.items(first, end) + np.arange(first, end) // num_items * num_items
         batch = _batch(self.packing, ids, self.with_data)
-        self._position = ends[-1]
+        self._position += self.shard.num_ranks * self.batch_items
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,38 +257,16 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken, even on another number of ranks or with another batch size.
 
-        Raises: `CorpusError` if it was taken from another corpus, packing or seed, or is not a loader's state.
+        Raises: `CorpusError` if it was taken from another corpus, packing or seed.
         """
-        expected = self.state_dict()
-        if set(state) != set(expected):
-            raise CorpusError(f"a loader's state has {sorted(expected)}, this one has {sorted(state)}")
-        if state["fingerprint"] != expected["fingerprint"]:
-            raise CorpusError(
-                f"the saved position belongs to another corpus or packing ({state['fingerprint']}, "
-                f"here {expected['fingerprint']}); resume with the corpus, tokenizer and packing it was saved with"
-            )
-        if state["seed"] != self.seed:
-            raise CorpusError(f"the saved position belongs to seed {state['seed']}, this loader has {self.seed}")
-        epoch, position = state["epoch"], state["position"]
-        num_items = self.packing.num_items
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < num_items:
-            raise CorpusError(f"epoch {epoch!r}, position {position!r} is no place among {num_items} items")
-        self._position = epoch * num_items + position
-
-    def _end_of_batch(self, start: int) -> int:
-        """The end, in the endless sequence, of the batch that begins at `start`."""
-        if self.size.items is not None:
-            return start + self.size.items
-        assert self.size.tokens is not None
-        room, end = self.size.tokens, start
-        # items have at least one token, and the longest fits: read as far ahead as the budget lasts for longest items
-        step = max(1, self.size.tokens // self.packing.longest_item)
-        while True:
-            for item in self.packing.lengths(self.items(end, end + step)):
-                room -= sum(item)
-                if room < 0:
-                    return end
-                end += 1
+        ours = self.state_dict()
+        for key in ("fingerprint", "seed"):
+            if state[key] != ours[key]:
+                raise CorpusError(
+                    f"the saved position belongs to another corpus, packing or seed ({key} {state[key]}, here "
+                    f"{ours[key]}); resume with the corpus, tokenizer, packing and seed it was saved with"
+                )
+        self._position = state["epoch"] * self.packing.num_items + state["position"]
 
     def items(self, start: int, stop: int) -> np.ndarray:
         """The items at these positions of the endless sequence; an epoch's order comes from seed and epoch alone."""
@@ -399,10 +285,10 @@ class Loader:
 
 def validation_batches(
     packing: Packing,
-    size: BatchSize,
+    batch_items: int,
     *,
     max_items: int | None = None,
-    shard: DataShard | None = None,
+    shard: DataShard = WHOLE,
     with_data: bool = True,
 ) -> tuple[PackedBatch, ...]:
     """This rank's part of a fixed list of batches: the same items in every run and on any number of ranks.
@@ -411,27 +297,22 @@ def validation_batches(
     of batches, disjoint, none empty, and together complete; if batches would hold a single item and the items do not
     divide by the ranks, some hold two.
 
-    Raises: `CorpusError` if there are fewer items than ranks, or an item does not fit the size of a batch.
+    Raises: `CorpusError` if there are fewer items than ranks.
     """
-    shard = shard or DataShard()
-    size.check(packing)
-    if max_items is not None and max_items < 1:
-        raise CorpusError(f"max_items is {max_items}; validation needs at least 1 item")
     num_items = min(packing.num_items, max_items or packing.num_items)
     if num_items < shard.num_ranks:
         raise CorpusError(f"validation has {num_items} items, fewer than {shard.num_ranks} data-parallel ranks")
     items = np.arange(num_items) * packing.num_items // num_items
-    per_batch = size.items or max(1, (size.tokens or 0) // packing.longest_item)
-    num_steps = min(-(-num_items // (per_batch * shard.num_ranks)), num_items // shard.num_ranks)
+    num_steps = min(-(-num_items // (batch_items * shard.num_ranks)), num_items // shard.num_ranks)
     parts = np.array_split(items, num_steps * shard.num_ranks)
     return tuple(_batch(packing, part, with_data) for part in parts[shard.rank :: shard.num_ranks])
 
 
-def _batch(packing: Packing, ids: np.ndarray | Sequence[int], with_data: bool) -> PackedBatch:
-    items = np.asarray(ids) % packing.num_items
+def _batch(packing: Packing, ids: np.ndarray, with_data: bool) -> PackedBatch:
+    items = ids % packing.num_items
     lengths = packing.lengths(items)
     return PackedBatch.trusted(
-        ids=tuple(np.asarray(ids).tolist()),
+        ids=tuple(ids.tolist()),
         lengths={"tokens": lengths, "labels": lengths},
         dtypes=_DTYPES,
         trailing_shapes=_TRAILING_SHAPES,

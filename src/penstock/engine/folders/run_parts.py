@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from penstock.data import (
-    BatchSize,
     Corpus,
     CorpusSpec,
     DataShard,
@@ -165,7 +164,11 @@ class RunData:
     def loader(self, shard: DataShard, with_data: bool = True) -> Loader:
         """This data-parallel rank's training batches, one a step."""
         return Loader(
-            self._pack(self.corpus.training), self._size, seed=self.config.train.seed, shard=shard, with_data=with_data
+            self._pack(self.corpus.training),
+            self._batch_items,
+            seed=self.config.train.seed,
+            shard=shard,
+            with_data=with_data,
         )
 
     def validation(self, shard: DataShard, with_data: bool = True) -> tuple[PackedBatch, ...]:
@@ -174,7 +177,7 @@ class RunData:
             return ()
         return validation_batches(
             self._pack(self.corpus.validation),
-            self._size,
+            self._batch_items,
             max_items=self.config.validation.num_sequences,
             shard=shard,
             with_data=with_data,
@@ -199,8 +202,8 @@ class RunData:
         return (comparison_loss, num_pairs) if self.rewards else (token_cross_entropy, num_loss_tokens)
 
     @property
-    def _size(self) -> BatchSize:
-        return BatchSize(items=self.config.data.num_sequences // self.config.parallel.dp)
+    def _batch_items(self) -> int:
+        return self.config.data.num_sequences // self.config.parallel.dp
 
     def _pack(self, store: TokenStore) -> WindowPacking | DocumentPacking | PairPacking:
         data = self.config.data
