@@ -36,12 +36,16 @@ def answers(folder: Path, quantize: Quantize | None = None) -> list[tuple[int, .
 def test_a_folder_of_8_bit_weights_gives_the_tokens_of_the_weights_it_was_made_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shards: list[str]
 ) -> None:
-    text, made = tmp_path / "text.txt", tmp_path / "small"
-    text.write_text("some words that were kept aside " * 8)
-    words = [str(folder), str(made), "--to", "huggingface", "--quantize", "int8", "--held-out", str(text), "--json"]
-    assert main(["convert", *words, *shards]) == 0
-    told = json.loads(capsys.readouterr().out)
-    before, after = told["perplexity"]["source"], told["perplexity"]["destination"]
+    text, made = tmp_path / "text.jsonl", tmp_path / "small"
+    text.write_text(8 * (json.dumps({"text": "some words that were kept aside "}) + "\n"))
+    assert main(["convert", str(folder), str(made), "--to", "huggingface", "--quantize", "int8", *shards]) == 0
+
+    def perplexity(of: Path) -> float:
+        capsys.readouterr()
+        assert main(["score", str(of), str(text), "--output", str(tmp_path / f"{of.name}.jsonl"), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["perplexity"]
+
+    before, after = perplexity(folder), perplexity(made)
     assert before != after == pytest.approx(before, rel=0.05)
     stored = {name: tensor for file in made.glob("*.safetensors") for name, tensor in load_file(file).items()}
     eight = [name for name, tensor in stored.items() if str(tensor.dtype) == "torch.int8"]

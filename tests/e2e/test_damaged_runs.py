@@ -51,7 +51,6 @@ def test_commands_that_pass_over_a_damaged_checkpoint_say_so_once(
     capsys.readouterr()
     for command in (
         ["convert", run, str(folder / "converted"), "--json"],
-        ["convert", run, str(folder / "scored"), "--held-out", str(texts)],
         ["convert", run, str(folder / "begun"), "--to", "run", "--json"],
         ["generate", run, "def", "--max-new-tokens", "2", "--device", "cpu"],
         ["score", run, str(texts), "--device", "cpu"],

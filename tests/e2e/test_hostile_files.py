@@ -284,12 +284,6 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
     # their tokenizers
     "a tokenizer that panics on a prompt": (tokenizer(), SAY, REFUSED),
     "one that panics on a scored text": (tokenizer(), given("score", "INSIDE/model", "INSIDE/many.jsonl"), REFUSED),
-    "one that panics on a text held out": (
-        tokenizer(),
-        given("convert", "INSIDE/model", "INSIDE/x", "--to", "huggingface", "--quantize", "int8",
-              "--held-out", "INSIDE/many.txt"),
-        REFUSED,
-    ),
     "one that panics on a corpus": (tokenizer(), with_tokenizer("--data.corpus", "INSIDE/many.txt"), REFUSED),
     # adapters
     "a deep adapter": (both(adapter(), put(ADAPTER, DEEP)), ADAPTED, REFUSED),
@@ -419,7 +413,7 @@ def test_a_hostile_file_neither_runs_nor_reaches_out_nor_ends_in_a_traceback(
 
 @pytest.mark.shows(155)
 def test_the_hostile_files_are_many_and_run_where_they_are_loaded(place: Place) -> None:
-    assert len(KINDS) == 75
+    assert len(KINDS) == 74
     for run in (lambda: pickle.loads(place.pickle), lambda: exec(place.python)):
         run()
         (place.outside / "ran").unlink()

@@ -1,51 +1,16 @@
 """`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from."""
 
-import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.cli.options import Parser
-from penstock.cli.output import Progress, print_json, show_log
+from penstock.cli.output import print_json, show_log, waiting
 from penstock.engine.folders.runs import RUN_FILE
-from penstock.io.files import read_text
 
-if TYPE_CHECKING:
-    from penstock.engine.folders.export import ExportOptions
-
-_LONGEST = 512
-"""Tokens that are scored together, at most."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMS = ("huggingface", "run")
-
-
-def perplexity(folder: Path, text: Path) -> float:
-    """The model's perplexity per token of a text, in pieces of up to 512 tokens.
-
-    Raises: ValueError where the model has no tokenizer, or the text cannot be read or is too short.
-    """
-    import torch
-
-    from penstock.data import PackedBatch
-    from penstock.engine.engine import Engine
-    from penstock.engine.folders.model_folder import open_model
-    from penstock.settings import ParallelConfig
-
-    content = read_text(text)
-    model = open_model(folder)
-    if model.tokenizer is None:
-        raise ValueError(f"--held-out is a text, but {folder} has no tokenizer")
-    tokens = torch.as_tensor(model.tokenizer.encode([content])[0], dtype=torch.int64)
-    pieces = [piece for piece in tokens.split(min(_LONGEST, model.max_length)) if len(piece) > 1]
-    if not pieces:
-        raise ValueError(f"--held-out {text} has {len(tokens)} tokens; at least two are needed")
-    engine = Engine(*model.arguments(ParallelConfig()))
-    try:
-        model.load(engine)
-        return math.exp(engine.evaluate([PackedBatch.from_documents([piece]) for piece in pieces]))
-    finally:
-        engine.close()
 
 
 def parser() -> Parser:
@@ -76,9 +41,6 @@ def parser() -> Parser:
         action="store_true",
         help="add a run's LoRA adapters to the weights, instead of writing them into the folder adapter inside",
     )
-    parser.add_argument(
-        "--held-out", type=Path, metavar="FILE.txt", help="a text to print the perplexity on, before and after"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
     return parser
 
@@ -93,6 +55,7 @@ def main(arguments: list[str]) -> int:
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
     form = options.to or _FORMS[not (options.source / RUN_FILE).is_file()]
+    from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
     from penstock.engine.folders.model_folder import open_folder
 
     show_log()
@@ -100,21 +63,15 @@ def main(arguments: list[str]) -> int:
     for name in ("quantize", "merge_adapters"):
         if getattr(options, name) and form != "huggingface":
             raise ValueError(f"--{name.replace('_', '-')} is for Hugging Face folders; give --to huggingface")
-    if options.held_out is not None and adapters_apart:
-        raise ValueError("--held-out would be scored without the run's adapters; give --merge-adapters")
-    before = None if options.held_out is None else perplexity(options.source, options.held_out)
-    if form == "huggingface":
-        from penstock.engine.folders.export import ExportOptions
-
-        kept = ExportOptions(
-            options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
-        )
-        num_bytes, step = _to_hugging_face(options.source, options.destination, kept, options.json)
-    else:
-        from penstock.engine.folders.export import to_run
-
-        step = to_run(options.source, options.destination, options.dtype)
-        num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
+    with waiting(f"writing {options.destination}", sys.stderr, speaks=not options.json):
+        if form == "huggingface":
+            written = ExportOptions(
+                options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
+            )
+            step = to_hugging_face(options.source, options.destination, written)
+        else:
+            step = to_run(options.source, options.destination, options.dtype)
+    num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
     result: dict[str, Any] = {
         "source": str(options.source),
         "destination": str(options.destination),
@@ -123,9 +80,6 @@ def main(arguments: list[str]) -> int:
     }
     if step is not None:
         result["step"] = step
-    after = None if options.held_out is None else perplexity(options.destination, options.held_out)
-    if before is not None and after is not None:
-        result["perplexity"] = {"source": before, "destination": after}
     if options.json:
         print_json(result)
         return 0
@@ -133,8 +87,6 @@ def main(arguments: list[str]) -> int:
     print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}{of_step}")
     if adapters_apart:
         print(f"they are the base model's; its adapters are in {options.destination / 'adapter'}, as peft loads them")
-    if before is not None and after is not None:
-        print(f"perplexity on {options.held_out}: {before:.4f} before, {after:.4f} now ({after / before - 1:+.2%})")
     return 0
 
 
@@ -148,27 +100,3 @@ def parse_size(text: str) -> int:
     if match is None or unit is None or float(match.group(1)) * unit < 1:
         raise ValueError(f"--max-shard-size {text!r} is not a size; give a number with B, KB, MB, GB, KiB, MiB or GiB")
     return int(float(match.group(1)) * unit)
-
-
-def _to_hugging_face(source: Path, destination: Path, kept: "ExportOptions", quiet: bool) -> tuple[int, int | None]:
-    """Returns the number of bytes written, and the step of the run's checkpoint."""
-    from penstock.engine.folders.export import to_hugging_face
-
-    num_bytes, bar = 0, None
-
-    def expect(total: int) -> None:
-        nonlocal bar
-        bar = None if quiet else Progress(math.ceil(total / 1e6), 0, sys.stderr, "MB")
-
-    def progress(written: int) -> None:
-        nonlocal num_bytes
-        num_bytes += written
-        if bar is not None:
-            bar.count(math.ceil(num_bytes / 1e6))
-
-    try:
-        step = to_hugging_face(source, destination, kept, expect, progress)
-    finally:
-        if bar is not None:
-            bar.close()
-    return num_bytes, step

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli.options import Parser, add_options, parallel_options, values_of
-from penstock.cli.output import print_json, refuse_to_overwrite, write_text
-from penstock.cli.processes.launch import LAUNCHER_PID, WorkerCommand, launch
+from penstock.cli.output import print_json
+from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.meeting import Group, find_group
-from penstock.io.files import toml_text
 from penstock.settings import Groups, Layout, ParallelConfig
 
 if TYPE_CHECKING:
@@ -37,11 +36,10 @@ def main(words: Sequence[str]) -> int:
 
     Raises: ValueError for a layout that is impossible or does not fit the processes.
     """
-    given = read_arguments(words)
+    given = parser().parse_args(list(words))
+    given.parallel = ParallelConfig(**values_of(given, _PARALLEL))
     group = find_group(os.environ)
     layout = chosen_layout(given, group)
-    if given.measure is not None and layout.world_size == 1:
-        raise ValueError("--measure needs links: at least two processes, such as --pp 2")
     if given.no_links or layout.world_size == 1:
         show_layout(given, layout, None)
         return 0
@@ -62,36 +60,13 @@ processes of that group, so real hosts are tested.""",
             ("penstock doctor", "this machine, and two processes on it"),
             ("penstock doctor --pp 2 --dp 2 --tp 2", "the groups of a layout, and eight processes"),
             ("penstock doctor --pp 16 --tp 8 --no-links", "the groups alone, nothing is started"),
-            ("penstock doctor --pp 2 --measure here.toml", "the speeds of this machine, for penstock plan"),
             ("torchrun ... -m penstock doctor --pp 8", "the links of the hosts that torchrun has joined"),
         ),
     )
     add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
-    parser.add_argument(
-        "--measure",
-        type=Path,
-        metavar="FILE",
-        help="measure products, memory and links of all processes, and write the cluster for penstock plan",
-    )
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
-
-
-def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line: its options, and as `parallel` those of the layout.
-
-    Raises: ValueError for a mistake in it.
-    """
-    given = parser().parse_args(list(words))
-    if given.measure is not None:
-        if given.no_links:
-            raise ValueError("--measure needs the links that --no-links leaves out; leave out one of them")
-        if LAUNCHER_PID not in os.environ:
-            refuse_to_overwrite(given.measure, force=given.force)
-    given.parallel = ParallelConfig(**values_of(given, _PARALLEL))
-    return given
 
 
 def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
@@ -109,19 +84,13 @@ def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
 
 def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
     """Test the links as one process of `group`; returns the exit code."""
-    from penstock.cli.processes.measure import measure_cluster, measure_links, measured_device
+    from penstock.cli.processes.measure import measure_links
     from penstock.cli.processes.session import work_together
 
     parallel = given.parallel
 
     def work(store: "Store") -> None:
         links = measure_links(layout, group, store, parallel)
-        if given.measure is not None:
-            cluster = measure_cluster(group, store, links["hosts"], measured_device(links["device"]))
-            links["cluster"] = cluster
-            if group.rank == 0:
-                # The launcher has seen whether the file may be replaced.
-                write_text(given.measure, toml_text(cluster), force=True)
         if group.rank == 0:
             show_layout(given, layout, links)
 
@@ -202,22 +171,11 @@ def products() -> dict[str, float]:
 def _link_rows(links: Mapping[str, Any]) -> list[tuple[str, str]]:
     hosts, word_us = list(dict.fromkeys(links["hosts"])), links["word_s"] * 1e6
     where = f"{len(links['hosts'])} processes on {', '.join(hosts)}" if len(hosts) < 5 else f"{len(hosts)} hosts"
-    rows = [
+    return [
         ("ring test", f"passed: {where}, {links['device']}"),
         ("", f"{word_us:,.0f} us a step with a word, {links['block_bytes_per_s'] / 2**20:,.0f} MiB/s a link"),
         ("groups", f"all made and used in {links['connect_s']:.2f} s"),
     ]
-    cluster = links["cluster"]
-    if not cluster:
-        return rows
-    device, peaks = cluster["device"], cluster["device"]["peak_tflops"]
-    products = ", ".join(f"{name} {flops:g} TFLOP/s" for name, flops in peaks.items())
-    rows += [("peaks", products), ("memory", f"{device['memory_bandwidth_gb_s']:g} GB/s, all at once")]
-    for section, name in (("host", "links in a host"), ("network", "links of hosts")):
-        link = cluster[section]
-        shared = f", shared by {link['shared_by']}" if link["shared_by"] > 1 else ""
-        rows.append((name, f"{link['bandwidth_gb_s']:g} GB/s, {link['latency_us']:g} us a message{shared}"))
-    return rows
 
 
 def group_table(layout: Layout) -> dict[str, Groups]:

@@ -79,7 +79,7 @@ def test_a_run_knows_the_token_that_it_put_after_each_text(
     save_run(tmp_path / "run", data, size)
     found = open_model(tmp_path / "run")
     assert (found.vocab_size, tuple(found.end_tokens)) == (size, ends)
-    to_hugging_face(tmp_path / "run", tmp_path / "out", ExportOptions(), lambda total: None, lambda done: None)
+    to_hugging_face(tmp_path / "run", tmp_path / "out", ExportOptions())
     written = open_model(tmp_path / "out")
     assert written.tokenizer is not None
     assert (written.tokenizer.vocab_size, tuple(written.end_tokens)) == (size, ends)
@@ -91,7 +91,7 @@ def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_
     make_tokenizer(tmp_path / "model")
     to_run(tmp_path / "model", tmp_path / "first", None)
     to_run(tmp_path / "first", tmp_path / "second", None)
-    to_hugging_face(tmp_path / "second", tmp_path / "back", ExportOptions(), lambda total: None, lambda done: None)
+    to_hugging_face(tmp_path / "second", tmp_path / "back", ExportOptions())
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
     assert "eos_token_id" in before
     assert after == before

@@ -65,7 +65,6 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 
 _logger = logging.getLogger(__name__)
 
-Progress = Callable[[int], None]
 """A function that is called after each file with its number of bytes."""
 
 
@@ -126,7 +125,6 @@ def export_model(
     form: HuggingFaceForm | None,
     path: Path | str,
     options: ExportOptions,
-    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Write a model in this form as a new folder; all ranks call this at the same point.
 
@@ -142,7 +140,7 @@ def export_model(
     if options.merge_adapters and not has_adapters:
         raise ValueError("merge_adapters = True, but this engine has no adapters")
     parameters = list(_parameters_of_engine(state, options.merge_adapters))
-    write_folder(Path(path), form, parameters, options, state.pipeline.grid.control, progress)
+    write_folder(Path(path), form, parameters, options, state.pipeline.grid.control)
     if has_adapters and not options.merge_adapters:
         save_adapter(state.pipeline, form, Path(path) / ADAPTER_FOLDER)
 
@@ -187,7 +185,6 @@ def write_folder(
     parameters: Sequence[ExportedParameter],
     options: ExportOptions,
     control: dist.ProcessGroup | None = None,
-    progress: Progress = lambda num_bytes: None,
 ) -> None:
     """Write a folder together with the other ranks of `control`, each with the parameters that it has.
 
@@ -217,7 +214,7 @@ def write_folder(
         paths = [staging / _file_name(number, num_files) for number in range(first, first + len(files))]
         written = dict(zip(paths, files, strict=True))
         theirs = [parameter for parameter in parameters if not parameter.is_ours]
-        on_all_ranks(lambda: _write(written, theirs, options, progress), gather, ValueError)
+        on_all_ranks(lambda: _write(written, theirs, options), gather, ValueError)
         file_of = {
             name: _file_name(number, num_files)
             for number, file in enumerate(file for of_rank in names for file in of_rank)
@@ -264,7 +261,6 @@ def _write(
     files: Mapping[Path, Sequence[tuple[ExportedParameter, StoredSlice]]],
     theirs: Iterable[ExportedParameter],
     options: ExportOptions,
-    progress: Progress,
 ) -> None:
     """Write this rank's files; every parameter is fetched once, in order, since fetching may need other ranks.
 
@@ -292,7 +288,6 @@ def _write(
         except (OSError, SafetensorError) as caught:
             # The others still wait for this rank's parts.
             error = OSError(f"{path} cannot be written: {caught}")
-        progress(sum(tensor.nbytes for tensor in tensors.values()))
     for parameter in theirs:
         parameter.fetch()
     if error is not None:
@@ -341,15 +336,12 @@ def _file_name(number: int, num_files: int) -> str:
 # ---- A model's folder rewritten in the other form, a run's or Hugging Face's, by one process
 
 
-def to_hugging_face(
-    source: Path, destination: Path, options: ExportOptions, expect: Callable[[int], None], progress: Progress
-) -> int | None:
+def to_hugging_face(source: Path, destination: Path, options: ExportOptions) -> int | None:
     """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
 
     Of a run that has trained adapters it is the base, with the adapters in the folder `adapter` inside, or both as one
     with `options.merge_adapters`; memory then holds the whole model, and otherwise the tensors of one file at a time.
-    `expect` is called with the number of bytes to write, `progress` after each file with its number of bytes. Returns
-    the step of the run's checkpoint; None of a Hugging Face folder.
+    Returns the step of the run's checkpoint; None of a Hugging Face folder.
 
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
@@ -363,17 +355,15 @@ def to_hugging_face(
         found.check_quantizable()
     # Any fault of the files is found before one is written.
     units_from_files(found.units, found.names, found.files)
-    parameters = tuple(_parameters(found))
-    expect(sum(map(options.num_bytes, parameters)))
     if not found.has_adapters:
-        write_folder(destination, found.form, parameters, options, progress=progress)
+        write_folder(destination, found.form, tuple(_parameters(found)), options)
         return found.step
     units, hidden_size, layout, own, _ = found.arguments(ParallelConfig(device="cpu"))
     pipeline = Pipeline(with_adapter(units, own.adapter, found.form, layout), hidden_size, layout, own)
     state = ModelState(pipeline, Trainer(pipeline))
     try:
         found.load(state)
-        export_model(state, found.form, destination, options, progress)
+        export_model(state, found.form, destination, options)
     finally:
         pipeline.close()
     return found.step
