@@ -9,7 +9,7 @@ import pytest
 
 from penstock import schedule
 from penstock.schedule import Action, Costs, Op, Pair, Placement, Program, Schedule
-from penstock.settings import LearningRate, OptimizerConfig, ScheduleConfig
+from penstock.settings import OptimizerConfig, ScheduleConfig
 from penstock.settings.declare import check_argument, checked
 
 ORDER = schedule.build("1f1b", ranks=2, microbatches=2)
@@ -64,8 +64,6 @@ ALONE = Placement("loop", 1)
         (lambda: schedule.Rules("x"), "schedule = 'x': expected Schedule, got str"),
         (lambda: OptimizerConfig(weihgt=1), "OptimizerConfig has no 'weihgt'; the nearest one is 'weight_decay'"),
         (lambda: ScheduleConfig(nmae="1f1b"), "ScheduleConfig has no 'nmae'; the nearest one is 'name'"),
-        (lambda: LearningRate(1.0)("x"), "there is no rate of step 'x'; steps are whole numbers"),
-        (lambda: LearningRate(1.0)(-1), "there is no rate of step -1; steps are whole numbers"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_is_possible(call: Callable[[], Any], words: str) -> None:

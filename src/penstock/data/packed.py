@@ -299,7 +299,7 @@ class PackedBatch:
                 raise BatchError("trailing_shapes", "differ between the batches")
             if (part.data is None) != (first.data is None):
                 raise BatchError("data", "some of the batches hold metadata alone")
-        return first._copy(
+        return first.with_parts(
             ids=checked_ids(chain.from_iterable(part.ids for part in parts)),
             lengths={key: tuple(chain.from_iterable(part.lengths[key] for part in parts)) for key in first.keys},
             data=None if first.data is None else {key: torch.cat([part[key] for part in parts]) for key in first.keys},
@@ -327,13 +327,7 @@ class PackedBatch:
             start = items.stop
         if start != self.num_items:
             raise PartitionError(f"the parts {list(parts)} cover {start} items, but the batch has {self.num_items}")
-        pieces: dict[str, tuple[Tensor, ...]] = {}
-        for key in self.data or ():
-            totals = self.item_lengths(key)
-            pieces[key] = self[key].split([sum(totals[r.start : r.stop]) for r in ranges])
-        return tuple(
-            self._of_items(r, {key: of_key[index] for key, of_key in pieces.items()}) for index, r in enumerate(ranges)
-        )
+        return self.divided(ranges)
 
     def reorder(self, indices: Sequence[int]) -> "PackedBatch":
         """Reorder the items: the new item i is the old item `indices[i]`.
@@ -345,11 +339,33 @@ class PackedBatch:
             raise PartitionError(f"{list(indices)} is not a permutation of the {self.num_items} items")
         if list(indices) == list(range(self.num_items)):
             return self
-        data: dict[str, Tensor] = {}
-        for key in self.data or ():
-            pieces = self[key].split(list(self.item_lengths(key)))
-            data[key] = torch.cat([pieces[i] for i in indices])
-        return self._of_items(indices, data)
+        return self.divided([indices])[0]
+
+    def divided(self, groups: Sequence[Sequence[int]]) -> tuple["PackedBatch", ...]:
+        """A batch of each group of items; neighbours, in their order, stay views of this batch's tensors."""
+        # Once for keys that share a table, as tokens and labels do.
+        tables = {id(table): table for table in self.lengths.values()}
+        pieces = {key: self[key].split(self.item_lengths(key)) for key in self.data or ()}
+        ends = {key: list(accumulate(self.item_lengths(key), initial=0)) for key in pieces}
+        parts: list[PackedBatch] = []
+        for items in groups:
+            first, last = items[0], items[-1] + 1
+            are_neighbours = list(items) == list(range(first, last))
+            chosen = {number: tuple(table[i] for i in items) for number, table in tables.items()}
+            data = {
+                key: self[key][ends[key][first] : ends[key][last]]
+                if are_neighbours
+                else torch.cat([of_key[i] for i in items])
+                for key, of_key in pieces.items()
+            }
+            part = self.with_parts(
+                ids=tuple(self.ids[i] for i in items),
+                lengths={key: chosen[id(table)] for key, table in self.lengths.items()},
+                data=None if self.data is None else data,
+                metadata={name: tuple(values[i] for i in items) for name, values in self.metadata.items()},
+            )
+            parts.append(part)
+        return tuple(parts)
 
     def shuffled(self, seed: int) -> "PackedBatch":
         """The items in a random order that depends only on the seed and the number of items."""
@@ -390,7 +406,7 @@ class PackedBatch:
         if (self.data is None) != (other.data is None):
             raise BatchError("data", "one of the batches holds metadata alone")
         tables = [name for name in _TABLES if getattr(self, name) is not None]
-        return self._copy(
+        return self.with_parts(
             **{name: {**getattr(self, name), **getattr(other, name)} for name in tables},
             metadata={**self.metadata, **other.metadata},
         )
@@ -412,13 +428,13 @@ class PackedBatch:
         else:
             lengths = tuple(tuple(length - 1 for length in item) for item in main)
         added = PackedBatch.from_data({key: data}, {key: lengths}, self.ids)
-        return self.update(added._copy(lengths={key: lengths}))
+        return self.update(added.with_parts(lengths={key: lengths}))
 
     # ---- data and form
 
     def without_data(self) -> "PackedBatch":
         """The metadata alone, which is all that a middle stage needs."""
-        return self._copy(data=None)
+        return self.with_parts(data=None)
 
     def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
         """A batch of this metadata and this data, checked against it."""
@@ -431,7 +447,7 @@ class PackedBatch:
         if self.data is None:
             return self
         non_blocking = torch.device(device).type != "cpu"
-        return self._copy(data={key: x.to(device, non_blocking=non_blocking) for key, x in self.data.items()})
+        return self.with_parts(data={key: x.to(device, non_blocking=non_blocking) for key, x in self.data.items()})
 
     def to_json(self) -> str:
         """Everything but the data as JSON; metadata must consist of JSON values."""
@@ -454,24 +470,13 @@ class PackedBatch:
         dtypes = {key: getattr(torch, str(name), name) for key, name in spec["dtypes"].items()}
         return cls(**{**spec, "dtypes": dtypes, "data": None})
 
-    def _copy(self, **changes: Any) -> "PackedBatch":
+    def with_parts(self, **changes: Any) -> "PackedBatch":
+        """The batch with some of its fields replaced, unchecked: they are known to agree with the others."""
         kept = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedBatch.trusted(**{**kept, **changes})
 
     def _with_tables(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> "PackedBatch":
-        return self._copy(**{name: change(of) for name in _TABLES if (of := getattr(self, name)) is not None})
-
-    def _of_items(self, items: Sequence[int], data: Mapping[str, Tensor]) -> "PackedBatch":
-        """Some items with their data, which is unused by metadata alone."""
-        # Once for keys that share a table, as tokens and labels do.
-        tables = {id(table): table for table in self.lengths.values()}
-        made = {number: tuple(table[i] for i in items) for number, table in tables.items()}
-        return self._copy(
-            ids=tuple(self.ids[i] for i in items),
-            lengths={key: made[id(table)] for key, table in self.lengths.items()},
-            data=None if self.data is None else data,
-            metadata={name: tuple(values[i] for i in items) for name, values in self.metadata.items()},
-        )
+        return self.with_parts(**{name: change(of) for name in _TABLES if (of := getattr(self, name)) is not None})
 
 
 # The fields that are kept by key.

@@ -6,7 +6,7 @@ Microbatches have nearly equal load, and every data-parallel rank has the same n
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -68,6 +68,8 @@ def balanced(loads: Sequence[int], num_groups: int) -> Groups:
         load, index = heappop(heap)
         groups[index].append(item)
         heappush(heap, (load + loads[item], index))
+    if max(load for load, _ in heap) <= _lower_bound(loads, num_groups):
+        return groups
     groups = _improved(groups, loads)
     return _searched(groups, loads) if len(loads) <= MAX_SEARCH_ITEMS else groups
 
@@ -306,8 +308,7 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
     backward = [0] * len(forward)
     for position, item in enumerate(forward):
         backward[item] = position
-    parts = batch.reorder(forward).split_with(list(map(len, groups)))
-    return Split(parts, forward, tuple(backward), loads)
+    return Split(batch.divided(groups), forward, tuple(backward), loads)
 
 
 # ---- results in the order of the batch
@@ -497,5 +498,4 @@ def _cut(batch: PackedBatch, select: Callable[[tuple[int, ...]], tuple[list[int]
         lengths[key], rows = tables[id(table)]
         if batch.data is not None:
             data[key] = batch[key].index_select(0, rows.to(batch[key].device))
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return PackedBatch.trusted(**{**values, "lengths": lengths, "data": None if batch.data is None else data})
+    return batch.with_parts(lengths=lengths, data=None if batch.data is None else data)

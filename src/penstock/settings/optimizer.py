@@ -6,7 +6,6 @@ so a skipped step does not shift later ones.
 
 import dataclasses
 import math
-import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -229,7 +228,6 @@ class LearningRate(Settings, section="optimizer"):
         Raises:
             ConfigError: the decay has an end that is left out.
         """
-        _check_step(step)
         warmup, end = self.num_warmup_steps, self.num_decay_steps
         if isinstance(warmup, str):
             raise ConfigError(f"optimizer.num_warmup_steps = {warmup!r} needs the length of a run; give steps")
@@ -284,7 +282,6 @@ class WeightDecay(Settings, section="optimizer"):
         Raises:
             ConfigError: it changes, and the step of reaching its last value is left out.
         """
-        _check_step(step)
         if self.last is None or self.ramp is Ramp.CONSTANT:
             return self.first
         if self.num_steps is None:
@@ -416,11 +413,6 @@ class OptimizerConfig(Settings, section="optimizer"):
             else rate,
             weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
         )
-
-
-def _check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
-        raise ConfigError(f"there is no rate of step {step!r}; steps are whole numbers from 0 on")
 
 
 def _progress(step: int, first: int, last: int) -> float:

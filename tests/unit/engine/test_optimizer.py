@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer
+from penstock.engine.optimizer.optimizer import LossScaler, Optimizer
 from penstock.parallel import GradientBuckets
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 
@@ -184,7 +184,7 @@ def test_masters_follow_parameters_that_were_set_from_elsewhere() -> None:
 def test_the_loss_scale_changes_nothing_but_the_gradients_before_the_step(clip_norm: float) -> None:
     config = OptimizerConfig(CONFIG.learning_rate, weight_decay=CONFIG.weight_decay, clip_norm=clip_norm)
     plain, scaled = _stage(list(SHAPES), torch.float16), _stage(list(SHAPES), torch.float16)
-    scaler = LossScaler(LossScalerConfig(initial=256.0, num_growth_steps=2))
+    scaler = LossScaler(256.0, num_growth_steps=2)
     one, other = Optimizer([plain], config), Optimizer([scaled], config, scaler=scaler)
     scales = []
     for step in range(5):
@@ -232,7 +232,7 @@ def test_state_and_progress_continue_a_run_bit_for_bit(dtype: torch.dtype) -> No
 
     def make(cut: list[list[str]]) -> tuple[list[GradientBuckets], Optimizer]:
         stages = [_stage(part, dtype) for part in cut]
-        scaler = LossScaler(LossScalerConfig(initial=2.0, num_growth_steps=2)) if dtype is torch.float16 else None
+        scaler = LossScaler(2.0, num_growth_steps=2) if dtype is torch.float16 else None
         return stages, Optimizer(stages, CONFIG, scaler=scaler)
 
     def run(stages: list[GradientBuckets], optimizer: Optimizer, steps: range) -> list[float]:

@@ -229,7 +229,7 @@ class Rates:
     def __init__(self, groups: ParameterGroups) -> None:
         self._rules, self._make_scheduler, self._set = groups.rules, groups.config.scheduler, {"lr"}
         last = self._rules[-1]
-        self.usual = _made_with(last) if last.kind.stepper else sample(last.kind, [last]).param_groups[0]
+        self.usual = last.hyperparameters if last.kind.stepper else sample(last.kind, [last]).param_groups[0]
         self._restart()
 
     def at(self, step: int) -> list[Values]:
@@ -247,7 +247,7 @@ class Rates:
         groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._samples.items()}
         found: list[Values] = []
         for rule in self._rules:
-            values = dict(_made_with(rule)) if rule.kind.stepper else {}
+            values = dict(rule.hyperparameters) if rule.kind.stepper else {}
             if rule.kind in groups:
                 group = next(groups[rule.kind])
                 values |= {key: group[key] for key in self._set if key in group}
@@ -270,12 +270,6 @@ class Rates:
                 f"{type_in_words(scheduler)}"
             )
         return optimizer, scheduler
-
-
-def _made_with(rule: GroupRule) -> Values:
-    """The hyperparameters of a group of the package's own rules."""
-    assert rule.kind.stepper is not None
-    return {"lr": 0.0, **rule.kind.stepper.hyperparameters, **rule.options}
 
 
 class _Watched(dict[str, Any]):

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,71 +34,39 @@ WholeState = Mapping[str, tuple[bool, Tensor]]
 """``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor."""
 
 
-@dataclass(frozen=True)
-class LossScalerConfig:
-    """Rules of the loss scale: it falls at once by `backoff` when a step fails and rises by `growth` after that many
-    good ones.
+@dataclass
+class LossScaler:
+    """The scale of the present step's loss, the same on every rank because all ranks see the same outcomes.
 
-    All factors are powers of two, so that scaling and unscaling round nothing.
-
-    Raises: ValueError for values that are no powers of two, or out of range.
+    It is halved at once when a step fails, and doubled after many that succeed: a power of two, so that scaling and
+    unscaling round nothing.
 
     Source: arXiv 1710.03740, section 3.2.
     """
 
-    initial: float = 2.0**16
-    growth: float = 2.0
-    backoff: float = 0.5
-    num_growth_steps: int = 2000
-    smallest: float = 1.0
-    largest: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        for name in ("initial", "growth", "backoff", "smallest", "largest"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5):
-                raise ValueError(f"the loss scaler's {name} must be a power of two, not {value}")
-        if not self.backoff < 1 <= self.growth:
-            raise ValueError(f"the loss scale must fall by backoff {self.backoff} < 1 and rise by growth {self.growth}")
-        if not self.smallest <= self.initial <= self.largest:
-            raise ValueError(f"the loss scale {self.initial} is outside its bounds {self.smallest} to {self.largest}")
-        if self.num_growth_steps < 1:
-            raise ValueError(f"the loss scale can rise after 1 step at the earliest, not {self.num_growth_steps}")
-
-
-class LossScaler:
-    """The scale of the present step, the same on every rank because all ranks see the same outcomes."""
-
-    #: rules by which the scale moves
-    config: LossScalerConfig
     #: factor on the loss of the present step
-    scale: float
-    #: steps that have succeeded since the scale last moved
-    _num_good_steps: int
-
-    def __init__(self, config: LossScalerConfig | None = None) -> None:
-        self.config = config or LossScalerConfig()
-        self.scale = self.config.initial
-        self._num_good_steps = 0
+    scale: float = 2.0**16
+    #: steps that have succeeded since the scale last moved, and the number of them after which it rises
+    num_good_steps: int = 0
+    num_growth_steps: int = 2000
+    smallest: ClassVar[float] = 1.0
+    largest: ClassVar[float] = 2.0**24
 
     def update(self, success: bool) -> None:
         """Learn whether the step's gradients were finite, and set the scale of the next."""
+        self.num_good_steps = self.num_good_steps + 1 if success else 0
         if not success:
-            self.scale = max(self.scale * self.config.backoff, self.config.smallest)
-            self._num_good_steps = 0
-            return
-        self._num_good_steps += 1
-        if self._num_good_steps == self.config.num_growth_steps:
-            self.scale = min(self.scale * self.config.growth, self.config.largest)
-            self._num_good_steps = 0
+            self.scale = max(self.scale / 2, self.smallest)
+        elif self.num_good_steps == self.num_growth_steps:
+            self.scale, self.num_good_steps = min(self.scale * 2, self.largest), 0
 
     def state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs, as JSON values."""
-        return {"scale": self.scale, "num_good_steps": self._num_good_steps}
+        return {"scale": self.scale, "num_good_steps": self.num_good_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self.scale, self._num_good_steps = float(state["scale"]), int(state["num_good_steps"])
+        self.scale, self.num_good_steps = float(state["scale"]), int(state["num_good_steps"])
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,12 @@ class GroupRule:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
+    def hyperparameters(self) -> Values:
+        """The hyperparameters of a group of the package's own rules, before any course sets them."""
+        assert self.kind.stepper is not None
+        return {"lr": 0.0, **self.kind.stepper.hyperparameters, **self.options}
+
+    @cached_property
     def made_as(self) -> str:
         """The name of the optimizer's class. Raises: ConfigError if none is made."""
         return self.kind.stepper.__name__ + " of Penstock" if self.kind.stepper else type(self._sample).__name__

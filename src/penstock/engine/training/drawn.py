@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -98,8 +98,7 @@ def _digests(microbatch: PackedBatch) -> tuple[int, int]:
 
 def _described(microbatch: PackedBatch) -> bytes:
     """A microbatch as a rank without an iterator needs to know it."""
-    parts = {part.name: getattr(microbatch, part.name) for part in fields(microbatch)}
-    return PackedBatch.trusted(**{**parts, "data": None, "metadata": {}}).to_json().encode()
+    return microbatch.with_parts(data=None, metadata={}).to_json().encode()
 
 
 def num_ahead(program: Program) -> int:

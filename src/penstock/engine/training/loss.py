@@ -109,19 +109,6 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
 
-def checked_weight(weight_fn: Callable[[PackedBatch], float], microbatch: PackedBatch, number: int) -> float:
-    """The weight of a microbatch. Raises: ValueError unless it is a finite number of at least 0."""
-    weight = weight_fn(microbatch)
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
-    weight = float(weight)
-    if not math.isfinite(weight) or weight < 0:
-        raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
-    return weight
-
-
 def checked_loss(loss: Any) -> Tensor:
     """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
@@ -195,7 +182,7 @@ def loss_factor(
 
 @dataclass(eq=False)
 class StepLoss:
-    """A loss function, and what it gives beside losses in the course of one step or evaluation."""
+    """A loss function, read once for all steps taken with it, and what it gives beside losses in one of them."""
 
     #: gives a microbatch's loss, or that and anything else
     loss_fn: LossFn
@@ -208,9 +195,15 @@ class StepLoss:
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
     _outputs: dict[int, Any] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """Forget what a step has left that failed."""
+        self._metrics.clear()
+        self._outputs.clear()
+
     @cached_property
     def divisor(self) -> Normalize | float:
-        """See `divisor_of`."""
+        """See `divisor_of`. Raises: ValueError for what is no loss, weight or divisor."""
+        check_loss(self.loss_fn, self.loss_weight_fn)
         return divisor_of(self.normalize)
 
     @property
@@ -218,14 +211,17 @@ class StepLoss:
         """True for a loss that reads the labels of tokens as classes."""
         return reads_labelled_rows(self.loss_fn) or self._reduction is not None
 
-    def check(self) -> None:
-        """Refuse what is no loss, weight or divisor. Raises: ValueError."""
-        _ = self.divisor
-        check_loss(self.loss_fn, self.loss_weight_fn)
-
     def weight(self, microbatch: PackedBatch, number: int) -> float:
         """The weight of the microbatch of that number. Raises: ValueError unless it is a finite number from 0 on."""
-        return checked_weight(self.loss_weight_fn, microbatch, number)
+        weight = self.loss_weight_fn(microbatch)
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = weight.item()
+        if isinstance(weight, bool) or not isinstance(weight, Real):
+            raise ValueError(f"loss_weight_fn gave {type_in_words(weight)} for microbatch {number}; it gives a number")
+        weight = float(weight)
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"loss_weight_fn gave {weight} for microbatch {number}; possible are numbers from 0 on")
+        return weight
 
     @cached_property
     def _numbers_asked(self) -> frozenset[str]:

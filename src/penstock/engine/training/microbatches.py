@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
@@ -187,9 +187,10 @@ def source_of(
 ) -> MicrobatchSource:
     """The source of a call's microbatches, of whatever was given as its batch; see `MicrobatchSource`.
 
-    Raises: ValueError for what is no batch, list or iterator, or does not fit the `spec`.
+    Raises: ValueError for what is no batch, list or iterator, does not fit the `spec`, or is no loss.
     """
-    reads_labels = reads_labels if loss is None else loss.reads_labels
+    if loss is not None:
+        _, reads_labels = loss.divisor, loss.reads_labels
     if spec is not None and not isinstance(spec, MicroBatchSpec):
         raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
     if isinstance(batch, list | tuple):
@@ -231,6 +232,9 @@ class MicrobatchSource:
     and the totals are complete once the call has `finished`. As a context it is that of the call: if the call fails,
     iterators of all ranks are left at one place.
     """
+
+    #: False where tokens and weights of all are known only once the call has `finished`
+    knows_counts: ClassVar[bool] = True
 
     #: the part of the model that computes them
     pipeline: Pipeline
@@ -393,6 +397,9 @@ class DrawnMicrobatches(MicrobatchSource):
     Each rank of a pipeline has an iterator of its own, or none where it holds neither end of the model. What the first
     one gives, the others hear of: all its lengths where they need them for messages, and digests for comparison.
     """
+
+    #: see `MicrobatchSource`
+    knows_counts: ClassVar[bool] = False
 
     #: this rank's iterator; None where it has none
     _iterator: Iterator[Any] | None = field(default=None, init=False)

@@ -106,9 +106,7 @@ def evaluate(
     def source_from(batch: Any) -> MicrobatchSource:
         if not are_batches:
             raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
-        source = source_of(pipeline, batch, micro_batches, step_loss)
-        step_loss.check()
-        return source
+        return source_of(pipeline, batch, micro_batches, step_loss)
 
     with pipeline.casts.kept():
         while True:

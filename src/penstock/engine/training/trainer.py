@@ -30,7 +30,6 @@ from penstock.engine.training.loss import (
 )
 from penstock.engine.training.microbatches import (
     BatchReport,
-    DrawnMicrobatches,
     MicrobatchSource,
     Place,
     agree_on_microbatches,
@@ -111,12 +110,14 @@ class Trainer:
     _required: list[bool]
     #: full names of all that is trained, on any rank
     _names: set[str]
+    #: the loss of the last step, which the next one mostly has too
+    _loss: StepLoss | None
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.stop_requested, self._put_back = pipeline, False, None
+        self.pipeline, self.stop_requested, self._loss, self._put_back = pipeline, False, None, None
         self._parameters = pipeline.parameters()
         self._agree_on_names()
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
@@ -228,7 +229,7 @@ class Trainer:
         recovery.check_usable()
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
         number = pipeline.step + 1 if step is None else step
-        step_loss = StepLoss(loss_fn, loss_weight_fn, normalize)
+        step_loss = self._step_loss(loss_fn, loss_weight_fn, normalize)
         source = partial(self._source, batch, micro_batches, step_loss, number)
         call = f"train_batch(step={number!r}, normalize={str(normalize)!r})"
         pipeline.recorder.begin_step(number)
@@ -263,6 +264,19 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
+    def _step_loss(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str | float) -> StepLoss:
+        """The loss of the last step where it is the same one, so that it is read once; else a new one."""
+        last = self._loss
+        if not (
+            last is not None
+            and last.loss_fn is loss_fn
+            and last.loss_weight_fn is loss_weight_fn
+            and last.normalize is normalize
+        ):
+            self._loss = last = StepLoss(loss_fn, loss_weight_fn, normalize)
+        last.begin()
+        return last
+
     def _report(self) -> BatchReport:
         """This rank's part of the agreement beside its batch."""
         changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
@@ -282,13 +296,12 @@ class Trainer:
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         source = source_of(self.pipeline, batch, micro_batches, step_loss)
-        step_loss.check()
         if not (isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST):
             raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
         divisor = step_loss.divisor
         by_parts = divisor is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
         needs_counts = divisor in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None
-        if needs_counts and isinstance(source, DrawnMicrobatches):
+        if needs_counts and not source.knows_counts:
             what = "the model's auxiliary losses need" if self.aux_losses else f"normalize = {str(divisor)!r} needs"
             raise ValueError(
                 f"{what} the counts of all microbatches before the first backward, which a source does not tell; "
@@ -321,9 +334,7 @@ class Trainer:
             buckets.zero_()
         self.pipeline.set_training(True)
         with kept_random_state(self.pipeline.device):
-            losses = self.pipeline.executor(num, self.start_reduction).run(feeds)
-        self._check_tied()
-        return losses
+            return self.pipeline.executor(num, self.start_reduction).run(feeds)
 
     def _check_tied(self) -> None:
         """Raises: PipelineError naming a tied parameter that has parted from its owner beside it."""
