@@ -16,17 +16,15 @@ from benchmarks.int8 import AVX2, INSTRUCTIONS
 from penstock.model import Linear
 from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.cpu.quantized import (
-    IN_PARTS,
+    IN_HALVES,
     INT8_KERNELS,
     SHAPES,
     _measured,
-    fbgemm,
-    in_parts,
+    in_halves,
     int4_weights,
     int8_weights,
     int_mm,
     measured_seconds,
-    onednn,
     quantizer,
     rounded,
     seconds_of_all,
@@ -133,7 +131,7 @@ def kernels_here() -> list[str]:
 def test_all_int8_kernels_that_are_exact_give_the_same_bits(num_inputs: int) -> None:
     x, weight, bias = values(num_inputs, 80)
     x[5], x[6], weight[0], bias[0] = 0, 1, 3, 0
-    names = {*kernels_here(), *(name for name in INT8_KERNELS if name.endswith(IN_PARTS))}
+    names = {*kernels_here(), IN_HALVES}
     found = {name: int8_weights(weight, bias, INT8_KERNELS[name]).output(x) for name in names}
     first = next(iter(found.values()))
     assert all(torch.equal(y, first) for y in found.values()), list(found)
@@ -182,13 +180,10 @@ def exact(x: torch.Tensor, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> t
 
 @pytest.mark.shows(175)
 @pytest.mark.parametrize("num_inputs", [1, 57, 512, 5000])
-@pytest.mark.parametrize("kernel", [fbgemm, onednn])
-def test_products_in_parts_are_those_of_whole_numbers(
-    kernel: Callable[[torch.Tensor, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]], num_inputs: int
-) -> None:
+def test_products_in_halves_are_those_of_whole_numbers(num_inputs: int) -> None:
     scales_O = torch.rand(40, generator=torch.Generator().manual_seed(0))
     for name, (x, weight_OI) in adversaries(num_inputs).items():
-        product, expected = in_parts(weight_OI, scales_O, kernel), exact(x, weight_OI, scales_O)
+        product, expected = in_halves(weight_OI, scales_O), exact(x, weight_OI, scales_O)
         assert torch.equal(product(x), expected), name
         assert torch.equal(product(x[:1]), expected[:1]), f"{name}, one row"
         assert torch.equal(product(x.view(3, 3, -1)), expected.view(3, 3, -1)), f"{name}, rows of any shape"
@@ -220,7 +215,7 @@ def test_a_processor_with_avx2_alone_gives_the_same_bits_where_fbgemm_itself_ove
     )
     limited, whole = json.loads(done.stdout.splitlines()[-1]), bits_here()
     kernels = limited.pop("kernels")
-    assert "FBGEMM" not in kernels and f"FBGEMM{IN_PARTS}" in kernels
+    assert "FBGEMM" not in kernels and IN_HALVES in kernels
     assert not limited["FBGEMM: largest, 2048"], "the limits hold: these sums are lost"
     for name, value in limited.items():
         if name.startswith("product"):

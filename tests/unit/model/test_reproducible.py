@@ -1,6 +1,5 @@
 """Layers whose bits for a token depend on its sequence alone: their values, their check, and what is refused."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
 from penstock.model.attention.kernels import packed_attention
 from penstock.model.cpu import fixed_tiles, gate
-from penstock.model.cpu.blocked_cache import BlockedAttention, BlockedCache
+from penstock.model.cpu.blocked_cache import BlockedAttention
 from penstock.model.cpu.reproducible import make_reproducible
-from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
+from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.schedule import BatchItem
 from penstock.settings import CompileMode, ConfigError, ExpertConfig, Precision, Quantize, SamplingParams
 from tests.hugging_face import make_model
@@ -42,7 +41,7 @@ def test_attention_by_tiles_has_the_values_and_gradients_of_attention(
     shapes = [(sum(lengths), number, width) for number in (heads, groups, groups)]
     q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
     sequences = Sequences.from_lengths(lengths)
-    tiled = fixed_tiles.tiled_attention(q, k, v, sequences)
+    tiled = fixed_tiles.TiledAttention(heads, groups, width).packed(q, k, v, sequences)
     plain = packed_attention(q, k, v, sequences, None)
     grad = torch.randn_like(plain)
     # Sums of up to 300 terms around 1, in another order.
@@ -71,71 +70,27 @@ def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int)
         torch.set_num_threads(threads)
 
 
-def caches(lengths: Sequence[int], groups: int, width: int) -> list[KVCache]:
-    """One whose tiles the kernel reads, and one by blocks, with the same keys and values."""
-    size = CacheSize(len(lengths), fixed_tiles.rounded_up(max(lengths)), torch.float32, torch.device("cpu"))
-    made = [KVCache(size, groups, width), BlockedCache(size, groups, width)]
-    for row, length in enumerate(lengths):
-        keys, values = 2 * torch.randn(2, length, groups, width)
-        for cache in made:
-            cache.put(row, slice(0, length), keys, values)
-    return made
-
-
-@pytest.mark.shows(128)
 @pytest.mark.parametrize("heads, groups, width", [(4, 4, 16), (6, 2, 24), (8, 4, 64), (3, 1, 128)])
 @pytest.mark.parametrize("lengths", [(300, 1, 31, 257, 128), (128, 128, 128, 128), (5,), (64, 63, 65, 129), (700, 20)])
-def test_rows_that_are_read_at_once_have_the_kernels_bits(
+def test_attention_by_tiles_over_a_cache_has_the_values_of_attention(
     heads: int, groups: int, width: int, lengths: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    tiles, blocks = caches(lengths, groups, width)
+    size = CacheSize(len(lengths), fixed_tiles.rounded_up(max(lengths)), torch.float32, torch.device("cpu"))
+    kernels = [kind(heads, groups, width) for kind in (fixed_tiles.TiledAttention, BlockedAttention)]
+    caches = [kernel.new_cache(size) for kernel in kernels]
+    for row, length in enumerate(lengths):
+        keys, values = 2 * torch.randn(2, length, groups, width)
+        for cache in caches:
+            cache.put(row, slice(0, length), keys, values)
     chunks = [BatchItem(row, row, length - 1, 1, sampled=True) for row, length in enumerate(lengths)]
     # A text that goes on, after single tokens of others.
     if lengths[0] > 20:
         chunks = [*chunks[1:], BatchItem(0, 0, lengths[0] - 20, 20, sampled=True)]
     rows = CachedRows.of(chunks)
-    for _ in range(3):
-        q, k, v = (torch.randn(rows.num_tokens, number, width) for number in (heads, groups, groups))
-        means = [fixed_tiles.tiled_cached_attention(q, k, v, cache, rows) for cache in (tiles, blocks)]
-        assert torch.equal(*means)
-    plain = BlockedAttention(heads, groups, width).cached(q, k, v, blocks, rows)
-    torch.testing.assert_close(means[1], plain, rtol=1e-5, atol=1e-5)
-
-
-def test_exponentials_are_those_of_the_attention_kernel() -> None:
-    x = torch.cat([torch.linspace(-100, 0, 64_000), -torch.logspace(-12, 1, 63_968), torch.zeros(32)])
-    x[-1] = -torch.inf
-    exponentials = fixed_tiles.exponential_(x.clone())
-    torch.testing.assert_close(exponentials, x.exp(), rtol=2e-6, atol=2e-38)
-    assert exponentials[-1] == 0
-    # The kernel's means of the unit vectors are its exponentials over their sum; the highest score is zero.
-    scores = x.view(1, 1, -1, 128)
-    scores[..., 0] = 0
-    nothing, vectors = torch.zeros_like(scores), torch.eye(128)[None, None]
-    mean, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        nothing, torch.zeros_like(vectors), vectors, 0.0, False, attn_mask=scores
-    )
-    own = fixed_tiles.exponential_(scores.clone())
-    sums: Any = sum(own.unflatten(-1, (-1, fixed_tiles._vector_numbers())).unbind(-2))
-    while sums.shape[-1] > 1:
-        sums = sum(sums.chunk(2, -1))
-    assert torch.equal(mean, own * (1 / sums))
-
-
-@pytest.mark.shows(128)
-def test_a_machine_whose_kernel_adds_up_otherwise_reads_rows_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fixed_tiles.reads_by_blocks(4, 1, 64)
-    assert not fixed_tiles.reads_by_blocks(3, 1, 64)
-    assert not fixed_tiles.reads_by_blocks(4, 4, 64)
-    monkeypatch.setattr(fixed_tiles, "_vector_numbers", lambda: 4)
-    fixed_tiles._same_bits.cache_clear()
-    try:
-        assert not fixed_tiles.reads_by_blocks(4, 1, 64)
-        # The check before the first token finds the kernel's bits all the same.
-        engine(reproducible=True).close()
-    finally:
-        fixed_tiles._same_bits.cache_clear()
+    q, k, v = (torch.randn(rows.num_tokens, number, width) for number in (heads, groups, groups))
+    tiled, plain = (kernel.cached(q, k, v, cache, rows) for kernel, cache in zip(kernels, caches))
+    torch.testing.assert_close(tiled, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.shows(128)

@@ -18,7 +18,6 @@ from torch import Tensor
 from penstock.model.attention.kernels import AttentionKernel, first_seen
 from penstock.model.cpu.host_memory import lazy_zeros
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
-from penstock.model.sequences import SharedByLayers
 
 BLOCK_TOKENS = 64
 """Tokens of a block of keys: a row of a block fills a few vectors."""
@@ -96,7 +95,7 @@ class BlockedCache(KVCache):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockReads(SharedByLayers):
+class BlockReads:
     """Reads of a cache by blocks, for some parts of rows with one query each: all at once, for all heads, on a CPU.
 
     A score is a sum of the rows of a block, weighted by the query, and a mean one of values, weighted by softmax. So
@@ -148,10 +147,6 @@ class BlockReads(SharedByLayers):
             read(head_PH11 * num_tokens + tokens_PHMB),
         )
 
-    def scores(self, cache: "BlockedCache", queries: Tensor) -> Tensor:
-        """Products [X, B] of keys with the query of each block [X, K]."""
-        return weighted_sums(cache.keys, self.keys, self.key_starts, queries)
-
     def seen(self, num_heads: int, firsts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tokens that each part sees of its row, from its first to before its end, in all heads.
 
@@ -188,7 +183,9 @@ def _attention_at_once(
         scale_M1 = scale.expand(parts[0][2], 1)
 
         def attend_whole(q_RHK: Tensor, cache: "BlockedCache") -> Tensor:
-            scores_XB = reads.scores(cache, q_RHK.to(cache.keys.dtype)[:, :, None] * scale_M1)
+            scores_XB = weighted_sums(
+                cache.keys, reads.keys, reads.key_starts, q_RHK.to(cache.keys.dtype)[:, :, None] * scale_M1
+            )
             weights = scores_XB.view(len(items) * num_heads, -1)[:, :length].softmax(-1)
             return weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
 
@@ -201,7 +198,7 @@ def _attention_at_once(
 
     def attend(q_RHK: Tensor, cache: "BlockedCache") -> Tensor:
         queries = (q_RHK.to(cache.keys.dtype) * scale).flatten(0, 1).index_select(0, reads.queries_X)
-        scores_XB = reads.scores(cache, queries).masked_fill_(hidden_XB, -torch.inf)
+        scores_XB = weighted_sums(cache.keys, reads.keys, reads.key_starts, queries).masked_fill_(hidden_XB, -torch.inf)
         every = nothing.index_copy(0, reads.places_X, scores_XB).view(len(items) * num_heads, -1)
         weights = every.softmax(-1).take(weighed)
         return weighted_sums(cache.values_RGLK, values, value_starts, weights).view(q_RHK.shape)
