@@ -49,7 +49,6 @@ from penstock.model.linear import (
     WeightCasts,
     WeightGradients,
     defer,
-    pack_joint,
     share_casts,
     switch_linears,
 )
@@ -119,7 +118,6 @@ __all__ = [
     "kept_random_state",
     "leaf_of",
     "numbers_asked",
-    "pack_joint",
     "random_numbers",
     "recomputed",
     "reduction_of_labels",

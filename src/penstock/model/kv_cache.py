@@ -151,6 +151,11 @@ class CachedRows(SharedByLayers):
         """Tokens of all items together."""
         return len(self.rows_T)
 
+    @property
+    def num_sampled(self) -> int:
+        """The tokens whose logits are wanted."""
+        return len(self.sampled_S)
+
     @cached_property
     def runs(self) -> list[list[BatchItem]]:
         """The items in order: those of one token together if neighbouring rows are equally long, all others alone."""
@@ -211,6 +216,8 @@ class SlotRows(SharedByLayers):
     def num_tokens(self) -> int:
         """Tokens of all rows together, dead ones included."""
         return len(self.positions)
+
+    num_sampled = num_tokens
 
     def sampled(self, x_RD: Tensor) -> Tensor:
         """The tokens whose logits are wanted: each row's."""

@@ -7,18 +7,16 @@ products in the same order, so gradients are equal bit for bit.
 Shapes: T tokens (all leading dimensions together), I inputs, O outputs.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
-
-Value = TypeVar("Value")
 
 #: of a type of device, for each product; torch's own takes as long as a small operation
 _has_autocast = cache(is_autocast_available)
@@ -106,62 +104,45 @@ class WeightCasts:
 
     #: weight -> its cast; None outside of `kept`
     _kept: dict[Tensor, Tensor] | None = None
-    #: weights read by one product -> those weights packed, or None where they cannot be
-    _packed: dict[tuple[Tensor, ...], PackedWeights | None] = field(default_factory=dict)
-    #: what `once` has found out
-    _known: dict[Hashable, Any] = field(default_factory=dict)
-    #: True while weights are packed on first use
-    packs: bool = False
+    #: the layers whose weights are packed now
+    _packed: "list[Linear]" = field(default_factory=list)
 
     @contextmanager
-    def kept(self, packed: bool = False) -> Iterator[None]:
-        """Within this context each weight is cast at most once, on first use, and with `packed` also packed.
+    def kept(self) -> Iterator[None]:
+        """Within this context each weight is cast at most once, on first use; what is packed there ends with it.
 
-        Contexts nest; the outermost one frees the memory.
+        Contexts nest; the outermost one frees the memory of casts.
         """
-        before, packs = self._kept, self.packs
+        before = self._kept
         self._kept = {} if before is None else before
-        self.packs = packed
-        self._known.clear()
         try:
             yield
         finally:
-            self.packs = packs
-            self._known.clear()
-            if before is None:
-                self._kept = None
-                self._packed.clear()
+            self._unpack()
+            self._kept = before
 
     def renew(self) -> None:
         """Drop all copies, because the weights have changed."""
         if self._kept is not None:
             self._kept = {}
+        self._unpack()
+
+    def pack(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Pack the weights that layers of the module multiply inputs of this dtype with, jointly where they may be.
+
+        A layer that computes something else by now, such as an adapter, keeps its own.
+        """
+        for layers in [*_joint_layers(module), *((part,) for part in module.modules())]:
+            if not all(_can_be_packed(layer, dtype) and (len(layers) == 1 or bare(layer)) for layer in layers):
+                continue
+            if (packed := layers[0].matmul.packed(*_joint_values(layers))) is not None:
+                _put(packed, layers)
+                self._packed += layers
+
+    def _unpack(self) -> None:
+        for layer in self._packed:
+            layer.packed = None
         self._packed.clear()
-        self._known.clear()
-
-    def once(self, key: Hashable, make: Callable[..., Value], *given: Any) -> Value:
-        """The result of `make(*given)`, which is called once while the weights stay as they are."""
-        if key in self._known:
-            return self._known[key]
-        found = make(*given)
-        if self._kept is not None:
-            self._known[key] = found
-        return found
-
-    def packed(self, layers: "Sequence[Linear]", dtype: torch.dtype) -> PackedWeights | None:
-        """The weights of layers that read the same input, packed once; None where nothing, or these, cannot be now."""
-        if not self.packs:
-            return None
-        weights: tuple[Tensor, ...] = ()
-        for layer in layers:
-            if not is_plain(layer) or layer.fixed is not None or layer.weight.dtype != dtype:
-                return None
-            weights += (layer.weight,)
-        if weights not in self._packed:
-            if not all(_stays(weight) for weight in weights):
-                return None
-            self._packed[weights] = layers[0].matmul.packed(*joint_values(layers))
-        return self._packed[weights]
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in that dtype; the weight itself if it has that dtype already."""
@@ -355,9 +336,10 @@ class Linear(nn.Linear):
     gradients: WeightGradients | None = None
     matmul: Matmul = TORCH
     casts: WeightCasts | None = None
-    #: what has taken the place of weight and bias, and of those of neighbours that read the same input; None where they
-    #: are parameters
-    fixed: PackedWeights | None = None
+    #: False for a layer whose inputs are of another dtype than its weights
+    packs: bool = True
+    #: read in place of weight and bias, and of those of neighbours with the same input; None where they are read
+    packed: PackedWeights | None = None
     #: this layer's outputs among those
     among: slice = slice(0, 0)
 
@@ -368,14 +350,14 @@ class Linear(nn.Linear):
     @property
     def has_apart_rows(self) -> bool:
         """True if a row of the layer's output has the same bits whatever other rows there are."""
-        return self.fixed is not None or self.matmul.has_apart_rows(self.weight)
+        return self.packed is not None or self.matmul.has_apart_rows(self.weight)
 
     def reset_parameters(self) -> None:
         """Keep the values as they are: `initialise` sets them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fixed is not None:
-            return self.fixed.output(x)[..., self.among]
+        if self.packed is not None:
+            return self.packed.output(x)[..., self.among]
         dtype, owner = autocast_dtype(x), self.gradients
         is_whole = owner is None or not owner.may_defer or not torch.is_grad_enabled()
         if is_whole and dtype is None and x.dtype == self.weight.dtype and self.matmul.is_torchs(x):
@@ -394,44 +376,29 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """The output in the dtype of x, keeping nothing for a backward."""
-        if self.casts is not None and (packed := self.casts.packed((self,), x.dtype)) is not None:
-            return packed.output(x)
         weight = self.weight.to(x.dtype) if self.casts is None else self.casts.of(self.weight, x.dtype)
         return self.matmul.output(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def joint_product(layers: "tuple[Linear, ...]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """The function from an input like this one to the outputs of layers that read it, side by side, by one product.
+def joint_output(x: Tensor, layers: "tuple[Linear, ...]") -> Tensor | None:
+    """The outputs [..., O] side by side of layers that read the same input, by one product of their packed weights.
 
-    None where their weights are not packed, where autocast chooses the dtype, and where one of them is another layer by
-    now or is watched by a hook. The bits are those of separate products.
+    None where these are not packed together, or a hook watches one of them. The bits are those of separate products.
     """
-    first = layers[0]
-    if not isinstance(first, Linear) or (first.fixed is None and (first.casts is None or not first.casts.packs)):
+    if (packed := getattr(layers[0], "packed", None)) is None:
         return None
-    if first.casts is None:
-        return _joint_product(layers, like)
-    return first.casts.once(layers, _joint_product, layers, like)
+    for layer in layers:
+        if getattr(layer, "packed", None) is not packed or not bare(layer):
+            return None
+    return packed.output(x)
 
 
-def _joint_product(layers: "tuple[Linear, ...]", like: Tensor) -> Callable[[Tensor], Tensor] | None:
-    if autocast_dtype(like) is not None or not all(is_plain(layer) and bare(layer) for layer in layers):
-        return None
-    first, last = layers[0], layers[-1]
-    if first.fixed is None or last.fixed is None:
-        packed = None if first.casts is None else first.casts.packed(layers, like.dtype)
-        return None if packed is None else packed.output
-    output, begin, end = first.fixed.output, first.among.start, last.among.stop
-    is_all = begin == 0 and end == sum(layer.out_features for layer in layers)
-    return output if is_all else lambda x: output(x)[..., begin:end]
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """True if the layer computes its product and nothing else: it has no adapter and no `forward` of its own."""
-    if not isinstance(layer, Linear):
-        return False
-    has_own = "forward" in vars(layer) or "product" in vars(layer)
-    return type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own
+def outputs(x: Tensor, layers: "tuple[Linear, ...]") -> Sequence[Tensor]:
+    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
+    joint = joint_output(x, layers)
+    if joint is None:
+        return [layer(x) for layer in layers]
+    return joint.split_with_sizes([layer.out_features for layer in layers], -1)
 
 
 def bare(module: nn.Module) -> bool:
@@ -439,17 +406,13 @@ def bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks or nn.modules.module._has_any_global_hook())
 
 
-def product(layer: "Linear", like: Tensor) -> Callable[[Tensor], Tensor]:
-    """The layer as it is called quickest with inputs like this one, while its weight stays as it is."""
-    return joint_product((layer,), like) or layer
-
-
-def outputs(x: Tensor, layers: "tuple[Linear, ...]") -> Sequence[Tensor]:
-    """The output of each of the layers for the same input, computed by one product if their weights are packed."""
-    joint = joint_product(layers, x)
-    if joint is None:
-        return [layer(x) for layer in layers]
-    return joint(x).split_with_sizes([layer.out_features for layer in layers], -1)
+def _can_be_packed(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """True if the layer computes its product of parameters of this dtype, and nothing else."""
+    if not (isinstance(layer, Linear) and layer.packs and layer.packed is None and layer.casts is not None):
+        return False
+    has_own = "forward" in vars(layer) or "product" in vars(layer)
+    is_plain = type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own
+    return is_plain and layer.weight.dtype is dtype and _stays(layer.weight)
 
 
 def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
@@ -458,7 +421,7 @@ def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
         yield from getattr(part, "joint_layers", ())
 
 
-def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
+def _joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     """The weights [O, I] and biases [O] of layers that read the same input, one below the other."""
     weights = [layer.weight.detach() for layer in layers]
     biases = None
@@ -469,11 +432,12 @@ def joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), None if biases is None else torch.cat(biases)
 
 
-def pack_joint(module: nn.Module, dtype: torch.dtype) -> None:
-    """Pack the weights that parts of the module read jointly before their first use, if weights are packed."""
-    for layers in _joint_layers(module):
-        if isinstance(layers[0], Linear) and layers[0].casts is not None:
-            layers[0].casts.packed(layers, dtype)
+def _put(packed: PackedWeights, layers: "Sequence[Linear]") -> None:
+    """Have layers read these weights in place of their own."""
+    begin = 0
+    for layer in layers:
+        layer.packed, layer.among = packed, slice(begin, begin + layer.out_features)
+        begin += layer.out_features
 
 
 def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
@@ -485,16 +449,14 @@ def fix_weights(module: nn.Module, pack_joint: Pack | None = None) -> int:
     """
     num_layers = 0
     for layers in _joint_layers(module):
-        packed = (pack_joint or layers[0].matmul.packed)(*joint_values(layers))
+        packed = (pack_joint or layers[0].matmul.packed)(*_joint_values(layers))
         if packed is None:
             continue
-        begin = 0
+        _put(packed, layers)
         for layer in layers:
-            layer.fixed, layer.among = packed, slice(begin, begin + layer.out_features)
-            begin += layer.out_features
             layer.register_parameter("weight", None)
             layer.register_parameter("bias", None)
-            num_layers += 1
+        num_layers += len(layers)
     return num_layers
 
 

@@ -31,10 +31,10 @@ from penstock.model import (
     Sequences,
     SlotRows,
     Turn,
+    WeightCasts,
     WeightGradients,
     enter_graph,
     leaf_of,
-    pack_joint,
     recomputed,
 )
 from penstock.runtime.errors import PipelineError, name_changing, note_layer, shape_given
@@ -509,11 +509,12 @@ class Stage:
         """Bytes of all parameters."""
         return sum(weight.nbytes for _, module in self.units for weight in module.parameters())
 
-    def pack_weights(self) -> None:
-        """Pack now the weights that `decode` reads, instead of at their first use, where an engine packs them."""
+    def pack_weights(self, casts: WeightCasts) -> None:
+        """Pack the weights that `decode` reads, but where autocast makes others of them."""
         self.weights_ready()
-        for _, module in self.units:
-            pack_joint(module, self.boundary.dtype)
+        if self.autocast is nullcontext:
+            for _, module in self.units:
+                casts.pack(module, self.boundary.dtype)
 
     def copy_prompts(self, caches: Sequence[Any], rows: CachedRows) -> None:
         """Clean rows, and give them the beginning of their prompt from others that have read it, before any write."""

@@ -109,7 +109,8 @@ def test_nothing_is_kept_of_weights_that_are_computed() -> None:
     defer(layer, WeightGradients())
     casts, weights = WeightCasts(), []
     assert share_casts(layer, casts) == 1
-    with casts.kept(packed=True), torch.inference_mode():
+    with casts.kept(), torch.inference_mode():
+        casts.pack(layer, torch.float32)
         for dtype in (torch.float32, torch.float64):
             for _ in range(2):
                 layer(torch.randn(3, 8, dtype=dtype))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import token_scores
 from penstock.engine.generation.answers import GenerateOptions
-from penstock.model import CachedRows, CacheSize, Linear, WeightCasts, decoder_units, share_casts
+from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers import dense
 from penstock.model.linear import outputs
-from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision, Quantize
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
@@ -44,7 +43,15 @@ def layers_with(engine: Engine, part: str) -> list[Any]:
 
 
 def num_packed(casts: WeightCasts) -> int:
-    return sum(packed is not None for packed in casts._packed.values())
+    return len({layer.packed for layer in casts._packed})
+
+
+class Joint(nn.ModuleList):
+    """Layers that read the same input."""
+
+    @property
+    def joint_layers(self) -> tuple[tuple[Any, ...], ...]:
+        return (tuple(self),)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +71,8 @@ def test_one_packed_product_of_several_layers_has_the_bits_of_each_ones_own(
     x = torch.randn(num_rows, 1408, dtype=dtype)
     with torch.inference_mode():
         expected = [layer(x) for layer in layers]
-        with casts.kept(packed=True):
+        with casts.kept():
+            casts.pack(Joint(layers), dtype)
             joint, alone = outputs(x, layers), [layer(x) for layer in layers]
         for of_all, own, plain, layer in zip(joint, alone, expected, layers, strict=True):
             assert torch.equal(of_all, plain) and torch.equal(own, plain)
@@ -82,11 +90,9 @@ def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -
     found, expected = [answers(engine)], [answers(plain, packed=False)]
     with engine.fixed_weights():
         found.append(answers(engine))
-        # Each layer has one for q, k and v, output, gate and up, and down; the head one.
-        assert num_packed(engine.pipeline.casts) in (0, 4 * CONFIG.num_layers + 1)
+        assert num_packed(engine.pipeline.casts) == 0, "the generation has given the memory back"
         engine.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
         found.append(answers(engine))
-    assert num_packed(engine.pipeline.casts) == 0, "the pass has given the memory back"
     expected.append(answers(plain, packed=False))
     plain.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
     expected.append(answers(plain, packed=False))
@@ -250,13 +256,12 @@ def test_nothing_but_generation_packs() -> None:
         assert num_packed(engine.pipeline.casts) == 0
 
 
-def test_a_stage_packs_beforehand_all_that_its_units_read_packed() -> None:
+def test_a_stage_packs_the_weights_of_layers_that_read_one_input_together() -> None:
     engine = make()
-    stage, rows = engine.pipeline.stages[0], CachedRows.of([BatchItem(0, 0, start=0, length=3, sampled=True)])
-    caches = stage.new_caches(CacheSize(1, 8, torch.float32, torch.device("cpu")))
-    with torch.inference_mode(), engine.pipeline.casts.kept(packed=True):
-        stage.pack_weights()
-        beforehand = dict(engine.pipeline.casts._packed)
-        stage.decode(torch.tensor([5, 9, 2]), caches, rows)
-        assert {read for read, own in engine.pipeline.casts._packed.items() if own is not None} <= beforehand.keys()
-    assert len(beforehand) == 4 * CONFIG.num_layers + 1
+    stage, casts = engine.pipeline.stages[0], engine.pipeline.casts
+    with torch.inference_mode(), casts.kept():
+        stage.pack_weights(casts)
+        # Each layer has one for q, k and v, output, gate and up, and down; the head one.
+        is_packed = fastest_matmul().packed(torch.ones(8, 8), None) is not None
+        assert num_packed(casts) == (4 * CONFIG.num_layers + 1) * is_packed
+    assert num_packed(casts) == 0

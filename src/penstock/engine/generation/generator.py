@@ -127,7 +127,7 @@ class Generator:
                 stage.check_cached()
             pipeline.set_training(False)
             pipeline.recorder.keep(_KEPT_RECORDS)
-            with pipeline.recovery.announcing(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+            with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
                     generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
@@ -139,7 +139,7 @@ class Generator:
         """Compute until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
-        with pipeline.recovery.announcing(), pipeline.casts.kept(packed=options.packed), torch.inference_mode():
+        with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
             generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
             loop = self._run(generation, options, longest)
@@ -193,7 +193,7 @@ class Generator:
         pipeline.recorder.begin_step(pipeline.step)
         self.decoders.reserve(generation.shape.num_rows, longest)
         if options.packed:
-            self.decoders.pack_weights()
+            self.decoders.pack_weights(pipeline.casts)
         if generation.scheduler is not None:
             generation.scheduler.version = pipeline.step
         self._loop = loop = DecodeLoop(self.ring, self.decoders.of(options.form(pipeline.device)), generation)

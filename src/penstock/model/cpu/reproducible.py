@@ -79,10 +79,11 @@ def check_reproducible(units: Iterable[tuple[str, nn.Module]], hidden_size: int,
         texts = [torch.randn(length, hidden_size, generator=generator) for length in lengths]
         together = _forward(module, texts).split(lengths)
         # As in training; weights that are packed for good are never trained.
-        trains = all(part.fixed is None for part in module.modules() if isinstance(part, Linear))
+        trains = all(part.packed is None for part in module.modules() if isinstance(part, Linear))
         with torch.set_grad_enabled(trains):
             alone = [_forward(module, [text]).detach() for text in texts]
-        with casts.kept(packed=True):
+        with casts.kept():
+            casts.pack(module, texts[0].dtype)
             read = _read(module, texts)
         for how, found in (("in a batch of its own", alone), ("in generation", read)):
             if not all(map(torch.equal, together, found)):

@@ -25,12 +25,10 @@ from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorPar
 from penstock.model.linear import (
     Linear,
     Matmul,
-    WeightCasts,
     bare,
     dtype_of_sums,
-    joint_product,
+    joint_output,
     outputs,
-    product,
     with_gradient,
 )
 from penstock.model.loss import ShardedLogits
@@ -335,14 +333,9 @@ class AttentionBlock(nn.Module):
         q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
         rows.write(cache, k_THK, v_THK)
         mean_THK = self.attention.cached(q_THK, k_THK, v_THK, cache, rows)
-        if self.readers and self._reads_sampled_alone():
+        if self.readers and rows.num_sampled < len(x_TD) and _are_by_rows((self.output, *self.readers)):
             x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
-        return x_TD + self.summed(product(self.output, x_TD)(mean_THK.flatten(1)))
-
-    def _reads_sampled_alone(self) -> bool:
-        casts: WeightCasts | None = getattr(self.output, "casts", None)
-        readers = self.output, *self.readers
-        return _are_by_rows(readers) if casts is None else casts.once(self, _are_by_rows, readers)
+        return x_TD + self.summed(self.output(mean_THK.flatten(1)))
 
     def summed(self, y_TD: Tensor) -> Tensor:
         """The sum over the ranks that share the layer; this one has it whole."""
@@ -350,29 +343,21 @@ class AttentionBlock(nn.Module):
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
-        if (qkv := joint_product((self.q, self.k, self.v), h_TD)) is not None:
-            return self.heads_of(qkv(h_TD), sequences)
-        return self.heads_apart(h_TD, sequences)
-
-    def heads_apart(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as `heads` gives them, by a product for each."""
-        parts_TX = self.q(h_TD), self.k(h_TD), self.v(h_TD)
-        q_THK, k_THK, v_THK = (part_TX.unflatten(-1, (-1, self.attention.head_dim)) for part_TX in parts_TX)
+        tables, num_q, num_k = self.rotary.tables(sequences), self.attention.num_heads, self.attention.num_kv_heads
+        layers = self.q, self.k, self.v
+        if (joint_TX := joint_output(h_TD, layers)) is None:
+            parts_TX = [layer(h_TD) for layer in layers]
+            q_THK, k_THK, v_THK = [part_TX.unflatten(-1, (-1, self.attention.head_dim)) for part_TX in parts_TX]
+        else:
+            joint_THK = joint_TX.view(len(joint_TX), -1, self.attention.head_dim)
+            if self.q_norm is None:
+                # Queries and keys lie side by side, and are rotated as one.
+                turned_THK, v_THK = rotate(joint_THK[:, :-num_k], tables), joint_THK[:, -num_k:]
+                return turned_THK[:, :num_q], turned_THK[:, num_q:], v_THK
+            q_THK, k_THK, v_THK = joint_THK.split_with_sizes((num_q, num_k, num_k), 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
-        tables = self.rotary.tables(sequences)
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
-
-    def heads_of(self, joint_TX: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as `heads` gives them, from the products side by side."""
-        tables, num_q, num_k = self.rotary.tables(sequences), self.attention.num_heads, self.attention.num_kv_heads
-        joint_THK, end = joint_TX.view(len(joint_TX), -1, self.attention.head_dim), num_q + num_k
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THK, k_THK = self.q_norm(joint_THK[:, :num_q]), self.k_norm(joint_THK[:, num_q:end])
-            return rotate(q_THK, tables), rotate(k_THK, tables), joint_THK[:, end:]
-        # Queries and keys lie side by side, and are rotated as one.
-        turned_THK = rotate(joint_THK[:, :end], tables)
-        return turned_THK[:, :num_q], turned_THK[:, num_q:], joint_THK[:, end:]
 
     def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
         """The residual stream after the block, from the heads' means."""
@@ -471,17 +456,16 @@ class MLPBlock(nn.Module):
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         num_rows = self.kernel.rows_at_once
-        if num_rows is None or len(x_TD) <= num_rows or not self._has_apart_rows(x_TD):
+        if num_rows is None or len(x_TD) <= num_rows or getattr(self.gate, "packed", None) is None:
+            return self._decode_rows(x_TD)
+        if not all(map(bare, (self.norm, self.gate, self.up, self.down))):
+            # A hook sees all rows.
             return self._decode_rows(x_TD)
         return torch.cat([self._decode_rows(part_TD) for part_TD in x_TD.split(num_rows)])
 
-    def _has_apart_rows(self, x_TD: Tensor) -> bool:
-        # A hook sees all rows.
-        return joint_product((self.gate, self.up), x_TD) is not None and bare(self.norm) and bare(self.down)
-
     def _decode_rows(self, x_TD: Tensor) -> Tensor:
         gate, up = outputs(self.norm(x_TD), (self.gate, self.up))
-        return x_TD + self.summed(product(self.down, x_TD)(self.kernel.gated_rows(gate, up)))
+        return x_TD + self.summed(self.down(self.kernel.gated_rows(gate, up)))
 
     def summed(self, y_TD: Tensor) -> Tensor:
         """The sum over the ranks that share the layer; this one has it whole."""

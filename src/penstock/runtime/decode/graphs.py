@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, spare_position
+from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, WeightCasts, spare_position
 from penstock.model.cpu.host_memory import prepare_large_pages
 from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
@@ -223,12 +223,12 @@ class Decoders:
     def _size_for(self, num_rows: int, num_tokens: int, device: torch.device) -> CacheSize:
         return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self.dtype, device)
 
-    def pack_weights(self) -> None:
-        """Pack all weights now, while nothing is waited for, and not one by one as the first prompts come."""
+    def pack_weights(self, casts: WeightCasts) -> None:
+        """Pack all weights until `casts` drops them."""
         if self.device.type == "cpu":
             prepare_large_pages(sum(stage.weight_bytes for stage in self.stages))
         for stage in self.stages:
-            stage.pack_weights()
+            stage.pack_weights(casts)
 
     def of(self, form: DecodeForm) -> list[StageDecoder]:
         """The local stages' decoders, kept as long as the caches are."""
