@@ -4,16 +4,13 @@ Several pipelines share the prompts: each makes its answers, and one process sho
 """
 
 import contextlib
-import hashlib
-import itertools
-import json
 import os
 import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +31,7 @@ from penstock.settings import SamplingParams
 if TYPE_CHECKING:
     from penstock import schedule
     from penstock.engine.folders.model_folder import ModelFolder
-    from penstock.engine.generation.answers import GenerateOptions, GenerateResult
+    from penstock.engine.generation.answers import AnswerText, GenerateOptions
 
 STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
 """The environment variable that names, for workers, the file with the command's standard input."""
@@ -69,7 +66,6 @@ seed, its prompt and its place alone: not on the other prompts, nor on --pp, --d
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to continue")
     parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="prompts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
-    parser.add_argument("--fresh", action="store_true", help="drop the answers that a stopped call has left")
     sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
     add_options(sampling, _SAMPLING, _METAVARS, switches=True)
     sampling.add_argument(
@@ -124,10 +120,6 @@ class Generate(ModelCommand):
             raise ValueError(f"prompts are given twice: {given.prompts[0]!r} and --file {given.file}; give one of them")
         if given.output is not None and given.file is None:
             raise ValueError("--output is where the answers to --file go; give --file, or leave it out")
-        if given.fresh and given.file is None:
-            raise ValueError(
-                "--fresh drops answers to --file that a stopped call has left; give --file, or leave it out"
-            )
         self.output = given.output or (given.file and given.file.with_suffix(".answers.jsonl"))
         if self.output is not None:
             self.workers = replace(self.workers, again="continues where it was stopped")
@@ -203,6 +195,30 @@ class Generate(ModelCommand):
         prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
         return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self.params.num_samples
 
+    def line(self, answer: "schedule.Sequence") -> dict[str, Any]:
+        """The line of an answer in a file."""
+        from penstock.engine.generation.answers import AnswerText
+
+        prompt, text = self.prompts[answer.prompt], AnswerText(self.model.tokenizer, self.params.stop)
+        for token in answer.tokens:
+            text.add(token)
+        text.finish()
+        line: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
+        line |= {name: value for name, value in (("line", prompt.line), ("id", prompt.id)) if value is not None}
+        line |= {
+            "text": text.text,
+            "tokens": list(answer.tokens),
+            "log_probs": [plain_number(value) for value in answer.log_probs],
+            "ending": answer.ending and answer.ending.value,
+        }
+        if answer.raw_log_probs is not None:
+            line["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
+        if answer.top_log_probs is not None:
+            line["top_log_probs"] = [
+                [[token, plain_number(value)] for token, value in likeliest] for likeliest in answer.top_log_probs
+            ]
+        return line
+
     def work(self) -> None:
         self.together("prompts", self.read)
         prompts, params, is_first = [prompt.tokens for prompt in self.prompts], self.params, self.group.rank == 0
@@ -216,47 +232,47 @@ class Generate(ModelCommand):
         with self.open(self.model, decoded) as (engine, version), contextlib.ExitStack() as stack:
             file = self.together("output", lambda: self._results(version) if is_first else None)
             stack.enter_context(file or contextlib.nullcontext())
-            there = [self.number(answer) for answer in file.read()] if file is not None else []
+            there = [self.number(line) for line in file.read()] if file is not None else []
             kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
-            own, names = self.pipelines, _names(self.pipelines.index)
-            reports, collector = engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0, None
-            if reports and own.index == 0:
-                collector = AnswerCollector(self, file, kept)
-
-            def hand_over(number: int, answer: "schedule.Sequence") -> None:
-                assert answer.ending is not None
-                own.hand_over(next(names), {"answer": [number, answer.generated, answer.ending.value]})
-
+            pipelines = self.pipelines
             # A prompt whose samples stay together is read once, unless that would leave pipelines without work.
-            together = params.num_samples if len(prompts) >= own.count else 1
-            skip = kept.union(n for n in range(self.num_answers) if n // together % own.count != own.index)
-            on_token = collector and collector.on_token
-            on_answer = collector.on_answer if collector is not None else hand_over if reports else None
-            try:
-                result = engine.generate(prompts, params, replace(self.options, skip=skip), on_token, on_answer)
-                if collector is not None:
-                    collector.end(result)
+            together = params.num_samples if len(prompts) >= pipelines.count else 1
+            parts = [set[int]() for _ in range(pipelines.count)]
+            for number in set(range(self.num_answers)) - kept:
+                parts[number // together % pipelines.count].add(number)
+            skip = frozenset(range(self.num_answers)) - parts[pipelines.index]
+            reports = engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0
+            answers = None
+            if reports and pipelines.index == 0:
+                answers = Answers(self, file, len(kept), [len(part) for part in parts])
+                stack.callback(answers.close)
+
+            def on_answer(number: int, answer: "schedule.Sequence") -> None:
+                if answers is not None:
+                    answers.add(number, self.line(answer))
                 elif reports:
-                    figures = [result.wall_s, result.busy_s, result.num_forwards, result.num_rounds]
-                    own.hand_over(next(names), {"figures": figures})
-                # The store may belong to a process that has already finished its own work.
-                self.agree("end", {})
-            finally:
-                if collector is not None:
-                    collector.close()
+                    pipelines.send([number, self.line(answer)])
+
+            on_token = None if answers is None else answers.on_token
+            result = engine.generate(prompts, params, replace(self.options, skip=skip), on_token, on_answer)
+            if answers is not None:
+                answers.wait()
+            # The store may belong to a process that has already finished its own work.
+            figures = self.agree("end", {"wall_s": result.wall_s, "busy_s": result.busy_s if reports else ()})
+            if answers is not None:
+                answers.report(max(own["wall_s"] for own in figures), [s for own in figures for s in own["busy_s"]])
 
     def _results(self, version: str) -> ResultsFile | None:
         """Open the file of answers, with those that a stopped call left there.
 
-        Raises: ValueError if the file cannot be written, or its answers belong to other input.
+        Raises: ValueError if the file cannot be written.
         """
         if self.output is None:
             return None
         given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in self.prompts]
         numbers = {name: self.opened[name] for name in ("precision", "reproducible")}
         decisive = [str(self.model.folder.resolve()), version, given, asdict(self.params), numbers]
-        digest = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=8).hexdigest()
-        return ResultsFile(self.output, digest, self.is_answer, alone=True, fresh=self.given.fresh)
+        return ResultsFile(self.output, decisive, self.is_answer)
 
 
 main = Generate.main
@@ -284,105 +300,97 @@ def _standard_input() -> str:
     return sys.stdin.read() if bytes_of is None else text_in(bytes_of.read(), "standard input")
 
 
-# ---- Answers as they come: those of this pipeline, and those that others hand over
+# ---- Answers as they come: those of this pipeline, and those that others send
 
 
-@dataclass(eq=False)
-class AnswerCollector:
-    """Shows and writes the answers of this pipeline and those that the others hand over.
+class Answers:
+    """The answers of all pipelines, in the process that shows and writes them.
 
     In the terminal, answers are printed one after another: the first as it grows, the others in turn. Otherwise only
     the number of ended answers is shown. A file gets each answer as soon as it has ended, JSON output gets all of them
     at the end.
     """
 
-    #: the call, where answers are written (None if they are only shown), and answers of an earlier call
+    #: the call, where answers are written (None if they are only shown), and how many an earlier call has written
     _call: Generate
     _file: ResultsFile | None
-    _kept: frozenset[int]
-    #: answer -> its text and its number of tokens
-    _texts: list[Any] = field(init=False)
-    _num_tokens: list[int] = field(init=False)
-    #: answers of earlier calls and of this one that have ended
-    _num_ended: int = field(init=False)
-    #: answer -> what of it is not printed yet, from its heading on; those that have ended; the one that grows
-    _waiting: list[str] = field(init=False)
-    _ended: set[int] = field(default_factory=set, init=False)
-    _current: int = field(default=0, init=False)
+    _num_kept: int
+    #: pipeline -> its answers that are still to come
+    _awaited: list[int]
+    #: number -> the line of an answer that has ended in this call, and the number of their tokens
+    _lines: dict[int, Any]
+    _num_tokens: int
+    #: number -> what the terminal shows of an answer, and its text as it grows
+    _shown: list[str]
+    _growing: "list[AnswerText]"
+    #: the answer that is being printed, and the characters of it that have been
+    _current: int
+    _num_printed: int
     #: shows how many answers are done; None where their texts are shown
-    _progress: Progress | None = field(default=None, init=False)
-    #: other pipeline -> the names of its messages, the next one first
-    _names: dict[int, Iterator[str]] = field(init=False)
-    #: pipeline -> the name of the message that comes next; without those whose figures have come
-    _awaited: dict[int, str] = field(init=False)
-    #: all sequences, by number; those of other pipelines get their answers here
-    _sequences: "list[schedule.Sequence]" = field(init=False)
-    #: the figures of other pipelines
-    _figures: list[Any] = field(default_factory=list, init=False)
-    #: when messages were last looked for, in seconds
-    _looked_s: float = field(default=0.0, init=False)
+    _progress: Progress | None
+    #: when other pipelines were last asked for answers, in seconds
+    _looked_s: float
 
-    def __post_init__(self) -> None:
+    def __init__(self, call: Generate, file: ResultsFile | None, num_kept: int, awaited: list[int]) -> None:
         from penstock.engine.generation.answers import AnswerText
-        from penstock.schedule import Sequence as Made
 
-        call = self._call
-        self._texts = [AnswerText(call.model.tokenizer, call.params.stop) for _ in range(call.num_answers)]
-        self._num_tokens = [0] * call.num_answers
-        self._num_ended = len(self._kept)
-        self._waiting = [self._heading(number) for number in range(call.num_answers)]
+        self._call, self._file, self._num_kept, self._awaited = call, file, num_kept, [0, *awaited[1:]]
+        self._lines, self._num_tokens, self._looked_s, self._current, self._num_printed = {}, 0, 0.0, 0, 0
+        self._progress, self._shown, self._growing = None, [], []
         if call.output is not None or call.given.json:
             shown = sys.stderr if call.given.json else sys.stdout
-            self._progress = Progress(call.num_answers, self._num_ended, shown, "answer")
-        self._names = {index: _names(index) for index in range(1, call.pipelines.count)}
-        self._awaited = {index: next(names) for index, names in self._names.items()}
-        self._sequences = Made.all_of([p.tokens for p in call.prompts], [call.params] * len(call.prompts))
+            self._progress = Progress(call.num_answers, num_kept, shown, "answer")
+        else:
+            self._shown = [self._heading(number) for number in range(call.num_answers)]
+            self._growing = [AnswerText(call.model.tokenizer, call.params.stop) for _ in self._shown]
 
     def on_token(self, number: int, token: int) -> None:
-        """Show a token, and now and then look for answers of other pipelines."""
-        self._hear(number, token)
-        if self._awaited and time.monotonic() - self._looked_s > _EVERY_S:
+        """Show a token of this pipeline, and now and then look for answers of others."""
+        if self._progress is not None:
+            self._progress.count(self._num_kept + len(self._lines), 1)
+        else:
+            self._shown[number] += self._growing[number].add(token)
+            self._print()
+        if any(self._awaited) and time.monotonic() - self._looked_s > _EVERY_S:
             self._look()
 
-    def on_answer(self, number: int, answer: "schedule.Sequence") -> None:
-        """Write an answer that has ended."""
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        """Write and show an answer that has ended."""
+        self._lines[number] = line if self._file is None else None
+        self._num_tokens += len(line["tokens"])
         if self._file is not None:
-            self._file.write([self._described(number, answer)], to_disk=False)
+            self._file.write([line], to_disk=False)
+        if self._progress is not None:
+            self._progress.count(self._num_kept + len(self._lines), 0)
+        else:
+            self._shown[number] = f"{self._heading(number)}{line['text']}\n"
+            self._print()
 
-    def end(self, result: "GenerateResult") -> None:
-        """Wait for the other pipelines, write or print all answers, and report the speed."""
-        while self._awaited:
+    def wait(self) -> None:
+        """Wait for the answers of the other pipelines."""
+        while any(self._awaited):
             self._look()
             time.sleep(_POLL_S)
+
+    def report(self, wall_s: float, busy_s: Sequence[float]) -> None:
+        """Give the file its name or print all answers, and the speed; `busy_s` is that of each rank."""
+        call, num_tokens = self._call, self._num_tokens
         self.close()
-        merged = zip(self._sequences, result, strict=True)
-        result = replace(result, sequences=tuple(theirs if theirs.ending else own for theirs, own in merged))
-        for wall_s, busy_s, num_forwards, num_rounds in self._figures:
-            result = replace(
-                result,
-                wall_s=max(result.wall_s, wall_s),
-                busy_s=(*result.busy_s, *busy_s),
-                num_forwards=(*result.num_forwards, *num_forwards),
-                num_rounds=max(result.num_rounds, num_rounds),
-            )
+        speed = num_tokens / wall_s if wall_s else 0.0
+        idle = 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
         if self._file is not None:
-            self._file.publish(self._call.number)
-        if self._call.given.json:
-            content: dict[str, Any] = {"resumed_from": len(self._kept)}
+            self._file.publish(call.number)
+        if call.given.json:
+            content: dict[str, Any] = {"resumed_from": self._num_kept}
             if self._file is None:
-                content = {"answers": [self._described(number, answer) for number, answer in enumerate(result)]}
-            figures = {
-                "num_tokens": result.num_tokens,
-                "time_s": result.wall_s,
-                "tokens_per_s": result.tokens_per_s,
-                "idle_share": result.idle_share,
-            }
-            print_json({"model": str(self._call.model.folder), **content, **figures})
+                content = {"answers": [line for _, line in sorted(self._lines.items())]}
+            figures = {"num_tokens": num_tokens, "time_s": wall_s, "tokens_per_s": speed, "idle_share": idle}
+            print_json({"model": str(call.model.folder), **content, **figures})
         elif self._file is not None:
-            kept = f" ({len(self._kept)} of them there already)" if len(self._kept) else ""
+            kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
             print(
-                f"{len(result)} answers{kept}, {result.num_tokens:,} tokens, {result.tokens_per_s:,.0f} tokens/s, "
-                f"idle {result.idle_share:.1%}; wrote {self._call.output}"
+                f"{call.num_answers} answers{kept}, {num_tokens:,} tokens, {speed:,.0f} tokens/s, idle {idle:.1%}; "
+                f"wrote {call.output}"
             )
 
     def close(self) -> None:
@@ -390,36 +398,31 @@ class AnswerCollector:
         if self._progress is not None:
             self._progress.close()
 
-    def _hear(self, number: int, token: int) -> None:
-        """Add an answer's next token."""
-        text, params = self._texts[number], self._call.params
-        self._num_tokens[number] += 1
-        new = text.add(token)
-        ended = token in params.end_tokens or self._num_tokens[number] == params.max_new_tokens
-        if ended or text.stopped:
-            new += text.finish()
-            self._ended.add(number)
-            self._num_ended += 1
-        if self._progress is not None:
-            self._progress.count(self._num_ended, 1)
-            return
-        self._waiting[number] += new + ("\n" if number in self._ended else "")
-        while self._current < len(self._waiting):
-            self._print(self._waiting[self._current])
-            self._waiting[self._current] = ""
-            if self._current not in self._ended:
+    def _look(self) -> None:
+        """Take what other pipelines have sent."""
+        pipelines = self._call.pipelines
+        for index in range(pipelines.count):
+            while self._awaited[index] and pipelines.has(index):
+                self.add(*pipelines.receive(index, f"answer from pipeline {index}"))
+                self._awaited[index] -= 1
+        self._looked_s = time.monotonic()
+
+    def _print(self) -> None:
+        """Print what is new of the first answer that has not ended, and of those before it."""
+        while self._current < len(self._shown):
+            new = self._shown[self._current][self._num_printed :]
+            try:
+                print(new, end="", flush=True)
+            except BrokenPipeError:
+                from penstock.cli.processes.session import reports_first
+
+                # The others will hear that this process has failed, and need not say so.
+                reports_first(self._call.store)
+                raise
+            self._num_printed += len(new)
+            if self._current not in self._lines:
                 return
-            self._current += 1
-
-    def _print(self, text: str) -> None:
-        try:
-            print(text, end="", flush=True)
-        except BrokenPipeError:
-            from penstock.cli.processes.session import reports_first
-
-            # The others will hear that this process has failed, and need not say so.
-            reports_first(self._call.store)
-            raise
+            self._current, self._num_printed = self._current + 1, 0
 
     def _heading(self, number: int) -> str:
         """The prompt, which the answer follows; with several answers, below a line that names it."""
@@ -429,51 +432,3 @@ class AnswerCollector:
             return text
         of_samples = f", sample {sample}" if self._call.params.num_samples > 1 else ""
         return f"{'' if number == 0 else chr(10)}--- prompt {prompt}{of_samples} ---\n{text}"
-
-    def _described(self, number: int, answer: "schedule.Sequence") -> dict[str, Any]:
-        prompt = self._call.prompts[answer.prompt]
-        described: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
-        if prompt.line is not None:
-            described["line"] = prompt.line
-        if prompt.id is not None:
-            described["id"] = prompt.id
-        described |= {
-            "text": self._texts[number].text,
-            "tokens": list(answer.tokens),
-            "log_probs": [plain_number(value) for value in answer.log_probs],
-            "ending": answer.ending and answer.ending.value,
-        }
-        if answer.raw_log_probs is not None:
-            described["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
-        if answer.top_log_probs is not None:
-            described["top_log_probs"] = [
-                [[token, plain_number(value)] for token, value in likeliest] for likeliest in answer.top_log_probs
-            ]
-        return described
-
-    def _look(self) -> None:
-        """Take what other pipelines have handed over."""
-        from penstock.schedule import Ending, Token
-
-        for index, names in self._names.items():
-            while index in self._awaited and self._call.pipelines.has(self._awaited[index]):
-                message = self._call.pipelines.receive(self._awaited[index], f"answer from pipeline {index}")
-                if "figures" in message:
-                    self._figures.append(message["figures"])
-                    del self._awaited[index]
-                    continue
-                self._awaited[index] = next(names)
-                number, generated, ending = message["answer"]
-                answer = self._sequences[number]
-                for fields in generated:
-                    token = Token(*fields)
-                    answer.generated.append(token._replace(likeliest=tuple((n, x) for n, x in token.likeliest)))
-                    self._hear(number, token.id)
-                answer.ending = Ending(ending)
-                self.on_answer(number, answer)
-        self._looked_s = time.monotonic()
-
-
-def _names(index: int) -> Iterator[str]:
-    """The names of a pipeline's messages."""
-    return (f"answers/{index}/{number}" for number in itertools.count())

@@ -2,7 +2,7 @@
 
 import contextlib
 import fcntl
-import glob
+import hashlib
 import io
 import json
 import math
@@ -56,6 +56,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
+def digest_of(value: Any) -> str:
+    """Sixteen characters that stand for a value of JSON."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
 def print_json(value: object) -> None:
     """Print one JSON document; numbers that JSON cannot express are an error."""
     json.dump(value, sys.stdout, indent=2, allow_nan=False)
@@ -103,13 +108,12 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 class ResultsFile:
     """A file of results, a JSON object a line: under a hidden name, and under its own once it is complete.
 
-    A call with the same `digest` of all that decides the results goes on after those that a stopped call left, of which
-    `is_ours` holds. Another digest gives another hidden name, so lines of different calls never mix; with `alone`, such
-    a file of a stopped call is refused, and with `fresh` it is dropped. As a context it is closed at the end; of a call
-    that was refused nothing is left.
+    decisive: values of JSON that decide the results. A call with equal ones goes on after those that a stopped call
+    left, of which `is_ours` holds; with others it has another hidden name, so lines of different calls never mix. As a
+    context it is closed at the end; of a call that was refused nothing is left.
 
-    Raises: ValueError if the file cannot be written, another call is writing it, or results of other input are there.
-        What fails later, such as a write to a full disk, is an OSError with `path`.
+    Raises: ValueError if the file cannot be written, or another call is writing it. What fails later, such as a write
+        to a full disk, is an OSError with `path`.
     """
 
     #: the file's name once it is complete, and until then
@@ -121,20 +125,9 @@ class ResultsFile:
     _file: Any
     _num_kept: int
 
-    def __init__(
-        self,
-        path: Path,
-        digest: str,
-        is_ours: Callable[[Any], bool] = lambda _: True,
-        *,
-        alone: bool = False,
-        fresh: bool = False,
-    ) -> None:
-        self.path, self.hidden = path, path.with_name(f".{path.name}.{digest}.unfinished")
-        self._is_ours = is_ours
-        unfinished = f".{glob.escape(path.name)}.*.unfinished"
-        for left in path.parent.glob(unfinished) if fresh else ():
-            left.unlink()
+    def __init__(self, path: Path, decisive: Any, is_ours: Callable[[Any], bool]) -> None:
+        self.path, self._is_ours = path, is_ours
+        self.hidden = path.with_name(f".{path.name}.{digest_of(decisive)}.unfinished")
         try:
             # A link that somebody has put there could lead anywhere.
             check_file(self.hidden)
@@ -146,14 +139,6 @@ class ResultsFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
-        others = sorted(left for left in path.parent.glob(unfinished) if left != self.hidden)
-        if alone and others:
-            if not self.read():
-                self.hidden.unlink()
-            raise ValueError(
-                f"{others[0]} holds answers of a stopped call with another model, other prompts or other settings; "
-                "repeat that call to finish it, give another --output, or --fresh to drop them"
-            )
         self.keep()
 
     def read(self) -> list[Any]:

@@ -3,12 +3,10 @@
 Batches of texts are shared out among pipelines, and one process writes the lines of all.
 """
 
-import hashlib
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -21,6 +19,7 @@ from penstock.cli.output import (
     Progress,
     ResultsFile,
     counted,
+    digest_of,
     plain_number,
     print_json,
 )
@@ -173,41 +172,43 @@ class Score(ModelCommand):
 
     def work(self) -> None:
         self.together("texts", self.read)
-        digest = _digest([[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in self.texts])
-        # What the scores depend on, beside the model and the texts.
+        # What the scores depend on, beside the model.
         decisive = {
             "temperature": self.scoring.temperature,
             "text_field": self.scoring.text_field,
             "special_tokens": not self.given.no_special_tokens,
             "precision": self.opened["precision"],
             "reproducible": self.opened["reproducible"],
+            "max_tokens": self.max_tokens,
+            "texts": digest_of(
+                [[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in self.texts]
+            ),
         }
-        self.refuse_differing("scoring", {**decisive, "texts": digest, "max_tokens": self.max_tokens})
+        self.refuse_differing("scoring", decisive)
         with self.open(self.model) as (engine, version), ExitStack() as stack:
-            of_call = _digest([str(self.model.folder.resolve()), version, digest, self.max_tokens, decisive])
+            of_call = [str(self.model.folder.resolve()), version, decisive]
             # Ranks that share the last stage have the same results; one of them delivers.
             delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
             writes = delivers and self.pipelines.index == 0
             file = self.together("file", lambda: ResultsFile(self.output, of_call, _is_scored) if writes else None)
             stack.enter_context(file or nullcontext())
-            summary = Summary()
+            summary, ends = Summary(), [0, *accumulate(map(len, self.batches))]
             if file is not None:
                 # A batch that a killed call left incomplete is scored again.
-                ends, left = list(accumulate(map(len, self.batches))), file.read()
-                summary.resumed_from = max((end for end in ends if end <= len(left)), default=0)
+                left = file.read()
+                summary.resumed_from = max(end for end in ends if end <= len(left))
                 file.keep(summary.resumed_from)
                 summary.add(left[: summary.resumed_from])
             first = max(lines["num"] for lines in self.agree("lines", {"num": summary.num_lines}))
             start_s = time.perf_counter()
-            progress = file and Progress(len(self.texts), first, sys.stderr if self.given.json else sys.stdout, "line")
-
-            def write(texts: Sequence[Text], lines: list[dict[str, Any]]) -> None:
-                assert file is not None and progress is not None
-                file.write(lines, to_disk=True)
-                summary.add(lines)
-                progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
-
-            self._score_all(engine, delivers, first, write if file else None)
+            shown = sys.stderr if self.given.json else sys.stdout
+            progress = Progress(len(self.texts), first, shown, "line") if file is not None else None
+            for number, texts in list(enumerate(self.batches))[ends.index(first) :]:
+                lines = self._lines_of_all(engine, number, texts, delivers)
+                if file is not None and progress is not None and lines is not None:
+                    file.write(lines, to_disk=True)
+                    summary.add(lines)
+                    progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
             # The store may belong to a process that has already finished its own work.
             self.agree("end", {})
             if file is not None and progress is not None:
@@ -222,60 +223,44 @@ class Score(ModelCommand):
                 else:
                     print(f"{summary}; wrote {self.output}")
 
-    def _score_all(
-        self,
-        engine: "Engine",
-        delivers: bool,
-        first: int,
-        write: "Callable[[Sequence[Text], list[dict[str, Any]]], None] | None",
-    ) -> None:
-        """Score all texts but the first ones, batch by batch, each on one pipeline.
+    def _lines_of_all(
+        self, engine: "Engine", number: int, texts: Sequence[Text], delivers: bool
+    ) -> list[dict[str, Any]] | None:
+        """The lines of a batch, which its pipeline scores, in the process that writes; None in all others.
 
-        delivers: whether this process hands over its pipeline's results. write: takes the lines of all pipelines; None
-        on all processes but one.
+        delivers: whether this process has its pipeline's results.
 
         Raises: ValueError where the model gives no numbers; PipelineError if another pipeline's do not come in time.
         """
+        pipelines, index = self.pipelines, number % self.pipelines.count
+        writes, lines = delivers and pipelines.index == 0, None
+        if index == pipelines.index:
+            lines = self._lines(engine, texts, delivers)
+        elif writes:
+            lines = pipelines.receive(index, f"scores of batch {number} from pipeline {index}")
+        if delivers and not writes and lines is not None:
+            pipelines.send(lines)
+        # Of scores that are none, the line of the first: whoever writes refuses them too.
+        if isinstance(lines, int):
+            raise ValueError(f"the scores of line {lines} {NOT_A_NUMBER}")
+        return lines if writes else None
+
+    def _lines(self, engine: "Engine", texts: Sequence[Text], delivers: bool) -> list[dict[str, Any]] | int | None:
+        """Score a batch on this pipeline: its lines, or the number of the first line without numbers."""
         from penstock.engine.training.scorer import PerToken, token_scores
 
         # Of a classifier, the outputs of its head for each token and label.
-        rates, pipelines = self.model.rates is not None, self.pipelines
-        hook = (
-            PerToken(lambda output, _: {"ratings": output.float()}) if rates else token_scores(self.scoring.temperature)
-        )
-        done = 0
-        for number, texts in enumerate(self.batches):
-            done += len(texts)
-            if done <= first:
-                continue
-            if number % pipelines.count == pipelines.index:
-                items = engine.forward(_packed(texts), hook, list, micro_batches=self.spec)
-                if not delivers:
-                    continue
-                name = "ratings" if rates else "log_probs"
-                scored = zip(texts, (item[name].tolist() for item in items), strict=True)
-                # An infinite one can be true: a token may be impossible.
-                wrong = next(
-                    (
-                        one.line
-                        for one, item in zip(texts, items, strict=True)
-                        if any(values.isnan().any() for values in item.values())
-                    ),
-                    None,
-                )
-                lines = wrong if wrong is not None else [self.line(text, values) for text, values in scored]
-                if write is None:
-                    pipelines.hand_over(str(number), lines)
-            elif write is not None:
-                whose = f"scores of batch {number} from pipeline {number % pipelines.count}"
-                lines = pipelines.receive(str(number), whose)
-            else:
-                continue
-            # Of scores that are none, the line of the first: whoever writes refuses them too.
-            if isinstance(lines, int):
-                raise ValueError(f"the scores of line {lines} {NOT_A_NUMBER}")
-            if write is not None:
-                write(texts, lines)
+        rates = self.model.rates is not None
+        ratings = PerToken(lambda output, _: {"ratings": output.float()})
+        hook = ratings if rates else token_scores(self.scoring.temperature)
+        items = engine.forward(_packed(texts), hook, list, micro_batches=self.spec)
+        if not delivers:
+            return None
+        scores = [item["ratings" if rates else "log_probs"] for item in items]
+        # An infinite one can be true: a token may be impossible.
+        wrong = (text.line for text, values in zip(texts, scores, strict=True) if values.isnan().any())
+        lines = [self.line(text, values.tolist()) for text, values in zip(texts, scores, strict=True)]
+        return next(wrong, None) or lines
 
 
 main = Score.main
@@ -325,10 +310,6 @@ class Summary:
         if self.perplexity is not None:
             perplexity = f"perplexity {self.perplexity:.4f}"
         return f"{lines}, {counted(self.num_scored_tokens, 'token')} scored, {perplexity}"
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def _is_scored(line: Any) -> bool:

@@ -57,14 +57,20 @@ from penstock.settings.declare import words_of
 _PIECE_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pipelines:
-    """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`."""
+    """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`.
+
+    Each sends values of JSON to the process that writes, in an order of its own.
+    """
 
     index: int
     count: int
     store: Store
     timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._num_sent, self._num_received = 0, [0] * self.count
 
     @classmethod
     def of(cls, store: Store, group: Group, count: int, timeout_s: float) -> Self:
@@ -77,37 +83,34 @@ class Pipelines:
         own = replace(group, rank=group.rank - self.index * size, world_size=size)
         return PrefixStore(f"penstock/pipeline/{self.index}", self.store), own
 
-    def hand_over(self, name: str, value: Any) -> None:
-        """Send a value of JSON, under a name of its own, to the process that writes."""
-        text = json.dumps(value)
-        pieces = [text[start : start + _PIECE_BYTES] for start in range(0, len(text), _PIECE_BYTES)]
-        for place, piece in enumerate(pieces):
-            self.store.set(_key(name, place), piece)
-        self.store.set(_key(name), str(len(pieces)))
+    def send(self, value: Any) -> None:
+        """Send a value to the process that writes."""
+        text, key = json.dumps(value), f"penstock/shared/{self.index}/{self._num_sent}"
+        for start in range(0, len(text), _PIECE_BYTES):
+            self.store.set(f"{key}/{start}", text[start : start + _PIECE_BYTES])
+        self.store.set(key, str(len(text)))
+        self._num_sent += 1
 
-    def has(self, name: str) -> bool:
-        """Return whether a value of that name has been handed over, and not received yet."""
-        return self.store.check([_key(name)])
+    def has(self, index: int) -> bool:
+        """Return whether that pipeline has sent a value that is not received yet."""
+        return self.store.check([f"penstock/shared/{index}/{self._num_received[index]}"])
 
-    def receive(self, name: str, what: str) -> Any:
-        """Receive the value of that name; `what` describes it in messages.
+    def receive(self, index: int, what: str) -> Any:
+        """Receive the next value of that pipeline; `what` describes it in messages.
 
         Raises: PipelineError if it does not come in time.
         """
-        key = _key(name)
+        key = f"penstock/shared/{index}/{self._num_received[index]}"
         try:
             self.store.wait([key], timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             raise PipelineError(f"no {what} in {self.timeout_s:g} s") from error
-        pieces = [_key(name, place) for place in range(int(self.store.get(key)))]
+        pieces = [f"{key}/{start}" for start in range(0, int(self.store.get(key)), _PIECE_BYTES)]
         text = "".join(self.store.get(piece).decode() for piece in pieces)
         for done in (key, *pieces):
             self.store.delete_key(done)
+        self._num_received[index] += 1
         return json.loads(text)
-
-
-def _key(name: str, place: int | None = None) -> str:
-    return f"penstock/shared/{name}" if place is None else f"penstock/shared/{name}/{place}"
 
 
 # ---- The meeting of a run's processes: at the store that rank 0 opens, in the round of one start, under its secret
