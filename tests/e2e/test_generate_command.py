@@ -65,7 +65,7 @@ def test_where_no_layout_is_given_a_small_model_has_one_thread_and_it_is_said(
     try:
         code, alone, err = call(*words)
         assert code == 0 and torch.get_num_threads() == 1
-        assert "penstock: one thread, for the weights (" in err and "are few: more would gain little" in err
+        assert "penstock: --pp 1 --threads 1 fits this machine" in err
         code, shared, err = call(*words, "--threads", "2")
         assert code == 0 and torch.get_num_threads() == 2 and "thread" not in err
     finally:

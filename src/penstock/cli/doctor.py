@@ -13,6 +13,7 @@ from penstock import __version__
 from penstock.cli.options import Parser, add_options, parallel_options, values_of
 from penstock.cli.output import print_json
 from penstock.cli.processes.launch import WorkerCommand, launch
+from penstock.cli.processes.machine import usable_cores
 from penstock.cli.processes.meeting import Group, find_group
 from penstock.settings import Groups, Layout, ParallelConfig
 
@@ -129,11 +130,10 @@ def machine() -> dict[str, str]:
     backends = [name for name in ("gloo", "nccl", "ucc", "mpi") if dist.is_backend_available(name)]
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     libraries = "transformers", "tokenizers", "datasets", "peft", "starlette", "matplotlib", "tensorboard", "rich"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "machine": f"{platform.node()}: {platform.system()} {platform.release()}, {platform.machine()}",
         "processor": processor_name(),
-        "cores": f"{cores} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
+        "cores": f"{usable_cores()} usable, {pages * page_bytes / 2**30:.1f} GiB of memory",
         "python": f"{platform.python_version()}, penstock {__version__}, torch {torch.__version__}",
         "backends": ", ".join(backends) or "none",
         "GPUs": ", ".join(found) or "none",

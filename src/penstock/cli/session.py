@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from penstock.cli.options import Options, Parser, add_options, options_of, values_of
 from penstock.cli.output import refuse_to_overwrite, show_log
 from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.machine import say_shared_cores
 from penstock.cli.processes.meeting import Group, exchange, find_group_of
 from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
 
@@ -134,14 +133,8 @@ class ModelCommand:
         if group is None and self.chosen and all(getattr(self.given, name) is None for name in self.chosen):
             return type(self)([*self.fit(), *self.words]).run()
         if group is None and world_size > 1:
-
-            def look() -> None:
-                self.look()
-                # Not before, so that a refusal stays one sentence.
-                say_shared_cores(world_size, parallel.device)
-
             with self.environ() as environ:
-                return launch(self.workers, self.words, world_size, parallel.num_threads, environ, look)
+                return launch(self.workers, self.words, world_size, parallel.num_threads, environ, self.look)
         from penstock.cli.processes.session import Pipelines, work_together
 
         self.group = group or Group.alone()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.cli.main import main, run_as_script
-from penstock.cli.processes.machine import _container_bytes, check_rows, check_training
+from penstock.cli.processes.machine import check_rows, check_training, memory_bytes
 from penstock.cli.processes.meeting import Group
 from penstock.cli.processes.session import _report_failure
 from penstock.engine.folders.model_folder import open_model
@@ -71,7 +71,7 @@ def test_what_a_gpu_may_hold_is_not_refused(tmp_path: Path):
 def test_experts_count_once_for_all_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch):
     values = {"experts": {"num_experts": 8}, "parallel": {"dp": 4, "device": "cpu"}}
     num_parameters = ModelShape.of(from_dict(values).model.whole(1)).num_parameters
-    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: 3 * 8 * num_parameters)
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda: 3 * 6 * num_parameters)
     with pytest.raises(ConfigError, match="on 4 copies"):
         check_training(from_dict(values))
     check_training(from_dict({**values, "parallel": {**values["parallel"], "ep": 4}}))
@@ -85,9 +85,9 @@ def test_what_fits_is_not_refused(tmp_path: Path):
 def test_a_caches_least_bytes_are_the_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = open_model(make_folder(tmp_path))
     least = 6 * (ModelShape.of(model.config).cache_bytes(10, 2) + 10 * 8)
-    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: least)
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda: least)
     check_rows(2, 6, 10, model, "cpu")
-    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda device: least - 1)
+    monkeypatch.setattr("penstock.cli.processes.machine.memory_bytes", lambda: least - 1)
     with pytest.raises(ConfigError, match="6 answers at a time"):
         check_rows(2, 6, 10, model, "cpu")
 
@@ -123,19 +123,14 @@ def test_so_it_is_before_processes_start(error: Exception, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("files", "allowed"),
+    ("name", "limit", "allowed"),
     [
-        ({}, None),
-        ({"memory.max": "max\n"}, None),
-        ({"memory.max": "1000\n"}, 1000 + 50),
-        ({"memory.max": "1000\n", "memory.swap.max": "0\n"}, 1000),
-        ({"memory.max": "1000\n", "memory.swap.max": "max\n"}, 1000 + 50),
-        ({"memory/memory.limit_in_bytes": "700\n"}, 700 + 50),
-        ({"memory/memory.limit_in_bytes": "700\n", "memory/memory.memsw.limit_in_bytes": "720\n"}, 720),
+        ("memory.max", "1000\n", 1000),
+        ("memory.max", "max\n", None),
+        ("memory/memory.limit_in_bytes", "700\n", 700),
     ],
 )
-def test_a_containers_limit_is_its_memory(tmp_path: Path, files: dict[str, str], allowed: int | None):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert _container_bytes(tmp_path, swap_bytes=50) == allowed
+def test_a_containers_limit_is_its_memory(tmp_path: Path, name: str, limit: str, allowed: int | None):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(limit)
+    assert memory_bytes(tmp_path) == (allowed or memory_bytes(tmp_path / "nowhere"))

@@ -48,7 +48,9 @@ def test_more_processes_than_the_machine_holds_are_refused_before_one_is_started
     assert main([places.get(word, word) for word in words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1, err
-    assert err.startswith("penstock: 1000000 processes need at least 31,250 GiB, but this machine has "), err
+    assert err.startswith(
+        "penstock: 1000000 processes need at least 31,250 GiB for themselves, but this machine has "
+    ), err
 
 
 def test_no_worker_is_started_after_a_request_to_end(capsys: pytest.CaptureFixture[str]):

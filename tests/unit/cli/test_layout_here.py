@@ -4,17 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import generate, score, serve, session
+from penstock.cli import serve
 from penstock.cli.main import main
-from penstock.cli.processes import machine
-from penstock.cli.processes.machine import (
-    Fitted,
-    GenerationWork,
-    Machine,
-    fitted,
-    options_here,
-    say_shared_cores,
-)
+from penstock.cli.processes.machine import GenerationWork, Machine, fitted, options_here
 from penstock.engine.folders.model_folder import open_model
 from penstock.settings import Precision, Quantize
 from tests.e2e.training import write_run
@@ -28,14 +20,10 @@ def work(weight_bytes: float, num_sequences: int = 8, num_tokens: int = 64, max_
     return GenerationWork(int(weight_bytes), num_sequences, num_tokens, 50, max_copies)
 
 
-def form(found: Fitted) -> tuple[int, int, int]:
-    return found.pp, found.dp, found.num_threads
-
-
 @pytest.mark.parametrize("weight_bytes", [28 * MILLIONS, 111 * MILLIONS, 1300 * MILLIONS])
 @pytest.mark.parametrize("num_sequences", [1, 8, 500])
 def test_two_cores_read_the_weights_together(weight_bytes: int, num_sequences: int) -> None:
-    assert form(fitted(work(weight_bytes, num_sequences), Machine(2, 24 * GIB))) == (1, 1, 2)
+    assert fitted(work(weight_bytes, num_sequences), Machine(2, 24 * GIB)) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("num_cores", [2, 64])
@@ -43,10 +31,10 @@ def test_two_cores_read_the_weights_together(weight_bytes: int, num_sequences: i
 def test_a_model_that_is_read_in_no_time_has_one_thread(num_cores: int, max_copies: int) -> None:
     machine = Machine(num_cores, 24 * GIB)
     small = fitted(work(4 * 2**20, 8, max_copies=max_copies), machine)
-    assert form(small) == (1, 1, 1) and "the weights (4.0 MiB) are few" in small.because
-    assert form(fitted(work(16 * 2**20, 8, max_copies=max_copies), machine)) == (1, 1, 1)
-    assert form(fitted(work(64 * 2**20, 8, max_copies=max_copies), machine)) == (1, 1, num_cores)
-    assert fitted(work(4 * 2**20, 100_000, 512), machine).num_threads == 1, "whatever the copies"
+    assert small == (1, 1, 1)
+    assert fitted(work(16 * 2**20, 8, max_copies=max_copies), machine) == (1, 1, 1)
+    assert fitted(work(64 * 2**20, 8, max_copies=max_copies), machine) == (1, 1, num_cores)
+    assert fitted(work(4 * 2**20, 100_000, 512), machine)[2] == 1, "whatever the copies"
 
 
 def test_what_is_chosen_is_said_wherever_there_is_a_choice(
@@ -54,7 +42,7 @@ def test_what_is_chosen_is_said_wherever_there_is_a_choice(
 ) -> None:
     make_model("llama", vocab_size=300).save_pretrained(tmp_path)
     model = open_model(tmp_path)
-    for num_cores, told in (("1", ""), ("2", "penstock: one thread, for the weights (")):
+    for num_cores, told in (("1", ""), ("2", "penstock: --pp 1 --threads 1 fits this machine")):
         monkeypatch.setenv("OMP_NUM_THREADS", num_cores)
         assert options_here(model, 8, 64, 8, "cpu") == ["--pp", "1", "--threads", "1"]
         err = capsys.readouterr().err
@@ -63,14 +51,14 @@ def test_what_is_chosen_is_said_wherever_there_is_a_choice(
 
 def test_many_cores_take_copies_of_a_small_model_for_much_work_alone() -> None:
     machine = Machine(64, 512 * GIB)
-    much = fitted(work(111 * MILLIONS, 5000, 512), machine)
-    assert much.dp > 1 and much.dp * much.num_threads == 64 and much.pp == 1
-    assert form(fitted(work(111 * MILLIONS, 5000, 1), machine)) == (1, 1, 64), "little work: nothing is started"
-    assert form(fitted(work(111 * MILLIONS, 5000, 512, max_copies=1), machine)) == (1, 1, 64), "a server has no copies"
+    pp, dp, num_threads = fitted(work(111 * MILLIONS, 5000, 512), machine)
+    assert dp > 1 and dp * num_threads == 64 and pp == 1
+    assert fitted(work(111 * MILLIONS, 5000, 1), machine) == (1, 1, 64), "little work: nothing is started"
+    assert fitted(work(111 * MILLIONS, 5000, 512, max_copies=1), machine) == (1, 1, 64), "a server has no copies"
 
 
 def test_copies_fit_the_memory() -> None:
-    assert fitted(work(30e9, 5000, 512), Machine(64, 80 * GIB)).dp <= 2
+    assert fitted(work(30e9, 5000, 512), Machine(64, 80 * GIB))[1] <= 2
 
 
 @pytest.mark.parametrize(
@@ -88,19 +76,13 @@ def test_gpus_take_stages_where_one_is_too_small_and_copies_where_there_is_work(
     weight_bytes: float, num_gpus: int, num_sequences: int, expected: tuple[int, int, int]
 ) -> None:
     machine = Machine(64, 512 * GIB, num_gpus, 80 * GIB)
-    assert form(fitted(work(weight_bytes, num_sequences), machine)) == expected
+    assert fitted(work(weight_bytes, num_sequences), machine) == expected
 
 
 @pytest.mark.parametrize("machine", [Machine(8, 16 * GIB), Machine(8, 512 * GIB, 2, 80 * GIB)])
 def test_a_model_that_does_not_fit_is_refused_with_what_would_do(machine: Machine) -> None:
     with pytest.raises(ValueError, match=r"the model takes 312\.\d GiB.*--quantize int8.*torchrun"):
         fitted(work(280e9), machine)
-
-
-def test_the_options_ask_for_that_layout() -> None:
-    assert Fitted(1, 1, 2, "").options == ["--pp", "1", "--threads", "2"]
-    assert Fitted(2, 3, 1, "").options == ["--pp", "2", "--dp", "3", "--threads", "1"]
-    assert str(Fitted(2, 3, 1, "")) == "3 copies, 2 stages" and str(Fitted(1, 1, 1, "")) == "one thread"
 
 
 def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,23 +106,6 @@ def test_a_models_bytes_are_those_of_the_numbers_that_it_is_used_in(tmp_path: Pa
         assert plain > 10_000
         assert open_model(folder, precision=Precision.BF16).weight_bytes() == plain // 2
         assert plain // 4 <= open_model(folder, quantize=Quantize.INT8).weight_bytes() < 0.3 * plain
-
-
-def test_more_processes_than_cores_are_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    say_shared_cores(2, "cpu")
-    say_shared_cores(9, "cuda")
-    assert capsys.readouterr().err == ""
-    say_shared_cores(9, "cpu")
-    assert capsys.readouterr().err == "penstock: 9 processes share 2 core(s), so each waits for others\n"
-    for command in (generate.Generate, serve.Serve, score.Score):
-        monkeypatch.setattr(command, "look", lambda self: None)
-    monkeypatch.setattr(session, "launch", lambda *given: given[-1]() or 0)
-    for words in (["generate", "model", "text"], ["serve", "model"], ["score", "model", "texts.jsonl"]):
-        assert main([*words, "--pp", "9", "--device", "cpu"]) == 0
-        assert capsys.readouterr().err.count("9 processes share 2 core(s)") == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])

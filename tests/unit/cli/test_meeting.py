@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.cli.processes import session
-from penstock.cli.processes.meeting import Group, find_group
+from penstock.cli.processes.meeting import Group, find_group, listen
 from penstock.cli.processes.session import SECRET, join, secret_of
 from tests.e2e.scripts import free_port
 
@@ -31,7 +30,7 @@ def silent() -> Iterator[int]:
 
 def refusal(rank: int, port: int, address: str = "127.0.0.1", world_size: int = 3) -> str:
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"rank|store") as caught:
+    with pytest.raises(ValueError, match=r"rank|store|listen") as caught:
         join(Group(rank, world_size, rank, address, port, "a test"), LIMIT_S)
     assert time.monotonic() - began < 20 * LIMIT_S
     return str(caught.value)
@@ -48,9 +47,7 @@ def test_ranks_that_are_alone_say_who_or_what_is_missing():
 
 @pytest.mark.shows(149)
 def test_a_port_of_another_program_is_said_by_rank_0_and_by_the_others_in_time(silent: int):
-    assert refusal(0, silent) == (
-        f"rank 0 cannot open the run's store at 127.0.0.1:{silent}: address already in use; give another MASTER_PORT"
-    )
+    assert refusal(0, silent) == f"cannot listen at 127.0.0.1:{silent}: address already in use; give another port"
     assert refusal(1, silent).startswith(f"what listens at 127.0.0.1:{silent} is not the run's store")
 
 
@@ -82,8 +79,8 @@ def test_a_name_that_is_the_hosts_own_loopback_is_listened_to_on_all_networks(mo
     def debian(name: str, port: int, **_: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (name if name[0].isdigit() else "127.0.1.1", port))]
 
-    monkeypatch.setattr(session.socket, "getaddrinfo", debian)
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
     port = free_port()
     for address, expected in (("hosta", "0.0.0.0"), ("127.0.1.1", "127.0.1.1")):
-        with session._listen(address, port) as listener:
+        with listen(address, port) as listener:
             assert listener.getsockname()[0] == expected

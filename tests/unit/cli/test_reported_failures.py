@@ -10,13 +10,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from penstock.cli.main import sentence
 from penstock.cli.processes.meeting import Group
-from penstock.cli.processes.session import (
-    _report_failure,
-    report_is_written,
-    reports_first,
-    stay_for_others,
-    stay_for_report,
-)
+from penstock.cli.processes.session import _report_failure, leave_together, reports_first
 from penstock.parallel.host import ProcessEnded
 from penstock.runtime import PipelineError
 
@@ -64,13 +58,11 @@ def test_the_process_with_the_store_stays_until_the_others_ask_it_nothing_more()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     other = replace(GROUP, rank=1)
     assert reports_first(store)
-    report_is_written(store)
-    holder = threading.Thread(target=stay_for_others, args=(store, GROUP))
+    holder = threading.Thread(target=leave_together, args=(store, GROUP, True))
     holder.start()
     assert not reports_first(store)
-    stay_for_report(store)
     holder.join(0.1)
     assert holder.is_alive(), "the other may still ask"
-    stay_for_others(store, other)
+    leave_together(store, other, False)
     holder.join(4.0)
     assert not holder.is_alive(), "nobody asks any more"

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from penstock.cli.main import CLOSED, FAILED, REFUSED, STOPPED, WORKER_DONE, say
 from penstock.cli.processes.machine import check_processes
-from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK
+from penstock.cli.processes.meeting import LAUNCHER_PID, LOOPBACK, store_at
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -35,8 +34,6 @@ _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _REPORT_LIMIT_S, _END_LIMIT_S = 1.0, 7.0
 # Workers that are not done in the time they have after a request to end report it and end by themselves.
 _REPORT_LATE_S = 5.0
-# How long this process tries to reach its own store; torch's limit is five minutes.
-_STORE_LIMIT_S = 20.0
 _POLL_S = 0.5
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # <linux/prctl.h>
 
@@ -96,7 +93,7 @@ def launch(
             try:
                 workers.start(signals)
                 # Its thread would not survive a fork, so it starts last.
-                store = _store_at(listener)
+                store = store_at(listener)
                 workers.watch(signals)
                 del store
             finally:
@@ -155,16 +152,6 @@ def _can_fork() -> bool:
             opened.append(os.readlink(descriptor))
     has_gpu = any(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in opened)
     return len(os.listdir("/proc/self/task")) == 1 and not has_gpu
-
-
-def _store_at(listener: socket.socket) -> object:
-    """The store at which the workers meet, for as long as the returned object lives."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    host, port = listener.getsockname()
-    limit = timedelta(seconds=_STORE_LIMIT_S)
-    descriptor = listener.detach()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def measured_ranks(
     if device == "cuda":
         room = torch.cuda.mem_get_info(place)[0]
     else:
-        room = (memory_bytes("cpu") or 0) / (group.num_local or 1)
+        room = memory_bytes() / (group.num_local or 1)
     own = {"bytes_per_s": weight.numel() * weight.element_size() / seconds, "room_bytes": room}
     ranks = exchange(store, group, "measured", own)
     speeds = [theirs["bytes_per_s"] for theirs in ranks]

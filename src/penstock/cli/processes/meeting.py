@@ -1,14 +1,18 @@
 """The group of processes that torchrun, Slurm, Kubernetes or our own launcher has made, and the store they share."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +23,9 @@ LAUNCHER_PID = "PENSTOCKLAUNCHER_PID"
 """The environment variable that names, for workers that we launched ourselves, the process that did."""
 
 _OURS = "this launch"
+_BACKLOG = 4096
+# How long a process tries to reach the store that it has opened itself; torch's limit is five minutes.
+_STORE_LIMIT_S = 20.0
 # How long a process leaves it to another to report their mistake: a loaded machine may still be starting that one.
 _OTHERS_WAIT_S = 20.0
 
@@ -123,6 +130,43 @@ def leave_report_to_first(environ: Mapping[str, str]) -> None:
         if group is not None and group.local_rank > 0:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             time.sleep(_OTHERS_WAIT_S)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen at the address at which the others look for a store, on no other network of this host.
+
+    Where it is not one of this host's own (a cluster's service), or a name for this host's loopback (as some operators
+    call the first host alone, and Debian each host itself), nothing says by which network the others come: then on all.
+
+    Raises: ValueError where nothing can listen there.
+    """
+    try:
+        for family, *_, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+            if place[0] != address and ip_address(str(place[0]).partition("%")[0]).is_loopback:
+                continue
+            try:
+                return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {address}:{port}: {reason(error)}; give another port") from None
+
+
+def reason(error: OSError) -> str:
+    """The reason of an error, without the place that some add in brackets."""
+    return (error.strerror or str(error)).partition(" (")[0].lower()
+
+
+def store_at(listener: socket.socket) -> "Store":
+    """The store at which processes meet, for as long as the returned object lives; it takes over the listener."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = listener.getsockname()[:2]
+    limit = timedelta(seconds=_STORE_LIMIT_S)
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
 
 
 def exchange(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -3,11 +3,11 @@
 Training, scoring, generation and the test of links share this when they run on several processes.
 """
 
-import errno
 import faulthandler
 import hashlib
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -17,10 +17,10 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, Self, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ from penstock.cli.main import (
 )
 from penstock.cli.output import NAME
 from penstock.cli.processes.machine import check_open_files
-from penstock.cli.processes.meeting import Group, exchange
+from penstock.cli.processes.meeting import Group, exchange, listen, reason, store_at
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.device import agree_on_device
 from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks, refuse_other_software
@@ -120,7 +120,6 @@ class Pipelines:
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 SECRET = "PENSTOCK_SECRET"
 """The environment variable with a secret of the run, the same on all its hosts."""
-_BACKLOG = 4096
 _PLACE = "penstock/rounds"
 _POLL_S = 0.01
 _ATTEMPT_S = 5.0
@@ -165,62 +164,30 @@ def secret_of(environ: Mapping[str, str]) -> str:
 
 def _store_of(group: Group, timeout_s: float) -> Store:
     """The store that rank 0 opens, or torchrun's agents lend."""
-    opens = group.rank == 0 and os.environ.get(_AGENTS_STORE) != str(True)
-    place = f"{group.address}:{group.port}"
+    if group.rank == 0 and os.environ.get(_AGENTS_STORE) != str(True):
+        store = store_at(listen(group.address, group.port))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     deadline = time.monotonic() + timeout_s
-    listener = None
-    if opens:
-        try:
-            listener = _listen(group.address, group.port).detach()
-        except OSError as error:
-            raise ValueError(
-                f"rank 0 cannot open the run's store at {place}: {_reason(error)}; give another MASTER_PORT"
-            ) from None
-    else:
-        _reach(group, deadline)
-    stores: list[Store | RuntimeError] = []
+    _reach(group, deadline)
+    answers = queue.SimpleQueue[Store | None]()
 
     def connect() -> None:
         try:
-            store = TCPStore(
-                group.address,
-                group.port,
-                group.world_size,
-                is_master=opens,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=listener,
-            )
-        except RuntimeError as error:
-            stores.append(error)
-        else:
-            stores.append(store)
+            limit = timedelta(seconds=timeout_s)
+            answers.put(TCPStore(group.address, group.port, is_master=False, wait_for_workers=False, timeout=limit))
+        except RuntimeError:
+            answers.put(None)
 
     # Whatever else may listen there need never answer, and PyTorch itself would wait for it without a limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if not stores or isinstance(stores[0], RuntimeError):
+    threading.Thread(target=connect, daemon=True).start()
+    store = None
+    with suppress(queue.Empty):
+        store = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+    if store is None:
+        place = f"{group.address}:{group.port}"
         raise ValueError(f"what listens at {place} is not the run's store; is MASTER_PORT another program's?")
-    return stores[0]
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen at the address at which the others look, on no other network of this host.
-
-    Where it is not one of this host's own (a cluster's service), or a name for this host's loopback (as some operators
-    call the first host alone, and Debian each host itself), nothing says by which network the others come: then on all.
-    """
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
-        if place[0] != address and ip_address(place[0]).is_loopback:
-            continue
-        try:
-            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    return socket.create_server(("", port), backlog=_BACKLOG)
+    return store
 
 
 def _reach(group: Group, deadline: float) -> None:
@@ -233,15 +200,10 @@ def _reach(group: Group, deadline: float) -> None:
         except OSError as error:
             if left <= 0:
                 raise ValueError(
-                    f"rank {group.rank} found no store at {group.address}:{group.port} in time ({_reason(error)}); "
+                    f"rank {group.rank} found no store at {group.address}:{group.port} in time ({reason(error)}); "
                     "rank 0 opens it at MASTER_ADDR and MASTER_PORT, which all hosts must reach"
                 ) from None
         time.sleep(min(0.1, max(0.0, left)))
-
-
-def _reason(error: OSError) -> str:
-    """The reason of an error, without the place that some add in brackets."""
-    return (error.strerror or str(error)).partition(" (")[0].lower()
 
 
 # A group that torchrun restarts keeps one store for all its rounds: values that an earlier round left there must not be
@@ -323,24 +285,19 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         if dist.is_initialized():
             dist.destroy_process_group()
     except ValueError as error:
-        if reports_first(store):
+        if is_first := reports_first(store):
             say(sentence(error))
-            report_is_written(store)
-        else:
-            stay_for_report(store)
-        stay_for_others(store, group)
+        leave_together(store, group, is_first)
         return _end(group, REFUSED)
     except Exception as error:
         if _is_of_reader(error):
             # Nobody is left to be told.
-            report_is_written(store)
-            stay_for_others(store, group)
+            leave_together(store, group, has_reported=True)
             return _end(group, CLOSED)
-        if not is_reported(store):
-            _report_failure(group, error)
+        if is_reported(store):
+            leave_together(store, group, has_reported=False)
         else:
-            stay_for_report(store)
-            stay_for_others(store, group)
+            _report_failure(group, error)
         return _end(group, FAILED)
     except SystemExit as ending:
         # A callback, a loss or a library took the process for its own.
@@ -439,34 +396,26 @@ def reports_first(store: "Store") -> bool:
     return answer_of_store(lambda: store.add(_REPORTED, 1) == 1, _ANSWER_LIMIT_S, if_silent=True)
 
 
-def report_is_written(store: "Store") -> None:
-    """Let the processes end that wait for the report."""
-    answer_of_store(lambda: store.set(_WRITTEN, "") is None, _ANSWER_LIMIT_S)
+def leave_together(store: "Store", group: Group, has_reported: bool) -> None:
+    """Wait briefly until the report is written, since once one process has ended the others are soon ended, too.
 
-
-def stay_for_report(store: "Store") -> None:
-    """Wait briefly until the report is written: once one process has ended, the others are soon ended, too."""
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while time.monotonic() < deadline:
-        if answer_of_store(lambda: store.check([_WRITTEN]), _ANSWER_LIMIT_S, if_gone=True, if_silent=True):
-            return
-        time.sleep(0.01)
-
-
-def stay_for_others(store: "Store", group: Group) -> None:
-    """Ask the store nothing more; on rank 0, with which it may end, wait briefly until that holds for all.
-
-    A process whose store goes while it asks prints a page of torch's own beside the one sentence.
+    Then ask the store nothing more; rank 0, with which it may end, waits briefly until that holds for all: a process
+    whose store goes while it asks prints a page of torch's own beside the one sentence.
     """
-    done = answer_of_store(
-        lambda: store.add(_DONE, 1) >= group.world_size, _ANSWER_LIMIT_S, if_gone=True, if_silent=True
-    )
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while not done and group.rank == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        done = answer_of_store(
-            lambda: store.add(_DONE, 0) >= group.world_size, _ANSWER_LIMIT_S, if_gone=True, if_silent=True
-        )
+
+    def wait_for(question: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
+        while not answer_of_store(question, _ANSWER_LIMIT_S, if_gone=True, if_silent=True):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    if has_reported:
+        answer_of_store(lambda: store.set(_WRITTEN, "") is None, _ANSWER_LIMIT_S)
+    wait_for(lambda: store.check([_WRITTEN]))
+    answer_of_store(lambda: store.add(_DONE, 1) > 0, _ANSWER_LIMIT_S)
+    if group.rank == 0:
+        wait_for(lambda: store.add(_DONE, 0) >= group.world_size)
 
 
 def is_reported(store: "Store") -> bool:
