@@ -213,30 +213,3 @@ def test_targets_are_those_of_peft_and_a_saved_model_has_its_adapters_beside_or_
     torch.testing.assert_close(mine, found, rtol=0, atol=30 * CLOSE)
     torch.testing.assert_close(mine, merged, rtol=0, atol=30 * CLOSE)
     assert (mine - untrained).abs().max() > 100 * CLOSE
-
-
-def refused_with_tp(rank: int, base: Path) -> str:
-    with pytest.raises(ValueError, match="tp = 2") as caught:
-        opened(Case(Layout(tp=2), True), base, lora())
-    return str(caught.value)
-
-
-def test_what_cannot_be_adapted_is_refused_by_name(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    make_model("llama").save_pretrained(base)
-    assert len(set(run_ranks(2, refused_with_tp, base, timeout_s=60.0))) == 1
-    for settings, words in (
-        ({"target_modules": ["q_projj"]}, "no layer of the model fits"),
-        ({"target_modules": ["lm_head"]}, "lm_head, which cannot have an adapter"),
-        ({"target_modules": ".*attn.*"}, r"name model\.layers\.0\.self_attn, which holds other modules"),
-        ({"exclude_modules": TARGETS}, "without exclude_modules"),
-        ({"use_dora": True}, "use_dora = True"),
-        ({"bias": "all"}, "bias = 'all'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            opened(Case(Layout(), True), base, lora(**settings))
-    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
-        opened(Case(Layout(), True), base, tmp_path)
-    with pytest.raises(ValueError, match="has no adapters to save"):
-        opened(Case(Layout(), True), base, None).save_adapter(tmp_path / "nothing")

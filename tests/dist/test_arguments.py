@@ -14,16 +14,12 @@ from transformers import AutoModelForCausalLM
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import Extent
 from penstock.engine import EngineOptions
-from penstock.engine.own_layers import units_of_layers
-from penstock.model import Sequences, cross_entropy_sum, decoder_units
-from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
-from tests.dist.grid_cases import DENSE
-from tests.dist.launch import run_outcomes, run_ranks
+from penstock.model import Sequences, cross_entropy_sum
+from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences
 
 WIDTH, VOCAB = 8, 32
 SPLIT = MicroBatchSpec(num=3)
-PLAIN = OptimizerConfig(LearningRate(0.05), weight_decay=WeightDecay(0.0), clip_norm=0.0)
 LENGTHS = (5, 3, 7, 4)
 
 
@@ -92,24 +88,6 @@ def test_a_key_that_a_layer_needs_and_the_batch_lacks_is_named_on_its_rank_befor
     assert any(said in texts[0] for texts in apart)
 
 
-class Short(nn.Module):
-    """Gives a row less than there are tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[1:]
-
-
-def shortened() -> list[nn.Module]:
-    return [Embed(), nn.Linear(WIDTH, WIDTH), Short(), nn.Linear(WIDTH, VOCAB)]
-
-
-def test_rows_that_are_too_few_for_the_labels_are_refused_where_the_loss_is() -> None:
-    """A message may have any number of rows; the loss needs one for each token."""
-    outcomes = run_outcomes(2, refuse, Layout(pp=2), shortened, None)
-    texts = [text for one in outcomes for text in (one.value or [one.error or ""])]
-    assert any("logits have shape (4, 32) and labels (5,)" in text for text in texts), texts
-
-
 # ---- positions
 
 OWN_POSITIONS = [3, 4, 5, 9, 10, 0, 2, 4, 20, 21, 22, 23, 24, 40, 41, 7, 7, 8, 8]
@@ -171,55 +149,3 @@ def test_positions_are_refused_by_a_model_that_takes_none(tmp_path: Path) -> Non
     make_model("bloom", n_head=4, n_layer=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
         score(0, Layout(), tmp_path, False, True)
-
-
-class Rotated(nn.Module):
-    """Asks for three positions of each token, as models of images do: time, height and width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.angles = nn.Linear(3, WIDTH)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        assert positions.shape == (len(x), 3)
-        return x * self.angles(positions.to(x.dtype)).cos()
-
-
-def rotated() -> list[nn.Module]:
-    torch.manual_seed(4)
-    return [nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), Rotated(), nn.Linear(WIDTH, VOCAB)]
-
-
-def with_triples() -> PackedBatch:
-    """The batch with three positions of each token, of which no two tokens have the same."""
-    return batch().with_key("positions", torch.arange(3 * sum(LENGTHS)).view(-1, 3))
-
-
-def score_with_triples(rank: int, layout: Layout) -> list[list[Tensor]]:
-    """The logits of own layers that ask for the key, and of a decoder with the key and without."""
-    found = []
-    for units, width, batches in (
-        (lambda groups: units_of_layers(rotated()), WIDTH, (with_triples(),)),
-        (lambda groups: decoder_units(DENSE, groups=groups), DENSE.hidden_size, (batch(), with_triples())),
-    ):
-        engine = Engine(units, width, layout, EngineOptions(device="cpu"))
-        logits = [engine.forward(b, micro_batches=SPLIT, broadcast=True) for b in batches]
-        assert all(engine.train_batch(b, micro_batches=SPLIT).success for b in batches)
-        found.append(logits)
-        engine.close()
-        engine.grid.close()
-    return found
-
-
-@pytest.mark.shows(103)
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(cp=2)], ids=str)
-def test_positions_with_more_dimensions_are_a_users_own(layout: Layout) -> None:
-    """Layers that ask for them get each token's row in every microbatch; a decoder counts positions as without them."""
-    embedding, linear, middle, head = rotated()
-    given = with_triples()
-    with torch.no_grad():
-        expected = head(middle(linear(embedding(given["tokens"])), given["positions"]))
-    by_rank = [score_with_triples(0, layout)] if layout.world_size == 1 else run_ranks(2, score_with_triples, layout)
-    for [own], [without, beside] in by_rank:
-        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(without, beside)

@@ -1,7 +1,5 @@
 """Two pipelines side by side: the gradients of both batches, normalised as asked, as one process sums them."""
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, SplitError, split
 from penstock.engine import Engine, EngineOptions, ZeroLossWeight
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
-from penstock.runtime import Executor, Feed, PipelineError, StepError, TransportError
+from penstock.runtime import Executor, Feed, PipelineError
 from penstock.schedule import Action, Op
 from penstock.settings import ModelConfig, Normalize, OptimizerConfig, Precision
-from tests.dist.launch import run_outcomes, run_ranks
+from tests.dist.launch import run_ranks
 from tests.host_waits import HostWaits
 
 CONFIG = ModelConfig(
@@ -233,43 +230,3 @@ def test_what_one_rank_cannot_do_no_rank_starts() -> None:
     assert alike is PipelineError and "(dp 0," not in alike_text
     views = [f"(dp 1, pp {pp}, cp 0, tp 0) has 2 items, 10 tokens, asks for 2 microbatches, digest " for pp in range(2)]
     assert all(view in alike_text for view in views)
-
-
-def fail_on_one_rank(rank: int) -> str:
-    """The last stage's loss raises; the other rank must not wait for ever."""
-    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, Layout(pp=2), EngineOptions(timeout_s=60.0))
-
-    store = dist.distributed_c10d._get_default_store()
-
-    def tell_once_it_waits() -> None:
-        while engine.recorder.awaited is None:
-            time.sleep(0.001)
-        store.set("waits", "")
-
-    def broken(output: Tensor, microbatch: PackedBatch) -> Tensor:
-        # Else it could be gone before the other one has sent it everything.
-        store.wait(["waits"])
-        raise ArithmeticError("no loss today")
-
-    if rank == 0:
-        threading.Thread(target=tell_once_it_waits, daemon=True).start()
-
-    batch = PackedBatch.from_documents([torch.arange(6), torch.arange(4)])
-    try:
-        engine.train_batch(batch, broken, micro_batches=MicroBatchSpec(num=2))
-    except StepError as error:
-        assert str(error) == "rank 1 failed in 1F0, step 1: ArithmeticError: no loss today"
-        assert isinstance(error.__cause__, TransportError if rank == 0 else ArithmeticError)
-        engine.train_batch(batch, micro_batches=MicroBatchSpec(num=2))
-        raise
-    return "went through"
-
-
-@pytest.mark.shows(15, 99)
-def test_an_error_on_one_rank_ends_the_others_in_time_with_what_they_awaited() -> None:
-    outcomes = run_outcomes(2, fail_on_one_rank, timeout_s=30.0)
-    assert "ArithmeticError: no loss today" in (outcomes[1].error or "")
-    assert "rank 1, step 1: in 1F0" in (outcomes[1].error or "")
-    first = outcomes[0].error or ""
-    assert "TransportError: rank 0, step 1: in 0B0 for" in first
-    assert "waits for the gradient of stage 1 for microbatch 0 from rank 1" in first

@@ -173,7 +173,7 @@ def train(rank: int, case: Case, fails: bool) -> dict[str, Any]:
     return {"results": results, "state": state, "texts": texts, "raised": raised, "heard": heard, "left": num_pending}
 
 
-@pytest.mark.shows(112)
+@pytest.mark.shows(15, 112)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_fails_anywhere_is_as_if_it_had_not_been(case: Case) -> None:
     failed, clean = (run_ranks(case.layout.world_size, train, case, fails, timeout_s=120.0) for fails in (True, False))

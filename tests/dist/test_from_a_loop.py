@@ -299,12 +299,3 @@ def test_a_layer_of_b_t_is_told_what_it_was_given(pp: int, names: list[str]) -> 
     for texts in by_rank:
         assert all(re.search(rf"layers\.1 \(Padded\).*{given}", text) for text in texts), texts
     assert (Path(__file__).parents[2] / PAGE).exists()
-
-
-@pytest.mark.shows(189)
-def test_other_errors_of_a_layer_stay_as_they_are() -> None:
-    engine = engine_of(
-        1, model=[nn.Embedding(VOCAB, WIDTH), Padded(raising(ValueError("no luck"))), nn.Linear(WIDTH, VOCAB)]
-    )
-    with pytest.raises(ValueError, match=r"^layers.1 \(Padded\): no luck(\n|$)"):
-        engine.train_batch(batch_of(1))

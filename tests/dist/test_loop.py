@@ -1,14 +1,7 @@
-"""Training, scoring and generation take turns on one engine and one set of weights, and none leaves a trace in another.
-
-The ranks of a case are started once and run all of it.
-"""
-
-from collections.abc import Callable
-from typing import Any
+"""Generation and scoring say the same of a token, on one engine that has trained."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
@@ -40,67 +33,6 @@ def prompts(seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (5,), generator=generator).tolist()
     return [torch.randint(0, 40, (n,), generator=generator).tolist() for n in lengths]
-
-
-def score(engine: Engine, number: int) -> None:
-    engine.forward(batch(100 + number), token_scores(entropies=True), micro_batches=SPEC, broadcast=True)
-
-
-def evaluate(engine: Engine, number: int) -> None:
-    engine.evaluate([batch(200 + number), batch(300 + number)], micro_batches=SPEC)
-
-
-def generate(engine: Engine, number: int) -> None:
-    engine.generate(prompts(number), SamplingParams(max_new_tokens=6, end_tokens=(END,), seed=number))
-
-
-# ---- training is what it is without the others
-
-
-def train(engine: Engine, others: list[Callable[[Engine, int], None]]) -> dict[str, Any]:
-    """Three steps, one of the others before, between and after them in turn; all of what training has come to."""
-    addresses = {name: p.data_ptr() for name, p in engine.parameters().items()}
-    results = []
-    for step in range(3):
-        for number, other in enumerate(others[step % 3 :]):
-            other(engine, 10 * step + number)
-        results.append(engine.train_batch(batch(step), micro_batches=SPEC))
-    for other in others:
-        other(engine, 99)
-    assert addresses == {name: p.data_ptr() for name, p in engine.parameters().items()}, "one set of weights"
-    found = {
-        "losses": [r.loss for r in results],
-        "norms": [r.grad_norm for r in results],
-        "state": {name: value.clone() for name, value in engine.state().items() if isinstance(value, Tensor)},
-        "pending": engine.pipeline.transport.num_pending(),
-        "random": torch.get_rng_state(),
-    }
-    engine.close()
-    engine.grid.close()
-    return found
-
-
-def train_both_ways(rank: int, pp: int, schedules: tuple[str, ...]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [
-        (train(make(pp, schedule), []), train(make(pp, schedule), [generate, score, evaluate, generate]))
-        for schedule in schedules
-    ]
-
-
-@pytest.mark.parametrize("pp, schedules", [(1, ("1f1b",)), (2, ("interleaved", "zb-v")), (3, ("zb-h1",))], ids=str)
-def test_training_is_bit_for_bit_what_it_is_without_scoring_and_generation(pp: int, schedules: tuple[str, ...]) -> None:
-    for by_schedule in run_ranks(pp, train_both_ways, pp, schedules, timeout_s=110.0):
-        assert len(by_schedule) == len(schedules)
-        for alone, among_others in by_schedule:
-            assert among_others["losses"] == alone["losses"] and among_others["norms"] == alone["norms"]
-            assert alone["state"].keys() == among_others["state"].keys()
-            assert any(name.startswith("optimizer.exp_avg.") for name in alone["state"]), "weights are not all there is"
-            assert all(torch.equal(value, among_others["state"][name]) for name, value in alone["state"].items())
-            assert torch.equal(alone["random"], among_others["random"])
-            assert alone["pending"] == among_others["pending"] == 0
-
-
-# ---- generation and scoring say the same
 
 
 def generate_and_score(rank: int, pp: int) -> list[tuple[list[float], list[float]]]:

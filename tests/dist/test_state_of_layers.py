@@ -106,7 +106,7 @@ def resumed(rank: int, place: Place, folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.shows(102)
+@pytest.mark.shows(102, 118)
 @pytest.mark.parametrize(
     "first, second",
     [

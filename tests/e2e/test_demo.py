@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 from tools import demo
 
-from penstock.data.tokenizer import load_tokenizer
 from tests.e2e.pages import ROOT, agrees, blocks_of
 from tests.e2e.scripts import in_folder
 from tests.e2e.training import CORPUS
@@ -106,12 +105,3 @@ def test_the_demo_prints_what_the_readme_shows(
     assert agrees(without_numbers("...\n" + end), without_numbers(written)), printed
     commands = re.findall(r"^  \S+/penstock (\w+)", printed, re.MULTILINE)
     assert len(commands) >= 4
-
-
-def test_the_demos_tokens_make_indentation_cheap_and_keep_every_text() -> None:
-    tokenizer = load_tokenizer(str(ROOT / TOKENS))
-    line, text = "\n        return self", "def f(x):\n\tif x:\n            return 'ä'  # \u2603\n\n\n"
-    (tokens, whole) = tokenizer.encode([line, text])
-    assert len(tokens) == 3
-    assert tokenizer.decode(whole.tolist()) == text
-    assert tokenizer.vocab_size == 1024

@@ -15,7 +15,6 @@ from penstock.cli.output import ResultsFile
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engine.generation.answers import AnswerText
 from tests.e2e.training import run, write_run
-from tests.hugging_face import make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +70,6 @@ def test_where_no_layout_is_given_a_small_model_has_one_thread_and_it_is_said(
     finally:
         torch.set_num_threads(before)
     assert answers(shared) == answers(alone)
-
-
-def test_a_family_that_is_not_native_runs_by_the_layers_of_transformers(tmp_path: Path) -> None:
-    foreign: Any = make_model("gpt_neox", vocab_size=300)
-    foreign.save_pretrained(tmp_path)
-    tokenizer = make_tokenizer(tmp_path)
-    words = [str(tmp_path), "the cat", "--temperature", "0", "--max-new-tokens", "8", "--ignore-end", "--json"]
-    code, _, err = call(*words, "--native", "true")
-    assert code == 2 and "native=False" in err
-    code, out, err = call(*words)
-    assert code == 0 and f"transformers' own layers run {tmp_path}: the decoder is none of GPTNeoX" in err
-    for others in (["--no-native"], ["--native", "false"]):
-        assert answers(call(*words, *others)[1]) == answers(out)
-    prompt = tokenizer("the cat", return_tensors="pt")
-    expected = foreign.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)
-    assert answers(out)[0]["tokens"] == expected[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 def test_a_file_of_prompts_becomes_a_file_of_answers_in_its_order(model: Path, tmp_path: Path) -> None:

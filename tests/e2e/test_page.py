@@ -16,7 +16,7 @@ from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Timeline
 from penstock.schedule.actions import COMPUTE, parts
 from penstock.schedule.recording import Wait
-from tests.e2e.chromium import Chromium, contrast, find_chromium
+from tests.e2e.chromium import Chromium, find_chromium
 from tests.schedule.hangs import HANGS, carried_out, hang_of, waiting
 
 pytestmark = pytest.mark.subject(
@@ -295,25 +295,6 @@ def test_a_measured_step_lies_under_the_simulated_one_on_one_axis(show: Open, sh
     assert page.evaluate("rows.bars.map(bar => bar.layer.name)") == ["simulated"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes_can_be_read(show: Open, browser: Chromium, scheme: str):
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-    page = show()
-    corner = page.picture()[2, 2]
-    assert (corner.mean() < 60) == (scheme == "dark")
-    names = ("page", "surface", "ink", "muted", "accent", "on-accent", "tip", "on-tip")
-    style = "getComputedStyle(document.documentElement)"
-    colours = {name: rgb(page.evaluate(f"{style}.getPropertyValue('--{name}').trim()")) for name in names}
-    on_each = [(text, ground) for text in ("ink", "muted") for ground in ("page", "surface")]
-    for text, ground in [*on_each, ("on-accent", "accent"), ("on-tip", "tip")]:
-        assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    kinds = page.evaluate("colours.kinds.map(kind => [kind, inkOn(kind)])")
-    assert all(contrast(tuple(kind), rgb(ink)) >= 3 for kind, ink in kinds)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
-    browser.settle()
-    assert page.picture()[2, 2].mean() > 200
-
-
 def test_every_control_has_a_name(show: Open):
     page = show(Layer.simulated(TIMELINE), Layer("measured", MEASURED, WAITS))
     nameless = """[...document.querySelectorAll("button, input, main")].filter(control =>
@@ -321,56 +302,6 @@ def test_every_control_has_a_name(show: Open):
     assert page.evaluate(nameless) == 0
     assert TIMELINE.title in page.evaluate("document.querySelector('#chart').getAttribute('aria-label')")
     assert page.evaluate("document.documentElement.lang") == "en"
-
-
-@pytest.mark.parametrize("name, closer", [("1f1b", 1), ("dualpipe", 1), ("zb-v", 2)])
-def test_the_numbers_of_eight_ranks_and_32_microbatches_are_read(show: Open, name: str, closer: int) -> None:
-    timeline = schedule.simulate(schedule.lower(schedule.build(name, ranks=8, microbatches=32)))
-    page = show(Layer.simulated(timeline))
-    page.evaluate(f"zoom({closer})")
-    start, end = page.seen()
-    # Each text is noted as it is drawn, with the size of its font.
-    page.evaluate("window.written = []; window.plain = CanvasRenderingContext2D.prototype.fillText; 0")
-    page.evaluate(
-        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
-        "written.push([text, parseFloat(this.font)]); plain.call(this, text, ...at) }; redraw(); 0"
-    )
-    page.browser.settle()
-    written = page.evaluate("written")
-    page.evaluate("CanvasRenderingContext2D.prototype.fillText = plain; 0")
-    figures = "".join(text for text, size in written if size >= 8.5)
-    shown = [action for _, event, action in boxes(timeline) if start < event.start and event.end < end]
-    assert len(shown) > 300
-    digits = sum(len(str(action.microbatch)) for action in shown)
-    assert sum(character.isdigit() for character in figures) >= 0.97 * digits
-    assert ("another shade: the rank's second stage" in page.text("#legend")) == (name != "1f1b")
-    assert "bubble: share of the span that the busiest rank does not compute" in page.text("#definitions")
-
-
-def test_fifty_thousand_actions_are_drawn_and_followed(show: Open):
-    big = simulated(64, 400, Costs(forward=1.5))
-    assert sum(map(len, big.events)) > 50_000
-    page = show(Layer.simulated(big))
-    assert page.complaints() == []
-    picture = page.picture()
-    full = np.array([rgb(kind.colour) for kind in (Kind.FORWARD, Kind.BACKWARD)])
-    # In the steady middle, columns are split between forward and backward by their shares of the time.
-    left, _, width, _ = page.box("#body")
-    middle = picture[:, int(left + 0.4 * width) : int(left + 0.6 * width)]
-    counts = [(middle == colour).all(axis=2).sum() for colour in full]
-    assert min(counts) > 5000
-    page.browser.press("]", 221)
-    assert page.text("#status").startswith("Microbatch 0:")
-    assert "128 actions, 126 messages" in page.text("#status")
-    page.evaluate("look(1000, 1003), $('scroller').scrollTop = 0")
-    seen = [(r, e, a) for r, e, a in boxes(big) if r < 8 and a.microbatch and e.start < 1001.5 < e.end]
-    page.browser.press("Escape", 27)
-    close = page.picture()
-    assert seen
-    for rank, event, action in seen:
-        time = max(event.start, 1000.0) + 0.05
-        assert at(close, page, time, rank) == colour_of(action), (rank, str(action))
-    assert page.complaints() == []
 
 
 @pytest.mark.shows(191)

@@ -132,18 +132,6 @@ def test_two_pipelines_of_two_stages_write_the_same_file(folder: Path, monkeypat
     assert (folder / "two.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
 
 
-def test_ranks_that_share_the_stage_and_its_tokens_score_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    expected = score(folder, "whole.jsonl")
-    words = ["run", "texts.jsonl", "--output", "shared.jsonl", "--tp", "2", "--cp", "2", "--json"]
-    ended = run(*words, command="score")
-    assert ended.exit_code == 0, ended.err
-    lines = [json.loads(line) for line in (folder / "shared.jsonl").read_text().splitlines()]
-    assert len(lines) == len(TEXTS)
-    for line, alone in zip(lines, expected, strict=True):
-        assert line["log_probs"] == pytest.approx(alone["log_probs"], abs=1e-4)
-
-
 def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,17 +82,3 @@ def test_callbacks_and_trackers_see_all_of_an_interrupted_run(tmp_path: Path) ->
         assert scalars == pytest.approx({key: value for key, value in wanted.items() if key[1] == name}, rel=1e-6)
     gauges = (tmp_path / "run" / PROMETHEUS_FILE).read_text().splitlines()
     assert f"penstock_loss {wanted[20, 'loss']!r}" in gauges and "penstock_step 20.0" in gauges
-
-
-@pytest.mark.shows(117)
-def test_a_loss_that_falls_no_further_ends_the_run(tmp_path: Path) -> None:
-    file = write_run(tmp_path, "run", 40)
-    early = ["--watch.patience", "2", "--watch.min-delta", "100"]
-    stopped = train(tmp_path, file, *early)
-    assert (stopped["step"], stopped["stopped_early"], stopped["complete"]) == (15, True, True)
-    assert read_metrics(tmp_path / "run" / METRICS_FILE)[-1]["step"] == 15
-    again = train(tmp_path, file, *early)
-    assert (again["step"], again["resumed_from"], again["stopped_early"]) == (15, 15, True)
-    # The evaluations before the interruption count: two are there, and the third is the last.
-    longer = train(tmp_path, file, "--watch.patience", "3", "--watch.min-delta", "100")
-    assert (longer["step"], longer["stopped_early"]) == (20, True)

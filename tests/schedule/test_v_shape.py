@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.schedule import Costs, Timeline, build, lower, simulate, verify
-from penstock.schedule.actions import Op, flatten
-from penstock.schedule.builders.squeeze import PERIOD, PREFERENCES, _SqueezedRank, pattern, squeeze
+from penstock.schedule.builders.squeeze import PERIOD, PREFERENCES, pattern, squeeze
 from tests.schedule.families import built, lowered
 
 # One slot for each of F, I and W on each of a rank's two stages.
@@ -90,28 +89,3 @@ def test_uneven_times_do_not_stop_it():
         costs = Costs(forward=(3, 1, 2, 5, 1, 1, 4, 2), backward_input=2, backward_weight=(1,) * 8, transfer=0.5)
         result = simulate(program, costs)
         assert result.bubble_rate > 0 and result.makespan > 9 * 5
-
-
-def test_ranks_are_asked_about_as_often_as_they_act(monkeypatch: pytest.MonkeyPatch):
-    """Asking every rank in every slot took minutes for hundreds of ranks."""
-    asked, act = [0], _SqueezedRank.act
-
-    def counted(self: _SqueezedRank, slot: int) -> int | None:
-        asked[0] += 1
-        return act(self, slot)
-
-    monkeypatch.setattr(_SqueezedRank, "act", counted)
-    orders = build("zb-v", ranks=40, microbatches=5).orders
-    assert sum(map(len, orders)) == 40 * 5 * 6
-    assert asked[0] <= 2 * sum(map(len, orders))
-
-
-def test_no_preference_gives_a_shorter_zero_bubble_than_the_one_that_is_taken():
-    for p, m in ((3, 2), (4, 5), (7, 7), (9, 12), (12, 22)):
-        orders = build("zb-v", ranks=p, microbatches=2 * p - 1).orders
-        few = [tuple(a for a in flatten(order) if a.op is not Op.W and a.microbatch < m) for order in orders]
-        placement = built("zb-v", p, m).placement
-        found = [squeeze(placement, few, preference, 2 * p) for preference in PREFERENCES]
-        best = min((one.span, one.makespan) for one in found if one is not None)
-        taken = timeline("zb-v", p, m)
-        assert (taken.span_cost, taken.makespan) == best
