@@ -239,31 +239,6 @@ def test_schedules_recompute_and_overlap_change_no_bit_and_ranks_send_their_own_
 # ---- what a rank holds
 
 
-def test_parts_are_consecutive_cover_everything_and_differ_by_one_at_most() -> None:
-    for size in range(1, 12):
-        for count in range(1, size + 1):
-            parts = [Shard("tp", 1, index, count, (3, size)) for index in range(count)]
-            whole = torch.arange(3.0 * size).view(3, size)
-            assert torch.equal(torch.cat([part.of(whole) for part in parts], 1), whole)
-            assert all(part.of(whole).shape == part.part.shape for part in parts)
-            assert max(part.length for part in parts) - min(part.length for part in parts) <= 1
-
-
-@pytest.mark.parametrize(
-    ("change", "tp", "possible"),
-    [
-        ({}, 3, "1, 2, 4"),
-        ({"num_kv_heads": 1}, 8, "1, 2, 4"),
-        ({"intermediate_size": 22}, 4, "1, 2"),
-        ({"num_heads": 6, "head_dim": 4, "num_kv_heads": 2, "intermediate_size": 24}, 3, "1, 2, 6"),
-    ],
-)
-def test_ranks_that_cannot_share_a_model_are_refused(change: dict[str, Any], tp: int, possible: str) -> None:
-    config = replace(CONFIG, **{"head_dim": 4, **change})
-    with pytest.raises(ValueError, match=rf"tp={tp} cannot share .* possible are {possible}$"):
-        decoder_units(config, groups=ModelGroups.planned(tp=tp))
-
-
 def test_units_made_for_nobody_else_are_refused_where_ranks_share_them() -> None:
     from penstock.engine.build import units_for
 

@@ -63,36 +63,6 @@ def test_weights_quantized_in_another_form_are_refused_by_name(folder: Path, tmp
         open_model(tmp_path)
 
 
-def test_a_run_is_not_quantized(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(folder), str(tmp_path / "run"), "--quantize", "int8"]) == 2
-    assert "give --to huggingface" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-def test_commands_take_the_kind_of_numbers_and_refuse_what_they_cannot_keep_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts, found = tmp_path / "prompts.jsonl", {}
-    prompts.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in PROMPTS))
-    for kind in ("none", "int8", "int8-weights"):
-        output = tmp_path / f"{kind}.jsonl"
-        words = ["generate", str(folder), "--file", str(prompts), "--output", str(output), "--quantize", kind]
-        assert main([*words, "--temperature", "0", "--max-new-tokens", "8", "--ignore-end"]) == 0
-        found[kind] = [tuple(json.loads(line)["tokens"]) for line in output.read_text().splitlines()]
-    assert found["int8"] == answers(folder, Quantize.INT8)
-    scores = {}
-    for kind in ("none", "int8"):
-        output = tmp_path / f"{kind}.scores.jsonl"
-        assert main(["score", str(folder), str(prompts), "--output", str(output), "--quantize", kind]) == 0
-        scores[kind] = output.read_text()
-    assert scores["none"] != scores["int8"]
-    capsys.readouterr()
-    for more, told in ((["--no-native"], "only dense models"), (["--quantize", "int3"], "int8-weights")):
-        words = ["generate", str(folder), "--quantize", "int8", *more, "--file", str(prompts), "--max-new-tokens", "8"]
-        assert main(words) == 2
-        caught = capsys.readouterr().err
-        assert told in caught and "Traceback" not in caught
-
-
 @pytest.mark.shows(175)
 def test_a_kind_that_is_slower_here_is_named_once_and_auto_takes_the_faster(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,22 +58,6 @@ def test_a_host_with_another_version_is_refused_by_name_before_anything_is_writt
     [told] = [one.err for one in ended if one.err]
     assert told.startswith(differing(name)) and told.count("\n") == 1, told
     assert {path for path in tmp_path.rglob("*") if "cache" not in path.parts} == before
-
-
-@pytest.mark.shows(169)
-def test_torchrun_hands_on_the_refusal_of_another_version(tmp_path: Path):
-    # What Python itself runs first, in the processes of one "host".
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os\nif os.environ.get('RANK') == '1':\n    import torch\n    torch.__version__ = {OTHER!r}\n"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    with Started([str(write_run(tmp_path, "run", 8))], environ, torchrun) as started:
-        ended = started.end()
-    assert ended.exit_code == 1
-    told = [line for line in ended.err.splitlines() if line.startswith("penstock: ")]
-    assert len(told) == 1 and told[0].startswith(differing("torch")), ended.err
-    assert not (tmp_path / "run").exists()
 
 
 def made_with_another_version(rank: int) -> str:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.data import CorpusError, CorpusSpec, corpus, load_corpus
+from penstock.data import CorpusError, CorpusSpec, load_corpus
 from penstock.data.corpus import TokenStore, held_out
 from penstock.data.sources import SKIPPED_FOLDERS, find_source
 from penstock.data.tokenizer import load_tokenizer
@@ -74,15 +72,6 @@ def test_the_built_in_corpus_is_the_librarys_source_divided_by_file():
     assert corpus.vocab_size == 256
     assert corpus.training.tokens.dtype == np.uint8
     assert corpus.training.num_tokens == corpus.training.tokens.size > 1_000_000
-
-
-def test_every_process_finds_the_same_built_in_corpus():
-    code = "from penstock.data import *; print(load_corpus(CorpusSpec()).fingerprint)"
-    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.strip() == load_corpus(CorpusSpec()).fingerprint
 
 
 # ---- users' corpora
@@ -275,18 +264,3 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, files, change, messag
 def test_an_end_token_must_be_in_the_tokenizer(tokenizer_file: Path, end_token):
     with pytest.raises(CorpusError, match="end"):
         load_tokenizer(str(tokenizer_file), end_token)
-
-
-def test_long_tokenising_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(5):
-        (tmp_path / f"{number}.txt").write_text("some words")
-    monkeypatch.setattr(corpus, "DOCUMENTS_AT_ONCE", 2)
-    with caplog.at_level("INFO", logger="penstock"):
-        load_corpus(CorpusSpec(str(tmp_path)))
-        assert caplog.messages == []
-        monkeypatch.setattr(corpus, "SECONDS_BETWEEN_NOTES", 0.0)
-        load_corpus(CorpusSpec(str(tmp_path)))
-    counted = [f"{count} documents, up to {name}.txt" for count, name in ((2, 1), (4, 3), (5, 4))]
-    assert caplog.messages == [f"tokenising {tmp_path}: {each}" for each in counted]

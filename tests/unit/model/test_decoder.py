@@ -191,3 +191,21 @@ class TestConfig:
     def test_what_is_left_out_follows(self) -> None:
         config = ModelConfig(41, 24, 40, 2, 4)
         assert (config.key_heads, config.head_size) == (4, 6)
+
+
+@pytest.mark.shows(29)
+def test_dropout_of_a_foreign_unit_is_replayed_by_recompute() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+            return self.dropout(x * x)
+
+    x, sequences = torch.linspace(1, 2, 64)[:, None].requires_grad_(), Sequences.from_lengths((64,))
+    y = recomputed(Noisy(), x, sequences)
+    torch.rand(7)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, 2 * y.detach() / x.detach())
+    assert 0 < (grad == 0).sum() < 64
