@@ -229,7 +229,7 @@ def fail_to_construct(rank: int, layout: Layout, folder: Path) -> dict[str, str]
     return messages
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_engine_that_one_rank_cannot_make_or_load_is_made_on_none(layout: Layout, tmp_path: Path) -> None:
     *others, last = run_ranks(layout.world_size, fail_to_construct, layout, tmp_path)
     number = layout.world_size - 1
@@ -308,9 +308,6 @@ def optimize(rank: int, config: Config, layout: Layout, precision: str, zero: bo
     ("config", "layout", "precision", "zero"),
     [
         (momentum_alone, Layout(pp=2), "bf16", False),
-        (momentum_alone, Layout(dp=2), "fp32", True),
-        (momentum_alone, Layout(pp=2, dp=2), "fp32", False),
-        (momentum_and_adamw, Layout(pp=2), "fp32", False),
         (momentum_and_adamw, Layout(dp=2), "bf16", True),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

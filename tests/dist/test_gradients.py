@@ -1,4 +1,4 @@
-"""Tied parameters and the optimizer's one norm, over real ranks."""
+"""The one verdict on a step, and one owner of each name, over real ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer, Update
-from penstock.parallel import GradientBuckets, Grid, connect, sum_tied
+from penstock.parallel import GradientBuckets, connect
 from penstock.settings import Layout, LearningRate, OptimizerConfig
 from tests.dist.launch import run_ranks
 
@@ -25,66 +25,6 @@ def _values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 def _parameters(names: list[str], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
     values = _values(0, dtype)
     return [(name, nn.Parameter(values[name].clone())) for name in names]
-
-
-CUTS = (
-    (("embedding.weight", "a.weight", "norm.weight", "b.weight", "bias"), ()),
-    (("embedding.weight",), ("a.weight", "norm.weight", "b.weight", "bias")),
-    (("bias", "embedding.weight", "norm.weight"), ("b.weight", "a.weight")),
-)
-TIES = {"head.weight": "embedding.weight"}
-
-
-def _train(grid: Grid, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
-    """Three steps from given gradients on a cut's stages, with a tied head behind the last."""
-    values = _values(0, dtype)
-    stages = [list(names) for names in cut]
-    stages[-1].append("head.weight")
-    values["head.weight"] = values["embedding.weight"]
-    held = stages if grid.layout.pp == 1 else [stages[grid.pp_rank]]
-    buckets = [GradientBuckets([(n, nn.Parameter(values[n].clone())) for n in names], cap_bytes=2048) for names in held]
-    config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=2), clip_norm=0.5)
-    optimizer = Optimizer(buckets, config, grid.pp_control, TIES)
-    local = {name: view for stage in buckets for name, view in stage.gradients.items()}
-    norms, largest_gap = [], 0.0
-    for step in range(3):
-        gradients = _values(10 + step, torch.float32)
-        gradients["head.weight"] = _values(20 + step, torch.float32)["embedding.weight"]
-        for stage in buckets:
-            stage.zero_()
-        for name, view in local.items():
-            view.copy_(gradients[name])
-        sum_tied(TIES, local, grid.mirror_group)
-        norms.append(optimizer.step().grad_norm)
-        total = gradients["embedding.weight"] + gradients["head.weight"]
-        every = [total, *(g for n, g in gradients.items() if n not in ("embedding.weight", "head.weight"))]
-        expected = math.sqrt(sum(float(g.double().square().sum()) for g in every))
-        largest_gap = max(largest_gap, abs(norms[-1] / expected - 1))
-    weights = {name: p.detach().clone() for stage in buckets for name, p in stage.parameters.items()}
-    return {"norms": norms, "weights": weights, "state": optimizer.state(), "gap": largest_gap}
-
-
-def _train_on_rank(rank: int, cut: tuple[tuple[str, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
-    return _train(connect(Layout(pp=2), "cpu"), cut, dtype)
-
-
-@pytest.mark.shows(89, 91, 93)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_state_and_norm_do_not_depend_on_the_cut_and_tied_copies_stay_equal(dtype: torch.dtype) -> None:
-    alone = [_train(connect(Layout(), "cpu"), cut, dtype) for cut in CUTS]
-    runs = [list(run_ranks(2, _train_on_rank, cut, dtype)) for cut in CUTS]
-    assert runs and alone[0]["weights"].keys() == {*SHAPES, "head.weight"}
-    for ranks in [[one] for one in alone] + runs:
-        weights = {name: value for seen in ranks for name, value in seen["weights"].items()}
-        state = {name: value for seen in ranks for name, value in seen["state"].items()}
-        assert torch.equal(weights["head.weight"], weights["embedding.weight"])
-        assert weights.keys() == alone[0]["weights"].keys() and state.keys() == alone[0]["state"].keys()
-        assert all(torch.equal(weights[name], alone[0]["weights"][name]) for name in weights)
-        assert all(torch.equal(state[name], alone[0]["state"][name]) for name in state)
-        for seen in ranks:
-            assert seen["norms"] == alone[0]["norms"]
-            # float64 sums in two orders
-            assert seen["gap"] < 1e-12
 
 
 def _step_with_infinity(rank: int, place: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from penstock.settings import ModelConfig, OptimizerConfig, Precision
 from penstock.settings.run import from_values
 from tests.covering import pairs_of
 from tests.dist.launch import run_ranks
-from tests.hugging_face import make_model
 
 CONFIG = ModelConfig(43, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2)
 # Tokens of each text, and the places of those with a label: an answer, scattered ones, none at all, and all.
@@ -293,23 +291,6 @@ def test_scores_of_entropies_and_hooks_without_a_mark_have_all_rows() -> None:
     best = engine.forward(batch_of(), marked, micro_batches=MicroBatchSpec(num=1))
     assert torch.equal(best > 0, batch_of()["labels"] != NO_LABEL)
     engine.close()
-
-
-@pytest.mark.shows(187)
-def test_transformers_own_layers_leave_the_rows_out_too(tmp_path: Path) -> None:
-    make_model("gemma2").save_pretrained(tmp_path)
-    outcomes = []
-    for loss in DEFAULT_AND_OWN:
-        engine = Engine.from_hf(tmp_path, native=False, timeout_s=60.0)
-        seen: list[int] = []
-        last = engine.pipeline.stages[0].units[-1][1]
-        last.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(len(output)))
-        result = engine.train_batch(batch_of(), *loss, micro_batches=PARTS)
-        outcomes.append((result.loss, result.grad_norm, sum(seen)))
-        engine.close()
-    (loss, norm, few), (other, others_norm, every) = outcomes
-    assert few < 0.65 * every == 0.65 * sum(length for length, _ in TEXTS)
-    assert loss == pytest.approx(other, rel=1e-5) and norm == pytest.approx(others_norm, rel=1e-4)
 
 
 # ---- the cut into stages

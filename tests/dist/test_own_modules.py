@@ -1,20 +1,17 @@
-"""A user's own modules: their modes, their random numbers and their buffers, in every layout."""
+"""A user's own modules: their modes and their random numbers, in every layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.data import split
 from penstock.engine import EngineOptions
-from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.own_layers import units_of_layers
 from penstock.model import Randomness, cross_entropy_sum
 from penstock.settings import LearningRate, OptimizerConfig, WeightDecay
 from tests.dist.launch import run_ranks
@@ -164,61 +161,3 @@ def test_dropout_is_on_in_training_and_another_for_each_step_microbatch_and_laye
     others = [replace(source, **{name: 1}) for name in ("seed", "step", "place", "microbatch")]
     seeds = [one.unit_seed("layers.1") for one in (source, *others)] + [source.unit_seed("layers.2")]
     assert len(set(seeds)) == len(seeds)
-
-
-# ---- buffers
-
-
-def normed(layout: Layout) -> Engine:
-    """An engine whose layers have running statistics; ranks that share a model over tp hold them whole."""
-    options = EngineOptions(optimizer=PLAIN, device="cpu")
-    return Engine(lambda groups: units_of_layers(layers(norm=True)), WIDTH, layout, options)
-
-
-def save(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
-    """Train a little, save, and give the state that this rank has."""
-    engine = normed(layout)
-    parts = batch(0).split_with([2, 3]) if layout.dp > 1 else (batch(0),)
-    if layout.tp == 1:
-        engine.train_batch(parts[engine.grid.dp_rank], micro_batches=MicroBatchSpec(num=2))
-    else:
-        # These layers need all rows, of which each rank of a tp group has a part: their state alone counts here.
-        for number, buffer in enumerate(engine.buffers().values()):
-            buffer.copy_(torch.arange(WIDTH) + number if buffer.ndim else torch.tensor(2))
-    saved = Checkpointer(folder, engine.grid, {}, aliases=engine.ties)
-    saved.save(engine.step, engine.state(), engine.progress(), wait=True)
-    assert set(engine.buffers()) <= set(engine.state())
-    return {name: buffer.clone() for name, buffer in engine.buffers().items()}
-
-
-def load(rank: int, layout: Layout, folder: Path) -> dict[str, Tensor]:
-    """The buffers of an engine that has loaded."""
-    engine = normed(layout)
-    saved = Checkpointer(folder, engine.grid, {}, aliases=engine.ties)
-    found = saved.latest()
-    assert found is not None
-    saved.load(found, engine.state())
-    return {name: buffer.clone() for name, buffer in engine.buffers().items()}
-
-
-@pytest.mark.shows(102)
-@pytest.mark.parametrize("first", [Layout(pp=2, dp=2), Layout(tp=2)], ids=str)
-def test_buffers_are_saved_and_loaded_in_any_layout_and_equal_on_ranks_that_hold_the_same(
-    first: Layout, tmp_path: Path
-) -> None:
-    by_rank = run_ranks(first.world_size, save, first, tmp_path)
-    saved: dict[str, Tensor] = {}
-    for one in by_rank:
-        for name, value in one.items():
-            assert torch.equal(saved.setdefault(name, value), value), name
-    assert {name.rpartition(".")[2] for name in saved} == {"running_mean", "running_var", "num_batches_tracked"}
-    assert len(saved) == 9
-    assert all(int(value) == 2 for name, value in saved.items() if name.endswith("tracked"))
-    for second in (Layout(), Layout(pp=3), Layout(tp=2)):
-        every = (
-            [load(0, second, tmp_path)]
-            if second.world_size == 1
-            else run_ranks(second.world_size, load, second, tmp_path)
-        )
-        assert {name for one in every for name in one} == set(saved)
-        assert all(torch.equal(value, saved[name]) for one in every for name, value in one.items())

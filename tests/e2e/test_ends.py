@@ -309,30 +309,3 @@ def test_a_folder_deleted_and_a_full_disk_are_one_sentence_with_the_path(
     err = capsys.readouterr().err
     assert re.fullmatch(rf"penstock: process 0: [^\n]*{says.format(output)}\n", err), err
     assert output.exists() == (act is not shutil.rmtree), "it is not made again"
-
-
-@pytest.mark.shows(147)
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda folder: os.mkfifo(folder), "{0} is no folder; remove it, or give another folder"),
-        (lambda folder: (folder / "run.json").mkdir(parents=True), "{0}/run.json cannot be read; give another folder"),
-        (
-            lambda folder: folder.mkdir() or os.mkfifo(folder / "run.json"),
-            "{0}/run.json cannot be read; give another f",
-        ),
-    ],
-    ids=["a pipe for a folder", "a folder for a file", "a pipe for a file"],
-)
-def test_what_lies_where_checkpoints_go_is_refused_in_one_sentence(
-    make: Callable[[Path], None],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    folder = tmp_path / "run" / "checkpoints"
-    at_start(monkeypatch, lambda: make(folder))
-    assert main(["train", str(write_run(tmp_path, "run", 8)), "--parallel.pp", "1"]) == 2
-    err = capsys.readouterr().err
-    assert re.fullmatch(rf"penstock: {re.escape(says.format(folder))}[^\n]*\n", err), err

@@ -163,27 +163,6 @@ def test_a_call_that_was_stopped_is_continued_to_the_same_file(
     assert not unfinished.exists()
 
 
-def test_a_hugging_face_folder_is_scored_like_the_run_it_was_made_from(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hugging_face, ids = folder / "hugging_face", folder / "ids.jsonl"
-    load(folder / "run").save_hf(hugging_face)
-    ids.write_text("".join(json.dumps({"tokens": tokens_of(text)[0]}) + "\n" for text in TEXTS))
-    for model in (folder / "run", hugging_face):
-        assert main(["score", str(model), str(ids), "--output", str(folder / f"of_{model.name}.jsonl")]) == 0
-    assert (folder / "of_hugging_face.jsonl").read_bytes() == (folder / "of_run.jsonl").read_bytes() != b""
-    others = folder / "by_transformers.jsonl"
-    assert main(["score", str(hugging_face), str(ids), "--no-native", "--output", str(others)]) == 0
-    for theirs, ours in zip(lines_of(others), lines_of(folder / "of_run.jsonl"), strict=True):
-        assert theirs["log_probs"] == pytest.approx(ours["log_probs"], abs=1e-5)
-    capsys.readouterr()
-    assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
-    assert "has no tokenizer; give token ids" in capsys.readouterr().err
-    (hugging_face / "tokenizer.model").write_bytes(b"")
-    assert main(["score", str(hugging_face), str(folder / "texts.jsonl"), "--output", str(folder / "none.jsonl")]) == 2
-    assert "has a tokenizer.model and no tokenizer.json, which save_pretrained of" in capsys.readouterr().err
-
-
 REFUSED = {
     "no model": (["FOLDER/nowhere", "FOLDER/texts.jsonl"], "there is no folder"),
     "a folder without a model": (

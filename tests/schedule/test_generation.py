@@ -258,11 +258,6 @@ def test_an_idle_slot_takes_what_arrives_before_a_batch_in_flight_is_awaited() -
     assert turns == [alone.slot, joined.slot, alone.slot, joined.slot, alone.slot]
 
 
-def test_nothing_wanted_is_over_at_once() -> None:
-    scheduler = Scheduler([], RingShape(3, 2))
-    assert scheduler.next_slot() is None and scheduler.schedule() is None
-
-
 def test_a_stopped_sequence_is_read_no_further_and_frees_its_row() -> None:
     sequences = sequences_of([(0, 2, 50), (1, 2, 3), (2, 2, 3)])
     stop_when = lambda: [0] if sequences[0].num_tokens == 3 else []  # noqa: E731
@@ -325,12 +320,6 @@ def test_in_lockstep_every_slot_has_a_turn_until_no_pipeline_goes_on(num_more_ro
     world = World(Scheduler(sequences_of([(0, 1, 4), (1, 1, 9)]), RingShape(3, 1), any_goes_on=any_goes_on)).run()
     assert asked == [True] * 10 + [False] * (num_rounds_of_others - 9)
     assert [batch.slot for batch in world.batches] == [0, 1, 2] * num_rounds_of_others
-
-
-@pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_ring_without_slots_rows_or_budget_is_refused(counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="0"):
-        RingShape(*counts)
 
 
 def test_what_a_stopped_prompt_has_left_is_cleaned_with_the_next_sequence_in_its_row() -> None:

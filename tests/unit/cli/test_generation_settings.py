@@ -72,17 +72,6 @@ def test_fields_that_would_change_answers_in_transformers_alone_are_named_once(
     assert "max_length = 50, which Penstock lacks" in capsys.readouterr().err
 
 
-def test_transformers_defaults_are_not_worth_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    defaults = GenerationConfig._get_default_generation_params()
-    assert defaults["num_beams"] == 1 and defaults["no_repeat_ngram_size"] == 0
-    own(folder, **defaults)
-    assert not open_model(folder).lacking
-    own(folder, max_length=50, max_new_tokens=8)
-    assert not open_model(folder).lacking
-    show_lacking(open_model(folder))
-    assert capsys.readouterr().err == ""
-
-
 def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = ['{"tokens": [1, 2]}', "", json.dumps({"id": "q7", "tokens": [3] * 125}), '{"tokens": [300]}']

@@ -5,7 +5,6 @@ import json
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -114,22 +113,8 @@ def test_a_section_is_shown_on_demand(section: str, capsys: pytest.CaptureFixtur
         assert (f"  --{name} " in text) == (own.section == section), name
 
 
-def test_single_settings_and_several_sections_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "run.toml", "--help", "log", "train.steps", "--json")
-    assert "--train.steps N" in text and "--log.wandb" in text and "--train.seed" not in text
-
-
 def test_an_unknown_section_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "optimiser"]) == 2
     assert "nearest one is optimizer" in capsys.readouterr().err
     assert main(["train", "--help", "train.step"]) == 2
     assert "nearest one is train.steps" in capsys.readouterr().err
-
-
-def test_version_has_those_of_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
-    import penstock
-
-    assert main(["--version"]) == 0
-    shown = capsys.readouterr().out
-    # As it is installed: the wheels of some releases name their build in torch.__version__ alone.
-    assert shown.startswith(f"penstock {penstock.__version__}, torch {version('torch')}, Python 3.")

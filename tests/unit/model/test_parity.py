@@ -178,16 +178,3 @@ def test_yarn_rounds_the_ends_of_its_ramp_or_not_as_transformers_does() -> None:
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
     assert (expected[0] - expected[1]).abs().max() > 1
-
-
-def test_given_positions_are_honoured() -> None:
-    family = FAMILIES["llama"]
-    reference = hugging_face_model(family)
-    modules = penstock_model(family, reference.state_dict())
-    tokens = torch.arange(9)
-    positions = torch.tensor([3, 4, 7, 8, 20, 21, 40, 41, 42])
-    logits = run(modules, tokens, Sequences.from_lengths((9,), positions=positions))
-    expected = reference(tokens[None], position_ids=positions[None]).logits[0]
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    unmoved = run(modules, tokens, Sequences.from_lengths((9,)))
-    assert not torch.allclose(unmoved, expected, atol=1e-2)
