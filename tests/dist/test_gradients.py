@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.optimizer.optimizer import LossScaler, LossScalerConfig, Optimizer, Update
+from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.parallel import GradientBuckets, connect
 from penstock.settings import Layout, LearningRate, OptimizerConfig
 from tests.dist.launch import run_ranks
@@ -33,7 +33,7 @@ def _step_with_infinity(rank: int, place: str) -> dict[str, Any]:
     names = [["embedding.weight", "norm.weight"], ["a.weight", "b.weight", "bias"]][grid.pp_rank]
     buckets = GradientBuckets(_parameters(names, torch.float16), grid.dp_cp_group)
     config = OptimizerConfig(LearningRate(peak=0.01, num_warmup_steps=10))
-    optimizer = Optimizer([buckets], config, grid.pp_control, scaler=LossScaler(LossScalerConfig(initial=1024.0)))
+    optimizer = Optimizer([buckets], config, grid.pp_control, scaler=LossScaler(1024.0))
     updates, unchanged, scales = [], [], []
     for step in range(3):
         before = [bucket.parameters.clone() for bucket in buckets.buckets]
