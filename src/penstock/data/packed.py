@@ -67,11 +67,11 @@ class Extent(Enum):
         """Find the extent of that name. Raises: `BatchError` listing the names."""
         if isinstance(extent, Extent):
             return extent
-        found = cls.__members__.get(str(extent).upper())
-        if found is None:
+        member = cls.__members__.get(str(extent).upper())
+        if member is None:
             names = ", ".join(repr(name.lower()) for name in cls.__members__)
             raise BatchError("extent", f"{extent!r} is none of {names}")
-        return found
+        return member
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,12 +379,12 @@ class PackedBatch:
         """A batch of these items with only these keys."""
         if not isinstance(keys, str):
             check_list("keys", keys, str, "names")
-        kept = (keys,) if isinstance(keys, str) else tuple(keys)
-        if not kept:
+        names = (keys,) if isinstance(keys, str) else tuple(keys)
+        if not names:
             raise BatchError("keys", "a batch needs at least one key")
-        for key in kept:
+        for key in names:
             self._lengths_of(key)
-        return self._with_tables(lambda table: {key: table[key] for key in kept})
+        return self._with_tables(lambda table: {key: table[key] for key in names})
 
     def remap(self, names: Mapping[str, str]) -> "PackedBatch":
         """A batch of these items with keys renamed, old name -> new name; other keys stay."""
@@ -472,8 +472,8 @@ class PackedBatch:
 
     def with_parts(self, **changes: Any) -> "PackedBatch":
         """The batch with some of its fields replaced, unchecked: they are known to agree with the others."""
-        kept = {field.name: getattr(self, field.name) for field in fields(self)}
-        return PackedBatch.trusted(**{**kept, **changes})
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return PackedBatch.trusted(**{**parts, **changes})
 
     def _with_tables(self, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> "PackedBatch":
         return self.with_parts(**{name: change(of) for name in _TABLES if (of := getattr(self, name)) is not None})
@@ -544,18 +544,18 @@ def check_tables(**tables: Any) -> None:
                 raise BatchError(field, f"the key {key!r} is {type_in_words(key)}; keys are names")
 
 
-def check_list(field: str, given: Any, kind: Any, what: str) -> None:
-    """Raise unless `given` is a list, or the like, of objects of this kind; `what` names them in the plural."""
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise BatchError(field, f"{type_in_words(given)}; give a list of {what}")
-    for item in given if isinstance(given, Sequence) else ():
+def check_list(field: str, items: Any, kind: Any, what: str) -> None:
+    """Raise unless `items` is a list, or the like, of objects of this kind; `what` names them in the plural."""
+    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
+        raise BatchError(field, f"{type_in_words(items)}; give a list of {what}")
+    for item in items if isinstance(items, Sequence) else ():
         if not isinstance(item, kind) or isinstance(item, bool):
             raise BatchError(field, f"{item!r} is {type_in_words(item)}; give {what}")
 
 
-def check_keys(expected: Iterable[str], found: Iterable[str], field: str) -> None:
-    """Raise unless the keys `found` in `field` are exactly the `expected` ones."""
-    wanted, present = set(expected), set(found)
+def check_keys(expected: Iterable[str], names: Iterable[str], field: str) -> None:
+    """Raise unless the keys `names` of `field` are exactly the `expected` ones."""
+    wanted, present = set(expected), set(names)
     if wanted != present:
         missing, surplus = sorted(wanted - present), sorted(present - wanted)
         parts = [f"lacks {missing}"] * bool(missing) + [f"has {surplus} besides"] * bool(surplus)

@@ -88,8 +88,8 @@ def _improved(groups: Groups, loads: Sequence[int]) -> Groups:
                 break
         else:
             break
-        given, taken = exchange
-        for source, target, item in ((heavy, light, given), (light, heavy, taken)):
+        offered, taken = exchange
+        for source, target, item in ((heavy, light, offered), (light, heavy, taken)):
             if item is not None:
                 groups[source].remove(item)
                 groups[target].append(item)
@@ -385,8 +385,8 @@ def _check_results(results: Sequence[Any], split: Split) -> None:
         raise PartitionError(f"results of different shapes: {[tuple(result.shape) for result in results]}")
 
 
-def _rows_per_item(given: Sequence[int], split: Split, lengths: Sequence[int] | None) -> Sequence[int]:
-    """The number of rows of each item, in the order of the batch, if the microbatches' results have `given` rows."""
+def _rows_per_item(num_rows: Sequence[int], split: Split, lengths: Sequence[int] | None) -> Sequence[int]:
+    """The number of rows of each item, in the order of the batch, if the microbatches' results have `num_rows`."""
     num_items = len(split.forward_indices)
     if lengths is not None:
         check_lengths(lengths, num_items)
@@ -406,10 +406,10 @@ def _rows_per_item(given: Sequence[int], split: Split, lengths: Sequence[int] | 
     for what, rows in possible.items():
         of_items = iter(split.forward_indices)
         expected[what] = [sum(rows[next(of_items)] for _ in part.ids) for part in split.microbatches]
-        if expected[what] == list(given):
+        if expected[what] == list(num_rows):
             return rows
     counts = ", ".join(f"{rows} for {what}" for what, rows in expected.items())
-    raise PartitionError(f"the microbatches' results have {list(given)} rows; expected were {counts}")
+    raise PartitionError(f"the microbatches' results have {list(num_rows)} rows; expected were {counts}")
 
 
 # ---- parts of a batch that have some of every sequence's tokens
@@ -424,10 +424,10 @@ def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
     """
 
     def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
-        kept = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, lengths, strict=True)]
+        ranges = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, lengths, strict=True)]
         starts = accumulate(lengths[:-1], initial=0)
-        rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, kept, strict=True) for r in of if r]
-        return [sum(map(len, of)) for of in kept], torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, ranges, strict=True) for r in of if r]
+        return [sum(map(len, of)) for of in ranges], torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
     # A rehearsal's batch has values, which no device will need.
     with _disable_current_modes():
@@ -471,10 +471,10 @@ def labelled_part(batch: PackedBatch) -> tuple[PackedBatch, Tensor | None]:
         places_R = rows_R - (ends - lengths)[sequences_R]
 
         def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
-            own = torch.tensor(lengths)
-            inside_R = places_R < own[sequences_R]
-            counts = sequences_R[inside_R].bincount(minlength=len(own))
-            return counts.tolist(), ((own.cumsum(0) - own)[sequences_R] + places_R)[inside_R]
+            lengths_S = torch.tensor(lengths)
+            inside_R = places_R < lengths_S[sequences_R]
+            counts = sequences_R[inside_R].bincount(minlength=len(lengths_S))
+            return counts.tolist(), ((lengths_S.cumsum(0) - lengths_S)[sequences_R] + places_R)[inside_R]
 
         return _cut(batch, select), rows_R
 

@@ -53,11 +53,11 @@ class ParameterGroups:
             {**(config.arguments.values if name is config.name else {}), **pattern.arguments}
             for name, pattern in zip(names, self.patterns, strict=True)
         ]
-        given_any = {name for name, given in zip(names, arguments, strict=True) if given}
+        given_any = {name for name, options in zip(names, arguments, strict=True) if options}
         kinds = {name: _kind(name, name in given_any) for name in names}
         return tuple(
-            _rule(config, kinds[name], replace(pattern, arguments=given), is_vector)
-            for name, pattern, given in zip(names, self.patterns, arguments, strict=True)
+            _rule(config, kinds[name], replace(pattern, arguments=options), is_vector)
+            for name, pattern, options in zip(names, self.patterns, arguments, strict=True)
             for is_vector in (False, True)
         )
 
@@ -81,14 +81,14 @@ class ParameterGroups:
 
 def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer that a user's factory makes. Raises: ConfigError if it makes none."""
-    given = _parameters(groups)
+    parameters = _parameters(groups)
     made = factory(groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"the optimizer factory {label} gave {type_in_words(made)}; it gives a torch.optim.Optimizer of the "
             "parameter groups that it is called with"
         )
-    if _parameters(made.param_groups) != given:
+    if _parameters(made.param_groups) != parameters:
         raise ConfigError(
             f"the optimizer factory {label} gave an optimizer of other parameters than those of the parameter groups "
             "that it is called with; optimizer.groups freezes parameters by name"
@@ -137,8 +137,8 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
         elif isinstance(config.learning_rate, LearningRate):
             options["lr"] = config.learning_rate.peak
     betas = tuple(
-        own if own is not None else usual
-        for own, usual in ((pattern.beta1, config.beta1), (pattern.beta2, config.beta2))
+        of_group if of_group is not None else usual
+        for of_group, usual in ((pattern.beta1, config.beta1), (pattern.beta2, config.beta2))
     )
     if config.factory is not None:
         if pattern.beta1 is not None or pattern.beta2 is not None:
@@ -164,17 +164,17 @@ def _as_rate(value: Rate | float | None) -> Rate | None:
 
 def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Rate | None:
     """The course of a group's learning rate; None where the optimizer or a scheduler decides."""
-    own, usual = pattern.learning_rate, config.learning_rate
-    if callable(own):
-        return own
+    of_group, usual = pattern.learning_rate, config.learning_rate
+    if callable(of_group):
+        return of_group
     if config.scheduler is not None:
         return None
-    if own is None:
+    if of_group is None:
         return _as_rate(usual)
-    if isinstance(usual, LearningRate) and own > 0:
-        factor = own / usual.peak
-        return replace(usual, peak=own, floor=usual.floor * factor, initial=usual.initial * factor)
-    return None if usual is None else _as_rate(own)
+    if isinstance(usual, LearningRate) and of_group > 0:
+        factor = of_group / usual.peak
+        return replace(usual, peak=of_group, floor=usual.floor * factor, initial=usual.initial * factor)
+    return None if usual is None else _as_rate(of_group)
 
 
 def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind, names: Sequence[str]) -> None:
@@ -245,15 +245,15 @@ class Rates:
                         scheduler.step()
             self._step = step
         groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._samples.items()}
-        found: list[Values] = []
+        by_group: list[Values] = []
         for rule in self._rules:
             values = dict(rule.hyperparameters) if rule.kind.stepper else {}
             if rule.kind in groups:
                 group = next(groups[rule.kind])
                 values |= {key: group[key] for key in self._set if key in group}
             courses = {"lr": rule.rate, "weight_decay": rule.decay}
-            found.append(values | {key: course(step) for key, course in courses.items() if course is not None})
-        return found
+            by_group.append(values | {key: course(step) for key, course in courses.items() if course is not None})
+        return by_group
 
     def _restart(self) -> None:
         """Make the samples, whose schedulers are then at step 1."""

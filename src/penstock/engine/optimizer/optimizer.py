@@ -286,17 +286,17 @@ class Optimizer:
         if group is None:
             return {name: (state.place is not None, state.values.clone()) for name, state in owned.items()}
         by_rank = gather_json({name: _described(state, state_name(name)[1]) for name, state in owned.items()}, group)
-        found: dict[str, tuple[bool, Tensor]] = {}
-        for name in sorted({name for theirs in by_rank for name in theirs}):
+        states: dict[str, tuple[bool, Tensor]] = {}
+        for name in sorted({name for described in by_rank for name in described}):
             reduction = reductions.get(parameter := state_name(name)[1])
-            first = next(theirs[name] for theirs in by_rank if name in theirs)
+            first = next(described[name] for described in by_rank if name in described)
             if "bytes" in first:
                 values = torch.tensor(first["bytes"], dtype=torch.uint8).view(getattr(torch, first["dtype"]))
-                found[name] = False, values.view(first["shape"])
+                states[name] = False, values.view(first["shape"])
                 continue
             if not self.config.zero or reduction is None or parameter in self.aside.parameters:
                 if name in owned:
-                    found[name] = owned[name].place is not None, owned[name].values.clone()
+                    states[name] = owned[name].place is not None, owned[name].values.clone()
                 continue
             holders = [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
             if not holders:
@@ -312,8 +312,8 @@ class Optimizer:
                 flat = whole.reshape(-1).view(torch.uint8)
                 dist.all_reduce(flat, group=reduction.group)
                 whole.copy_(flat.view(whole.dtype).view(whole.shape))
-            found[name] = known["elements"], whole
-        return found
+            states[name] = known["elements"], whole
+        return states
 
     def take_whole_state(self, whole: WholeState) -> None:
         """Copy what is stepped here, or set aside, from the state of another optimizer; before `load_progress`."""
@@ -325,8 +325,8 @@ class Optimizer:
             if name in whole:
                 elements, values = whole[name]
                 assert elements == (state.place is not None), f"{name} has changed its form"
-                own = values.view(-1)[state.place.first : state.place.last] if state.place is not None else values
-                state.values.copy_(own)
+                part = values.view(-1)[state.place.first : state.place.last] if state.place is not None else values
+                state.values.copy_(part)
         # A parameter may have been changed while it was frozen.
         self.take_edits()
 
@@ -363,11 +363,11 @@ class Optimizer:
         """
         for bucket in self._stepped:
             for place in bucket.places:
-                own, storage = place.parameter, bucket.parameters.untyped_storage()
-                if own.untyped_storage()._cdata != storage._cdata:
-                    view = place.view(bucket.parameters).view(own.shape)
-                    view.copy_(own)
-                    own.data = view
+                parameter, storage = place.parameter, bucket.parameters.untyped_storage()
+                if parameter.untyped_storage()._cdata != storage._cdata:
+                    view = place.view(bucket.parameters).view(parameter.shape)
+                    view.copy_(parameter)
+                    parameter.data = view
         mixed = [
             pair
             for bucket, master in zip(self._stepped, self._masters, strict=True)
@@ -378,10 +378,12 @@ class Optimizer:
             return
         # Bits are compared four elements at once, and the device answers once for all.
         wide, narrow = torch.int64, torch.int16
-        is_same = torch.stack([(own.view(wide) == master.to(own.dtype).view(wide)).all() for own, master in mixed])
-        for own, master in (pair for pair, same in zip(mixed, is_same.tolist(), strict=True) if not same):
-            kept = own.view(narrow) == master.to(own.dtype).view(narrow)
-            master.copy_(torch.where(kept, master, own.to(master.dtype)))
+        is_same = torch.stack(
+            [(values.view(wide) == master.to(values.dtype).view(wide)).all() for values, master in mixed]
+        )
+        for values, master in (pair for pair, same in zip(mixed, is_same.tolist(), strict=True) if not same):
+            unchanged = values.view(narrow) == master.to(values.dtype).view(narrow)
+            master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
     def gradient_norm(self) -> float:
         """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
@@ -390,13 +392,13 @@ class Optimizer:
         """
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
         norms = [torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64) for gradient in self._counted]
-        own = torch.zeros(self._num_norms, dtype=torch.float64)
+        rank_norms = torch.zeros(self._num_norms, dtype=torch.float64)
         if norms:
-            own[: len(norms)] = torch.stack(norms).cpu()
-        gathered = [own]
+            rank_norms[: len(norms)] = torch.stack(norms).cpu()
+        gathered = [rank_norms]
         if self._group is not None:
-            gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-            dist.all_gather(gathered, own, group=self._group)
+            gathered = [torch.empty_like(rank_norms) for _ in range(self._group.size())]
+            dist.all_gather(gathered, rank_norms, group=self._group)
         values = torch.cat(gathered).tolist()
         if not all(math.isfinite(value) for value in values):
             return math.nan
@@ -413,10 +415,14 @@ class Optimizer:
 def _described(state: OwnedState, parameter: str) -> dict[str, Any]:
     place = state.place
     shape = list(state.values.shape) if place is None else [place.parameter.numel()]
-    found = {"elements": place is not None, "shape": shape, "dtype": str(state.values.dtype).removeprefix("torch.")}
+    description = {
+        "elements": place is not None,
+        "shape": shape,
+        "dtype": str(state.values.dtype).removeprefix("torch."),
+    }
     if is_of_all(parameter):
-        found["bytes"] = state.values.reshape(-1).view(torch.uint8).tolist()
-    return found
+        description["bytes"] = state.values.reshape(-1).view(torch.uint8).tolist()
+    return description
 
 
 def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:

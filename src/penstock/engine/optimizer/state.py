@@ -105,10 +105,13 @@ def copied(values: Any) -> Any:
 
 def num_bytes(values: Any) -> int:
     """The memory of the tensors in nested values."""
-    leaves = tree_leaves(values)
-    inner = [own for leaf in leaves if is_traceable_wrapper_subclass(leaf) for own in _inside(leaf)["tensors"].values()]
-    plain = [own for own in leaves if isinstance(own, Tensor) and not is_traceable_wrapper_subclass(own)]
-    return sum(own.nbytes for own in (*plain, *inner))
+    num = 0
+    for leaf in tree_leaves(values):
+        if is_traceable_wrapper_subclass(leaf):
+            num += sum(tensor.nbytes for tensor in _inside(leaf)["tensors"].values())
+        elif isinstance(leaf, Tensor):
+            num += leaf.nbytes
+    return num
 
 
 def _has_own_name(key: Any, value: Any) -> bool:
@@ -138,7 +141,7 @@ def _copied_leaf(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
     # Many of these classes cannot be cloned.
     inside = _inside(leaf)
-    inside["tensors"] = {name: own.clone() for name, own in inside["tensors"].items()}
+    inside["tensors"] = {name: tensor.clone() for name, tensor in inside["tensors"].items()}
     return _put_together(_name_of(type(leaf)), **inside)
 
 
@@ -167,7 +170,7 @@ def _put_together(
 
 
 def _subclasses(kind: Any) -> list[Any]:
-    return [one for own in kind.__subclasses__() for one in (own, *_subclasses(own))]
+    return [one for subclass in kind.__subclasses__() for one in (subclass, *_subclasses(subclass))]
 
 
 # ---- the form of checkpoints that were saved before 0.1.0
@@ -176,7 +179,7 @@ def _subclasses(kind: Any) -> list[Any]:
 def _of_older_form(entries: list[Any], tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
     used = set[str]()
     values = {key: _older_value(form, tensors, used) for key, form in entries}
-    return {kind: own for kind, own in tensors.items() if kind != FORM and kind not in used} | values
+    return {kind: tensor for kind, tensor in tensors.items() if kind != FORM and kind not in used} | values
 
 
 def _older_value(form: Any, tensors: Mapping[str, Tensor], used: set[str]) -> Any:
@@ -190,10 +193,10 @@ def _older_value(form: Any, tensors: Mapping[str, Tensor], used: set[str]) -> An
     if "dtype" in form:
         return getattr(torch, form["dtype"])
     if "dict" in form:
-        return {key: _older_value(own, tensors, used) for key, own in form["dict"]}
+        return {key: _older_value(inner_form, tensors, used) for key, inner_form in form["dict"]}
     if "wrapper" in form:
-        inner = {name: _older_value(own, tensors, used) for name, own in form["inner"].items()}
+        inner = {name: _older_value(inner_form, tensors, used) for name, inner_form in form["inner"].items()}
         context = _older_value(form["context"], tensors, used)
         return _put_together(form["wrapper"], inner, context, form["size"], form["stride"])
     kind = {"list": list, "tuple": tuple, "deque": deque}[min(form)]
-    return kind(_older_value(own, tensors, used) for own in form[min(form)])
+    return kind(_older_value(inner_form, tensors, used) for inner_form in form[min(form)])

@@ -275,8 +275,8 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
     """The reason why no pipeline can step with this optimizer, in words; None if there is none."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "takes sparse gradients, and those here are dense"
-    needed = [own for own in inspect.signature(optimizer.step).parameters.values() if own.default is own.empty]
-    if any(own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY) for own in needed):
+    needed = [one for one in inspect.signature(optimizer.step).parameters.values() if one.default is one.empty]
+    if any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed):
         return f"steps with a {needed[0].name} that computes the loss anew, which no step of a pipeline can"
     return None
 

@@ -129,7 +129,7 @@ class TorchStepper:
             shaped = state.place is not None
             values = state.values.view(self._stepped[owner].parameter.shape) if shaped else state.values
             tensors.setdefault(owner, {})[kind] = values
-        by_owner = {owner: from_tensors(own) for owner, own in tensors.items()}
+        by_owner = {owner: from_tensors(of_owner) for owner, of_owner in tensors.items()}
         now, others = self._optimizer.state_dict(), by_owner.pop(self._owner, {})
         of_none = others.pop("state", {})
         if unknown := sorted(str(key) for key in others.keys() - now.keys()):
