@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime import PipelineError, Recorder, Watchdog, liveness
-from penstock.runtime.liveness import Process, Processes, numbers
 from penstock.schedule import Action, Op
 from penstock.schedule.recording import CollectiveKind
 from tests.dist.launch import run_outcomes
@@ -69,14 +68,3 @@ def test_a_failed_collective_names_its_members_and_those_that_do_not_answer() ->
         rf"; reachable: process 3 \({here}\); process 3 does not wait: rank 3, step 0: in 0F7 for .* computes$",
         of_one,
     ), of_one
-
-
-def test_processes_are_named_host_by_host() -> None:
-    members = [Process(rank, f"host{rank // 4}", f"10.0.0.{rank // 4}", 1) for rank in range(64)]
-    roll = Processes(0, tuple(members), (0,))
-    assert roll.named([5, 0, 1, 4, 3]) == "processes 0-1, 3 (host0 at 10.0.0.0), 4-5 (host1 at 10.0.0.1)"
-    assert roll.named(range(64)) == "processes 0-63 on 16 hosts"
-    assert numbers([]) == "" and numbers([7, 2, 1]) == "1-2, 7"
-    # Nothing is claimed of those whom nobody could reach anyway.
-    unasked = Processes(0, (members[0], Process(1, "elsewhere", "127.0.0.1", None)), (0,))
-    assert unasked.missing([0, 1]) == ""

@@ -136,21 +136,6 @@ def train(folder: Path, tmp_path: Path, *words: str) -> Path:
     return output
 
 
-def test_what_transformers_layers_cannot_do_is_refused_before_anything_starts(
-    folder_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    begun = ["--model.pretrained", str(folder_of("gpt2"))]
-    for words, told in [
-        ([*begun, "--parallel.tp", "2"], "parallel.tp = 2 cannot share transformers' own layers"),
-        ([*begun, "--parallel.cp", "2"], "parallel.cp = 2 cannot share transformers' own layers"),
-        (["--model.native", "false"], "model.native = false runs a model of transformers; name its folder"),
-        ([*begun, "--model.native", "true"], "native=False (--native false, model.native = false) runs"),
-        ([*begun, "--dry-run"], "--dry-run knows native layers alone"),
-    ]:
-        assert main(["train", *words]) == 2
-        assert told in capsys.readouterr().err
-
-
 # ---- dtypes
 
 

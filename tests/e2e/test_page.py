@@ -13,7 +13,7 @@ import pytest
 from penstock import schedule
 from penstock.draw.layers import KIND_OF, Kind, Layer, drawn_length
 from penstock.draw.page import write_page
-from penstock.schedule import Action, Costs, Event, Op, Timeline
+from penstock.schedule import Action, Costs, Event, Timeline
 from penstock.schedule.actions import COMPUTE, parts
 from penstock.schedule.recording import Wait
 from tests.e2e.chromium import Chromium, find_chromium
@@ -244,23 +244,6 @@ def test_the_wheel_zooms_at_the_pointer_and_dragging_moves(show: Open):
     assert page.seen() == pytest.approx(whole)
 
 
-def test_the_pointer_is_told_what_is_under_it(show: Open):
-    page = show()
-    _, event, action = next(b for b in boxes(TIMELINE, 4) if b[0] == 2 and b[2].op is Op.B)
-    page.browser.mouse("mouseMoved", page.x(event.start + 0.5), page.y(2))
-    told = page.text("#tip").splitlines()
-    assert told[0] == f"{action}  backward".replace("  ", " ")
-    facts = dict(zip(told[1::2], told[2::2]))
-    assert facts["rank"] == "2"
-    assert facts["microbatch"] == "4"
-    assert (facts["start"], facts["end"], facts["took"]) == (f"{event.start:g}", f"{event.end:g}", "2")
-    assert facts["gradient"].startswith("made by rank 3")
-    page.browser.mouse("mouseMoved", page.x(6.0), page.y(0))
-    told = page.text("#tip").splitlines()
-    assert told[0] == "idle"
-    assert dict(zip(told[1::2], told[2::2]))["next"] == "0B0"
-
-
 def test_the_keyboard_alone_reaches_every_action(show: Open):
     page = show()
     page.evaluate("document.querySelector('#chart').focus()")
@@ -337,29 +320,6 @@ def test_every_rank_and_the_whole_step_are_seen_at_first(show: Open, ranks: int,
     page.evaluate("new Promise(done => setTimeout(done, 400))")
     assert page.seen() == pytest.approx(whole)
     assert page.evaluate("$('scroller').scrollHeight - $('scroller').clientHeight") <= 1
-
-
-def test_microbatches_are_followed_one_after_another_until_told_otherwise(show: Open, browser: Chromium) -> None:
-    page = show(fragment="play=on")
-    way = [(rank, event, action) for rank, event, action in boxes(TIMELINE) if action.microbatch == 0]
-    # What has begun is in full colour, what has not is pale.
-    stop = "cancelAnimationFrame(playing.frame)"
-    until = page.evaluate(f"{stop}, advance(playing.since + 2200), {stop}, state.until")
-    picture = page.picture()
-    assert until == pytest.approx(0.44 * max(event.end for _, event, _ in way))
-    for rank, event, action in way:
-        drawn = at(picture, page, event.start + 0.15, rank)
-        assert (drawn == colour_of(action)) == (event.start <= until), (str(action), until)
-    page.evaluate("playing.since -= 7000, advance(performance.now())")
-    page.browser.settle()
-    assert page.text("#status").startswith("Microbatch 1:") and page.text("#play") == "Pause"
-    assert page.evaluate("location.hash") == "#microbatch=1&play=on"
-    page.evaluate("document.querySelector('#play').click()")
-    assert page.evaluate("[state.until === Infinity, location.hash]") == [True, "#microbatch=1"]
-    for key, code in (("p", 80), ("]", 221)):
-        page.browser.press(key, code)
-    assert page.text("#status").startswith("Microbatch 2:") and page.text("#play") == "Play"
-    assert page.complaints() == []
 
 
 SPY = """(() => {

@@ -178,35 +178,6 @@ def test_answers_are_those_of_the_command(name: str, command: Callable[..., str]
     assert data_of(found["timeline"]) == data_of((tmp_path / "page.html").read_text())
 
 
-def test_builders_are_offered_with_their_options() -> None:
-    offered = {builder["name"]: builder for builder in answers.builders()}
-    assert list(offered) == list(schedule.names())
-    assert offered["zb-v"]["stages_per_rank"] == 2
-    assert list(offered["auto"]["options"]) == ["placement", "max_live_microbatches", "effort", "whole_step"]
-    text = answers.build("auto", {**SIZE, "stages_per_rank": 2}, {"placement": "v", "effort": "0.1"}, {})
-    assert "placement: v" in text
-
-
-@pytest.mark.parametrize(
-    ("question", "fault"),
-    [
-        (["look_at", {"text": LOOKS_FINE, "costs": {}}], "row 1, cell 4: deadlock"),
-        (["look_at", {"text": "", "costs": {}}], "the file is empty"),
-        (["look_at", {"text": "0F0", "costs": {"forward": "-1"}}], "forward must be a time of at least 0, got -1.0"),
-        (["look_at", {"text": "0F0", "costs": {"forward": "one"}}], "forward is a number, or several with commas"),
-        (["build", {"name": "zb-v", "counts": SIZE | {"stages_per_rank": 3}, "options": {}, "costs": {}}], "2"),
-        (["build", {"name": "1f1b", "counts": SIZE, "options": {"colour": "2"}, "costs": {}}], "no option 'colour'"),
-    ],
-)
-def test_mistakes_are_answered_in_a_sentence(
-    question: list[Any], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = json.loads(answers.answer(json.dumps(question)))
-    assert list(found) == ["fault", "value"][: 1 + ("deadlock" in fault)]
-    assert fault in found["fault"] and "\n" not in found["fault"]
-
-
 # ---- under Node
 
 NODE = """

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.schedule import (
-    Action,
     Op,
     Pair,
     Placement,
     PlacementKind,
     Program,
     Schedule,
-    ScheduleError,
-    build,
-    flatten,
     from_csv,
     lower,
     parts,
@@ -27,7 +23,6 @@ from penstock.schedule import (
 )
 from tests.schedule.brute_force import harm_of
 from tests.schedule.families import NAMES, built, lowered
-from tests.schedule.test_verify import BAD_PAIR
 
 
 @cache
@@ -128,24 +123,6 @@ def test_torch_reads_our_programs(name: str, tmp_path: Path):
         assert [[str(action) for action in read[rank]] for rank in range(ranks)] == ours
 
 
-def test_1f1b_is_the_order_of_torch_but_for_the_last_stage_which_torch_numbers_from_1():
-    for ranks, microbatches in SIZES:
-        if microbatches < ranks:
-            continue  # torch's 1F1B refuses these
-        order = torch_schedules().Schedule1F1B(stand_ins(ranks)[0], microbatches, loss_fn=loss).pipeline_order
-        assert order is not None
-        read = from_csv(compute_only(order))
-        ours = build("1f1b", ranks=ranks, microbatches=microbatches)
-        assert isinstance(read, Schedule)
-        assert read.orders[:-1] == ours.orders[:-1]
-        *_, theirs = read.orders
-        shift = {Op.F: 1, Op.B: 0}
-        last = [Action(step.op, step.stage, step.microbatch + shift[step.op]) for step in flatten(ours.orders[-1])]
-        assert list(theirs) == last
-        with pytest.raises(ScheduleError, match="rank"):
-            verify(lower(read))
-
-
 MULTI = {
     "interleaved 1F1B": ("ScheduleInterleaved1F1B", False),
     "looped BFS": ("ScheduleLoopedBFS", False),
@@ -188,14 +165,3 @@ def test_what_torch_writes_is_proved_in_both_forms(name: str, tmp_path: Path):
         assert from_csv(to_csv(program), with_transfers=True) == program
         num_proved += 1
     assert num_proved >= 15
-
-
-def test_torch_accepts_the_bad_pair(tmp_path: Path):
-    """Ours must not: see test_verify."""
-    file = tmp_path / "bad.csv"
-    file.write_text(BAD_PAIR)
-    runtime = torch_schedules()._PipelineScheduleRuntime(stand_ins(2, 2), 2, loss_fn=loss)
-    runtime._load_csv(str(file), format="compute_comms")
-    program = from_csv(BAD_PAIR)
-    assert isinstance(program, Program)
-    assert torch_simulates(runtime.pipeline_order_with_comms, program.placement) > 0

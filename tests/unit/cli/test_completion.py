@@ -99,15 +99,6 @@ def test_a_shell_completes_what_is_typed(shell: str, folder: Path) -> None:
         os.close(terminal)
 
 
-@pytest.mark.parametrize("shell", ["fish"])
-def test_fish_completes_what_is_typed(shell: str, folder: Path) -> None:
-    asked = "; ".join(f"echo; complete -C 'penstock {typed}'" for typed in TYPED)
-    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
-    command = [shell, "--no-config", "-c", f"{SET_UP[shell]}; {asked}"]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert [line.split("\t")[0] for line in done.stdout.split("\n") if line] == list(TYPED.values()), done.stderr
-
-
 @pytest.mark.parametrize("words", [[], ["csh"], ["bash", "zsh"]])
 def test_completion_names_the_shells_it_knows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab", reason="make setup installs it")

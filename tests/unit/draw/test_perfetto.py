@@ -10,8 +10,7 @@ import pytest
 from penstock import schedule
 from penstock.draw.layers import Layer
 from penstock.draw.perfetto import Entry, entries, write_trace
-from penstock.schedule import Costs, Event, Timeline
-from penstock.schedule.recording import Wait
+from penstock.schedule import Costs
 
 COSTS = Costs(forward=1.25, backward_input=1 / 3, backward_weight=0.7, transfer=0.1, reduce=0.6, step=0.2)
 GRID = [
@@ -97,21 +96,6 @@ def test_the_counter_rises_to_the_peak_and_ends_at_nothing(name: str, ranks: int
     assert all(values[-1] == 0 for values in counters.values())
 
 
-def test_layers_share_processes_but_no_thread():
-    timeline = schedule.simulate(program_of("1f1b", 3, 4), COSTS)
-    waits = ((Wait(1, 5.0, 6.0),), (), ())
-    trace = list(entries([Layer.simulated(timeline), Layer("measured", timeline, waits)]))
-    threads = {e["tid"]: e["args"]["name"] for e in of_kind(trace, "M") if e["name"] == "thread_name"}
-    assert len(threads) == 3 * 2 * 2
-    assert Counter(threads.values()) == dict.fromkeys(
-        [f"{what}, {layer}" for what in ("compute", "reduction") for layer in ("simulated", "measured")], 3
-    )
-    (wait,) = [e for e in of_kind(trace, "X") if e["name"] == "wait for rank 1"]
-    assert (threads[wait["tid"]], wait["ts"], wait["dur"]) == ("compute, measured", 5000.0, 1000.0)
-    ids = [entry["id"] for entry in of_kind(trace, "s")]
-    assert len(set(ids)) == len(ids) == 2 * 16
-
-
 def test_the_file_is_json_with_the_same_entries(tmp_path: Path):
     layers = [Layer.simulated(schedule.simulate(program_of("1f1b", 2, 3), COSTS))]
     write_trace(tmp_path / "trace.json", layers, command='penstock "quoted"')
@@ -122,23 +106,3 @@ def test_the_file_is_json_with_the_same_entries(tmp_path: Path):
     for entry in told["traceEvents"]:
         assert entry["ph"] in "MXsfC"
         assert entry["ph"] == "M" or isinstance(entry["ts"], float)
-
-
-def test_what_cannot_be_drawn_together_is_refused(tmp_path: Path):
-    two, three = (schedule.simulate(program_of("1f1b", ranks, 4)) for ranks in (2, 3))
-    path = tmp_path / "trace.json"
-    for layers, words in (
-        ([], "at least one"),
-        ([Layer.simulated(two), Layer.simulated(two)], "names of their own"),
-        ([Layer.simulated(two), Layer("measured", three)], "same ranks"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            write_trace(path, layers)
-    with pytest.raises(ValueError, match="parsec"):
-        write_trace(path, [Layer.simulated(two)], unit="parsec")
-    assert not path.exists()
-
-
-def test_an_empty_rank_is_no_trouble():
-    lonely = Timeline.from_events([[], [Event(schedule.Action(schedule.Op.F, 0, 0), 0.0, 1.0)]])
-    assert len(of_kind(list(entries([Layer.simulated(lonely)])), "X")) == 1

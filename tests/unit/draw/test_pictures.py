@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import schedule
-from penstock.draw import in_terminal, picture
+from penstock.draw import picture
 from penstock.draw.layers import boxes_of, idle_spans, one_at_a_time
 from penstock.draw.terminal import drawing
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
@@ -117,12 +117,6 @@ def test_colour_adds_no_words_and_takes_none():
         assert plain and [line.replace("─", " ") for line in plain] == coloured
 
 
-def test_what_would_take_hundreds_of_lines_says_what_does_show_its_numbers():
-    lines = [line.plain for line in drawing(timeline_of("1f1b", 64, 128))]
-    assert len(lines) < 80 and any(".html" in line for line in lines)
-    assert not any(".html" in line.plain for line in drawing(timeline_of("1f1b", 8, 32)))
-
-
 def test_columns_are_time():
     timeline = timeline_of("afab", 4, 8)
     per_unit = 2
@@ -132,13 +126,6 @@ def test_columns_are_time():
         for start, end in idle_spans(boxes, timeline.makespan):
             assert set(row[round(start * per_unit) : round(end * per_unit)]) == {"·"}
         assert row.count("·") == sum(end - start for start, end in idle_spans(boxes, timeline.makespan)) * per_unit
-
-
-def test_without_a_terminal_there_are_no_escapes(capsys: pytest.CaptureFixture[str]):
-    in_terminal(timeline_of("1f1b", 4, 8))
-    printed = capsys.readouterr().out
-    assert "makespan 33" in printed
-    assert "\x1b" not in printed
 
 
 def test_what_runs_beside_compute_is_kept_only_where_the_rank_would_be_idle():
@@ -200,22 +187,6 @@ def test_shades_and_figures_are_explained(stages: int, words: str | None, tmp_pa
         "bubble: share of the span that the busiest rank does not compute",
     ):
         assert figure in text
-
-
-def test_two_timelines_stand_above_each_other(tmp_path: Path):
-    simulated, measured = timeline_of("1f1b", 2, 4), FUSED
-    picture(tmp_path / "two.svg", [simulated, measured], unit="ms")
-    texts = texts_of(tmp_path / "two.svg")
-    assert texts.index(simulated.title) < texts.index(measured.title)
-    assert "time, ms" in texts
-    assert {"input backward", "weight backward"} <= set(texts)
-
-
-def test_the_same_timeline_gives_the_same_file(tmp_path: Path):
-    for ending in ("svg", "pdf"):
-        for name in ("a", "b"):
-            picture(tmp_path / f"{name}.{ending}", [timeline_of("afab", 2, 3)])
-        assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
 def test_the_idle_share_of_all_ranks_stands_beside_a_measured_bubble(tmp_path: Path):

@@ -242,18 +242,10 @@ class Counted(Block):
     mask: ClassVar[Any] = None
 
 
-_COUNT = itertools.count(1)
-
-
 @layer(Cause.CHANCE)
 def a_counter_of_the_class(layer: Any, x: Tensor) -> Tensor:
     Counted.calls += 1
     return Block.forward(layer, x) * (1 + 0.01 * Counted.calls)
-
-
-@layer(Cause.CHANCE)
-def a_counter_of_the_script(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) * (1 + 0.01 * next(_COUNT))
 
 
 @layer(Cause.CHANCE)
@@ -455,12 +447,6 @@ def a_layer_in_a_list_of_another() -> Model:
 
 
 @parts(Cause.ELSEWHERE)
-def a_weight_read_without_its_gradient() -> Model:
-    first = Block()
-    return reads(first, lambda: first.up.weight.detach())
-
-
-@parts(Cause.ELSEWHERE)
 def a_weight_by_a_global_name() -> Model:
     return reads(_LAYERS["by name"], lambda: _LAYERS["by name"].up.weight)
 
@@ -528,12 +514,6 @@ def a_mean_over_the_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tenso
     return F.cross_entropy(logits, microbatch["labels"])
 
 
-@loss(Cause.NO_SUM)
-def losses_divided_by_the_largest(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-    losses = nats_of_tokens(logits, microbatch)
-    return (losses * losses.detach() / losses.detach().max()).sum()
-
-
 @parts(Cause.NO_SUM)
 def a_weight_that_is_the_same_for_every_microbatch() -> Given:
     return model(), {"loss_fn": nats, "loss_weight_fn": lambda microbatch: 10.0}
@@ -549,11 +529,6 @@ def rewards_normalised_within_the_microbatch(logits: Tensor, microbatch: PackedB
 def attention_over_all_rows(layer: Any, x: Tensor) -> Tensor:
     x = Block.forward(layer, x)
     return x + layer.attention(x, x, x, need_weights=False)[0]
-
-
-@layer(Cause.MIXED, places=lambda: nn.Embedding(64, WIDTH))
-def positions_of_all_rows(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) + layer.places(torch.arange(len(x)))
 
 
 @layer(Cause.MIXED)
@@ -574,12 +549,6 @@ def a_trust_ratio_of_all_parameters(optimizer: Any, parameters: list[Any]) -> li
 @optimizer(Cause.JOINT)
 def a_rate_by_the_place_among_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
     return [own.grad * 0.9**place for place, own in enumerate(parameters)]
-
-
-@optimizer(Cause.JOINT)
-def noise_drawn_in_the_order_of_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [own.grad + torch.randn(own.shape, generator=generator) for own in parameters]
 
 
 @optimizer(Cause.OPTIMIZER_STATE)

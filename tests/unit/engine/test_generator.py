@@ -136,28 +136,3 @@ def test_answers_side_by_side_are_filled_up_on_the_right() -> None:
         torch.float32,
         torch.bool,
     )
-
-
-def test_answers_of_one_length_need_no_pad_token_and_others_say_so() -> None:
-    padded = result_of((5, 6), (7, 8)).padded()
-    assert padded.tokens.tolist() == [[5, 6], [7, 8]] and padded.valid.all()
-    with pytest.raises(ValueError, match=r"the answers have 1 to 3 tokens; give a pad_token"):
-        result_of((5, 6, 7), (8,)).padded()
-    # 0 is a pad token like any other.
-    assert result_of((5, 6), (8,)).padded(pad_token=0).tokens.tolist() == [[5, 6], [8, 0]]
-
-
-def test_no_answers_and_empty_ones_are_padded_to_nothing() -> None:
-    for empty, shape in ((result_of(), (0, 0)), (result_of((), ()), (2, 0))):
-        padded = empty.padded()
-        assert padded.tokens.shape == padded.log_probs.shape == padded.valid.shape == shape
-
-
-def test_the_padded_form_of_a_call_holds_its_answers() -> None:
-    params = [replace(SAMPLED, max_new_tokens=length) for length in (3, 9, 1)]
-    result = make().generate(random_prompts([2, 6, 3]), params)
-    padded = result.padded(pad_token=96)
-    assert padded.tokens.shape == (3, 9) and int(padded.valid.sum()) == result.num_tokens == 13
-    for row, one in enumerate(result):
-        assert tuple(padded.tokens[row][padded.valid[row]].tolist()) == one.tokens
-        torch.testing.assert_close(padded.log_probs[row][padded.valid[row]], torch.tensor(one.log_probs))

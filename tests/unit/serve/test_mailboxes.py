@@ -11,7 +11,6 @@ from penstock.engine.generation.requests import RequestQueue, TokenDelta
 from penstock.schedule import Ending, RingShape, Scheduler, Token
 from penstock.serve.asked import CompletionRequest
 from penstock.serve.mailboxes import Mailbox, Mailboxes
-from penstock.serve.metrics import SecondsHistogram, ServerMetrics
 from penstock.serve.refusals import RefusalError
 from penstock.settings import SamplingParams
 
@@ -147,30 +146,6 @@ def test_an_answer_that_is_not_finite_ends_its_request_and_no_other() -> None:
         assert boxes.leave(failing) == 1, "its other answer goes on"
 
     asyncio.run(run())
-
-
-def test_figures_have_the_form_that_prometheus_reads() -> None:
-    metrics = ServerMetrics(lambda: (3, 2))
-    metrics.requests["/health", 200] += 2
-    metrics.first_token_s.add(0.02)
-    lines = metrics.text().splitlines()
-    assert 'penstock_requests_total{path="/health",status="200"} 2' in lines
-    assert "penstock_answers_waiting 3" in lines and "penstock_answers_running 2" in lines
-    assert 'penstock_time_to_first_token_seconds_bucket{le="+Inf"} 1' in lines
-    assert all(line.startswith(("# HELP penstock_", "# TYPE penstock_", "penstock_")) for line in lines)
-
-
-def test_a_duration_counts_up_to_the_first_limit_that_it_does_not_exceed() -> None:
-    histogram = SecondsHistogram((1.0, 2.0))
-    for duration_s in (1.0, 1.5, 2.5):
-        histogram.add(duration_s)
-    assert list(histogram.lines("t")) == [
-        't_bucket{le="1"} 1',
-        't_bucket{le="2"} 2',
-        't_bucket{le="+Inf"} 3',
-        "t_sum 5.000000",
-        "t_count 3",
-    ]
 
 
 def test_a_failure_after_the_last_token_takes_nothing_away() -> None:

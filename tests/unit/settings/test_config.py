@@ -89,11 +89,6 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_there_are_settings():
-    assert len(NAMES) > 40
-    assert set(NAMES) == set(RunConfig().flat())
-
-
 def test_every_setting_goes_through_a_file_and_the_command_line(run_file: Path):
     for name in NAMES:
         value = another_value(name)
@@ -254,16 +249,6 @@ def test_an_impossible_combination_is_refused_in_one_sentence(table: dict[str, A
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
-@pytest.mark.parametrize("pp", [1, 2, 3, 10])
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-def test_possible_combinations_pass(name: str, pp: int, microbatches: int):
-    config = from_dict(
-        {"schedule": {"name": name}, "parallel": {"pp": pp}, "train": {"num_microbatches": microbatches}}
-    )
-    assert check_run(config) is config
-
-
 def test_the_world_must_fit_the_layout():
     config = from_dict({"parallel": {"pp": 2, "dp": 3}})
     check_world(config, 6, "torchrun")
@@ -331,14 +316,6 @@ def test_switches_are_read_beside_settings(run_file: Path):
     arguments = read_arguments([str(run_file), "--dry-run", "--train.steps=3", "--json", "--schedule.cut", "1", "9"])
     assert (arguments.dry_run, arguments.json, arguments.resume) == (True, True, False)
     assert (arguments.config.train.steps, arguments.config.schedule.cut) == (3, (1, 9))
-
-
-@pytest.mark.parametrize(
-    "folder", ["runs/\N{ROCKET}", 'with "quotes" and \\', "a\tb", "line\nbreak", "\x7f", "umlaut-ä"]
-)
-def test_any_text_goes_into_a_file_and_back(folder: str):
-    config = with_setting("output", folder)
-    assert from_dict(tomllib.loads(to_toml(config))) == config
 
 
 @pytest.mark.shows(183)
