@@ -12,6 +12,7 @@ import enum
 import math
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -218,11 +219,11 @@ class OwnParts:
         """A plain loop over these very layers."""
         return PlainLoop(self.units(), self.loss_fn, self.loss_weight_fn, self.options, self.device)
 
-    def tensors(self) -> list[Tensor]:
-        """Parameters and buffers of the layers that exist, each once."""
-        modules = [layer for layer in self.layers if isinstance(layer, nn.Module)]
-        found = (own for module in modules for own in (*module.parameters(), *module.buffers()))
-        return list({id(own): own for own in found}.values())
+    def engine(self, ranks: RanksInTurn, rank: int, hidden_size: int, changes: Mapping[str, Any]) -> EngineInTurn:
+        """One rank's engine of these very layers."""
+        options = replace(self.options, **changes)
+        pipeline = PipelineInTurn(ranks, rank, self.units(), hidden_size, options)
+        return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)
 
 
 def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
@@ -290,34 +291,35 @@ class Observed:
     values: dict[Point, Any] = field(default_factory=dict)
     #: parameters that a rank has reached without holding them, with that rank
     reached: dict[str, int] = field(default_factory=dict)
-    #: see `PlainLoop.strangers`
-    strangers: list[Tensor] = field(default_factory=list)
+    #: the width of what the first of the layers gives
+    width: int = 0
     _step: int = 0
     #: by layer, how often it was called in this step
-    _calls: dict[str, int] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
 
     def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
         """Note what the layers of these names give from now on, microbatch after microbatch."""
 
         def note(name: str, module: nn.Module, given: Any, output: Any) -> None:
-            number = self._calls[name] = self._calls.get(name, -1) + 1
-            self.values[Point(self._step, Quantity.OUTPUT, number, name)] = _digest(output)
+            self.values[Point(self._step, Quantity.OUTPUT, self._calls[name], name)] = _digest(output)
+            self._calls[name] += 1
+            if isinstance(output, Tensor) and output.dim():
+                self.width = self.width or output.shape[-1]
 
-        for name in names:
-            if name in modules:
-                modules[name].register_forward_hook(partial(note, name))
+        for name in modules.keys() & names:
+            modules[name].register_forward_hook(partial(note, name))
 
     def begin(self, step: int) -> None:
         """A step of that number begins."""
-        self._step, self._calls = step, {}
+        self._step, self._calls = step, Counter()
 
-    def take(self, losses: Sequence[Tensor], gradients: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
+    def take(self, loop: PlainLoop | EngineInTurn) -> None:
         """Note what the step has computed, and the state that it left, as torch's `state_dict` has it."""
-        for number, loss in enumerate(losses):
+        for number, loss in enumerate(loop.losses):
             self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
-        for name, gradient in gradients.items():
+        for name, gradient in loop.gradients.items():
             self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
-        for layer, module in modules.items():
+        for layer, module in loop.modules.items():
             for key, own in module.state_dict().items():
                 value = own.detach().clone() if isinstance(own, Tensor) else _digest(own)
                 self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
@@ -372,91 +374,63 @@ class Check:
     other_num: int
     #: what the plain loop computes
     plain: Observed = field(default_factory=Observed)
-    #: full names of the parameters, and the width of what layers pass on
+    #: full names of the parameters
     parameters: frozenset[str] = frozenset()
-    hidden_size: int = 1
+    #: see `PlainLoop.strangers`
+    strangers: Sequence[Tensor] = ()
 
     def split(self, num: int) -> Split:
         """The batch, whose tensors are a copy, in microbatches."""
         return split(copy.deepcopy(self.batch), MicroBatchSpec(num=num))
 
-    # -- a plain loop
+    @property
+    def watched(self) -> set[str]:
+        """The layers whose outputs are compared: not those of which one module stands in several places."""
+        ids = [id(layer) for layer in self.parts.layers]
+        names = [own.name if isinstance(own, UnitSpec) else f"layers.{i}" for i, own in enumerate(self.parts.layers)]
+        return {name for name, own in zip(names, ids, strict=True) if ids.count(own) == 1}
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
         """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
         loop = parts.plain_loop()
-        self.parameters = frozenset(loop.parameters)
-        widths = self._note_width(loop.modules)
         observed.watch(loop.modules, self.watched)
-        for step in range(1, num_steps + 1):
-            observed.begin(step)
-            loop.step(self.split(num).microbatches, step)
-            observed.take(loop.losses, loop.gradients, loop.modules)
-        observed.strangers = loop.strangers
-        self.hidden_size = next(iter(widths), 1)
+        self._take_steps(loop, num, range(1, num_steps + 1), observed)
+        self.parameters, self.strangers = frozenset(loop.parameters), loop.strangers
         return observed
 
-    def _note_width(self, modules: Mapping[str, nn.Module]) -> list[int]:
-        """Widths of the tensors that layers hand on, filled as they do."""
-        widths: list[int] = []
-
-        def note(module: nn.Module, given: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.dim():
-                widths.append(output.shape[-1])
-
-        for name in list(modules)[:-1]:
-            modules[name].register_forward_hook(note)
-        return widths
-
-    @property
-    def watched(self) -> list[str]:
-        """The layers whose outputs are compared: not those of which one module stands in several places."""
-        ids = [id(layer) for layer in self.parts.layers]
-        names = [own.name if isinstance(own, UnitSpec) else f"layers.{i}" for i, own in enumerate(self.parts.layers)]
-        return [name for name, own in zip(names, ids, strict=True) if ids.count(own) == 1]
-
-    # -- the engine
-
     def run_engine(
-        self,
-        num: int,
-        steps: range,
-        observed: Observed,
-        folder: Path | None = None,
-        layout: Layout | None = None,
-        **changes: Any,
+        self, layout: Layout, num: int, steps: range, observed: Observed, folder: Path | None = None, **changes: Any
     ) -> None:
         """Train in stages, on copies for each rank; with a folder, saved after the first step or loaded before it.
 
         Raises: the engine's error.
         """
-        ranks = RanksInTurn(layout or self.layout, self.parts.device)
+        ranks = RanksInTurn(layout, self.parts.device)
 
         def work(rank: int) -> None:
-            parts = self.parts.copied()
-            units = parts.units()
-            options = replace(parts.options, **changes)
-            engine = EngineInTurn(PipelineInTurn(ranks, rank, units, self.hidden_size, options))
-            modules = dict(unit for stage in engine.pipeline.stages.values() for unit in stage.units)
-            own = Observed()
-            if options.recompute == "none":
-                own.watch(modules, self.watched)
+            parts, own = self.parts.copied(), Observed()
+            engine = parts.engine(ranks, rank, self.plain.width or 1, changes)
+            if not changes.get("recompute"):
+                own.watch(engine.modules, self.watched)
             if folder is not None and steps.start > 1:
                 engine.load(folder)
             for step in steps:
-                own.begin(step)
-                batch, spec = copy.deepcopy(self.batch), MicroBatchSpec(num=num)
-                engine.train_batch(batch, parts.loss_fn, parts.loss_weight_fn, spec)
-                own.take(engine.trainer.losses, engine.trainer.computed, modules)
+                self._take_steps(engine, num, range(step, step + 1), own)
                 observed.values |= own.values
                 if folder is not None and step == 1:
                     engine.save(folder)
-            for name, layer in zip((unit.name for unit in units), parts.layers, strict=True):
-                if name not in modules and isinstance(layer, nn.Module):
-                    gradients = {f"{name}.{key}": own.grad for key, own in layer.named_parameters()}
-                    observed.reached |= {key: rank for key, own in gradients.items() if own is not None}
+            for unit, layer in zip(engine.pipeline.units, parts.layers, strict=True):
+                if unit.name not in engine.modules and isinstance(layer, nn.Module):
+                    reached = [name for name, parameter in layer.named_parameters() if parameter.grad is not None]
+                    observed.reached |= {f"{unit.name}.{name}": rank for name in reached}
 
-        ranks.turns.run([partial(work, rank) for rank in range(ranks.layout.world_size)])
+        ranks.turns.run(work)
+
+    def _take_steps(self, loop: PlainLoop | EngineInTurn, num: int, steps: range, observed: Observed) -> None:
+        for step in steps:
+            observed.begin(step)
+            loop.take_step(self.split(num).microbatches)
+            observed.take(loop)
 
     def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
         """The first place where what `run` computes parts from the plain loop; None if there is none."""
@@ -498,50 +472,52 @@ class Check:
                 return Cause.REPLAYED, Cause.CALLS
         if is_parameter:
             return Cause.JOINT, Cause.IN_PLACE
-        if (
-            place.kind is Quantity.GRADIENT
-            or place.name in reached
-            or (place.step > 1 and place.kind is not Quantity.STATE)
-        ):
+        is_later = place.step > 1 and place.kind is not Quantity.STATE
+        if place.kind is Quantity.GRADIENT or place.name in reached or is_later:
             return Cause.ELSEWHERE, Cause.LEFT_BEHIND, Cause.IN_PLACE
         return Cause.LEFT_BEHIND, Cause.CALLS, Cause.IN_PLACE
 
-    # -- the ways
-
     def differences(self) -> Iterator[Difference]:
         """The first place of each way that parts from the plain loop; after one in stages there is no other."""
-        num, other = self.num_microbatches, self.other_num
-        self.run_plain(self.parts.copied(), num, self.num_steps, self.plain)
-        if (found := self._again()) is not None:
-            yield found
-            return
+        self.run_plain(self.parts.copied(), self.num_microbatches, self.num_steps, self.plain)
         with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
-            steps, path = range(1, self.num_steps + 1), Path(folder)
-            staged = partial(self.run_engine, num, steps, folder=path)
-            if (found := self.compare(Way.STAGES, self.plain, staged)) is not None:
-                yield found
-                return
-            if (found := self._apart(num, steps)) is not None:
-                yield found
-                return
-            fewer = self.run_plain(self.parts.copied(), other, 1, Observed())
-            runs = [
-                (Way.RESUMED, self.plain, partial(self.run_engine, num, steps[1:], folder=path)),
-                (Way.RECOMPUTED, self.plain, partial(self.run_engine, num, steps, recompute="full")),
-                (Way.SPLIT, fewer, partial(self.run_engine, other, range(1, 2))),
-            ]
-            for way, plain, run in runs:
-                if (found := self.compare(way, plain, run)) is not None:
+            for way, look in self._ways(Path(folder)).items():
+                if (found := look()) is not None:
                     yield found
-        if (found := self._sums()) is not None:
-            yield found
+                    if way in (Way.AGAIN, Way.STAGES, Way.APART):
+                        return
+
+    def _ways(self, folder: Path) -> dict[Way, Callable[[], Difference | None]]:
+        """All ways in their order, each as a function that looks for its first difference."""
+        num, steps, layout = self.num_microbatches, range(1, self.num_steps + 1), self.layout
+
+        def staged(way: Way, layout: Layout, steps: range, **changes: Any) -> Callable[[], Difference | None]:
+            return partial(self.compare, way, self.plain, partial(self.run_engine, layout, num, steps, **changes))
+
+        def with_fewer() -> Difference | None:
+            plain = self.run_plain(self.parts.copied(), self.other_num, 1, Observed())
+            return self.compare(Way.SPLIT, plain, partial(self.run_engine, layout, self.other_num, steps[:1]))
+
+        ways = {Way.AGAIN: self._again, Way.STAGES: staged(Way.STAGES, layout, steps, folder=folder)}
+        apart = Layout(pp=min(len(self.parts.layers), _MOST_STAGES))
+        # Stages of one layer share nothing; layers that are tied may lie together.
+        if apart.pp > layout.pp and not any(unit.tied for unit in self.parts.copied().units()):
+            ways[Way.APART] = staged(Way.APART, apart, steps, schedule=ScheduleConfig())
+        return ways | {
+            Way.RESUMED: staged(Way.RESUMED, layout, steps[1:], folder=folder),
+            Way.RECOMPUTED: staged(Way.RECOMPUTED, layout, steps, recompute="full"),
+            Way.SPLIT: with_fewer,
+            Way.SUMS: self._sums,
+        }
 
     def _again(self) -> Difference | None:
         """Compare a second plain loop, while the layers that were given have other values: copies do not read them."""
-        given = [own for own in self.parts.tensors() if own.is_floating_point()]
-        if self.plain.strangers:
-            ours = any(own is stranger for own in given for stranger in self.plain.strangers)
-            values = f"it is of {list(self.plain.strangers[0].shape)}"
+        layers = [layer for layer in self.parts.layers if isinstance(layer, nn.Module)]
+        tensors = {id(own): own for layer in layers for own in (*layer.parameters(), *layer.buffers())}
+        given = [own for own in tensors.values() if own.is_floating_point()]
+        if self.strangers:
+            ours = any(own is stranger for own in given for stranger in self.strangers)
+            values = f"it is of {list(self.strangers[0].shape)}"
             cause = Cause.ELSEWHERE if ours else Cause.UNTRAINED
             return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
         again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
@@ -559,14 +535,6 @@ class Check:
             return None
         again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
         return self.compare(Way.AGAIN, self.plain, again) or replace(found, causes=(Cause.ELSEWHERE,))
-
-    def _apart(self, num: int, steps: range) -> Difference | None:
-        """Compare stages of one layer each, which share nothing; layers that are tied may lie together."""
-        layout = Layout(pp=min(len(self.parts.layers), _MOST_STAGES))
-        if layout.pp <= self.layout.pp or any(unit.tied for unit in self.parts.copied().units()):
-            return None
-        apart = partial(self.run_engine, num, steps, layout=layout, schedule=ScheduleConfig())
-        return self.compare(Way.APART, self.plain, apart)
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""

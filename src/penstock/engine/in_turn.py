@@ -9,29 +9,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.data import PackedBatch
 from penstock.engine.build import UnitSource
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.rehearsal.counted import Done, GroupHere
+from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import Trainer
 from penstock.engine.watch import Watchers
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
-from penstock.parallel.renewable import RenewableGroup
-from penstock.runtime import Feed, InProcessHub, InProcessTransport, Recorder, Transport
+from penstock.runtime import Feed, InProcessHub, InProcessTransport, Transport
 from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
 from penstock.settings import Groups, Layout
-
-T = TypeVar("T")
 
 
 def random_state() -> list[Tensor]:
@@ -55,54 +55,45 @@ class Turns:
 
     #: by rank, set while it is that rank's turn
     _turns: list[threading.Event]
-    #: rank -> what it waits for; one that does not wait can go on
-    _awaited: dict[int, Callable[[], bool]]
-    #: the ranks that are not done
-    _running: set[int]
+    #: for each rank that is not done, whether it can go on
+    _ready: dict[int, Callable[[], bool]]
     #: the first error of a rank; all others end then
     _error: BaseException | None
 
     def __init__(self, num_ranks: int) -> None:
         self._turns = [threading.Event() for _ in range(num_ranks)]
-        self._awaited, self._running, self._error = {}, set(), None
 
-    def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Run each rank's work to its end; returns their results. Raises: the first error of a rank, and ends all."""
-        results: dict[int, T] = {}
-        self._awaited, self._running, self._error = {}, set(range(len(works))), None
-        state = random_state()
+    def run(self, work: Callable[[int], object]) -> None:
+        """Run each rank's work to its end. Raises: the first error of a rank, which ends all."""
+        num_ranks, state = len(self._turns), random_state()
+        self._ready, self._error = {rank: lambda: True for rank in range(num_ranks)}, None
 
         def work_of(rank: int) -> None:
             self._turns[rank].wait()
             set_random_state(state)
             try:
-                results[rank] = works[rank]()
+                work(rank)
             except BaseException as error:
                 self._error = self._error or error
-            self._running.discard(rank)
+            del self._ready[rank]
             self._hand_over(rank)
 
-        threads = [threading.Thread(target=work_of, args=(rank,), daemon=True) for rank in range(len(works))]
+        threads = [threading.Thread(target=work_of, args=(rank,), daemon=True) for rank in range(num_ranks)]
         for thread in threads:
             thread.start()
         self._turns[0].set()
         for thread in threads:
             thread.join()
-        for turn in self._turns:
-            turn.clear()
         set_random_state(state)
         if self._error is not None:
             raise self._error
-        return [results[rank] for rank in range(len(works))]
 
     def wait_until(self, ready: Callable[[], bool], rank: int) -> None:
         """Let other ranks run until `ready`. Raises: RankLeft once one has failed, or if none can go on."""
         if not ready():
-            state = random_state()
-            self._awaited[rank] = ready
+            state, self._ready[rank] = random_state(), ready
             self._hand_over(rank)
             self._turns[rank].wait()
-            del self._awaited[rank]
             set_random_state(state)
         if self._error is not None:
             raise RankLeft(f"another rank failed: {self._error}")
@@ -110,26 +101,15 @@ class Turns:
     def _hand_over(self, rank: int) -> None:
         """Let the next rank run that can; after an error each, so that it ends."""
         self._turns[rank].clear()
-        order = [(rank + i) % len(self._turns) for i in range(1, len(self._turns) + 1)]
-        running = [other for other in order if other in self._running]
-        able = [other for other in running if other not in self._awaited or self._awaited[other]()]
-        if running and not able:
-            self._error = self._error or RankLeft("no rank can go on: each waits for another")
-        if running:
-            self._turns[(able or running)[0] if self._error is None else running[0]].set()
+        order = sorted(self._ready, key=lambda other: (other - rank - 1) % len(self._turns))
+        able = [other for other in order if self._error is not None or self._ready[other]()]
+        if order and not able:
+            self._error = RankLeft("no rank can go on: each waits for another")
+        if order:
+            self._turns[(able or order)[0]].set()
 
 
 # ---- What ranks send each other
-
-
-class _Over:
-    """A collective that has ended once it is launched."""
-
-    def wait(self, *limits: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 @dataclass(eq=False)
@@ -153,8 +133,8 @@ class _Exchange:
 
 
 @dataclass(eq=False)
-class _GroupCalls:
-    """The collectives of a group, as torch.distributed calls them on one rank."""
+class _CallsInTurn:
+    """The collectives of a group, as torch.distributed calls them on one rank; each has ended once it is launched."""
 
     #: of the whole group, and this rank's place there
     exchange: _Exchange
@@ -166,36 +146,21 @@ class _GroupCalls:
         self._number += 1
         return self.exchange.of(self.place, self._number - 1, value.clone())
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> _Over:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Done:
         for output, value in zip(outputs[0], self._exchange(inputs[0]), strict=True):
             output.copy_(value)
-        return _Over()
+        return Done()
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> _Over:
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Done:
         values = torch.stack(self._exchange(tensors[0]))
         # Sums are in the order of ranks, so that all have the same bits.
         is_max = options.reduceOp == dist.ReduceOp.MAX
         tensors[0].copy_(values.amax(0) if is_max else values.sum(0, dtype=values.dtype))
-        return _Over()
+        return Done()
 
-    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> _Over:
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Done:
         tensors[0].copy_(self._exchange(tensors[0])[options.rootRank])
-        return _Over()
-
-
-class GroupInTurn(RenewableGroup):
-    """A rank's view of a group of ranks that share this process."""
-
-    #: takes the calls of torch.distributed
-    inner: _GroupCalls
-    backend: _GroupCalls
-    _own_name: str
-
-    def __init__(self, exchange: _Exchange, rank: int) -> None:
-        place = exchange.ranks.index(rank)
-        dist.ProcessGroup.__init__(self, place, len(exchange.ranks))  # pyright: ignore[reportCallIssue]
-        self._own_name = f"ranks in turn {exchange.ranks}"
-        self.inner = self.backend = _GroupCalls(exchange, place)
+        return Done()
 
 
 @dataclass(eq=False)
@@ -240,7 +205,7 @@ class RanksInTurn:
     #: the device that all of them share
     device: torch.device
     turns: Turns = field(init=False)
-    _hub: InProcessHub = field(default_factory=InProcessHub)
+    hub: InProcessHub = field(default_factory=InProcessHub)
     _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -263,16 +228,13 @@ class RanksInTurn:
             mirror_group=self._group("mirror", mirrored(everyone), rank),
         )
 
-    def _group(self, name: str, groups: Groups, rank: int) -> GroupInTurn | None:
+    def _group(self, name: str, groups: Groups, rank: int) -> GroupHere | None:
         ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
         if len(ranks) == 1:
             return None
-        exchange = self._exchanges.setdefault(f"{name} {ranks}", _Exchange(ranks, self.turns))
-        return GroupInTurn(exchange, rank)
-
-    def link(self, rank: int) -> Transport:
-        """The rank's end of all messages."""
-        return LinkInTurn(self._hub, rank, self.turns)
+        name, place = f"{name} {ranks}", ranks.index(rank)
+        exchange = self._exchanges.setdefault(name, _Exchange(ranks, self.turns))
+        return GroupHere(place, len(ranks), name, _CallsInTurn(exchange, place))
 
 
 class PipelineInTurn(Pipeline):
@@ -295,7 +257,7 @@ class PipelineInTurn(Pipeline):
         """Nobody: an error of one rank ends the turns of all."""
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return self._ranks.link(self._rank)
+        return LinkInTurn(self._ranks.hub, self._rank, self._ranks.turns)
 
 
 class TrainerInTurn(Trainer):
@@ -313,20 +275,35 @@ class TrainerInTurn(Trainer):
 
 
 class EngineInTurn(Engine):
-    """The engine of one of the ranks that share this process."""
+    """The engine of one of the ranks that share this process, with the step of a `PlainLoop`."""
 
     #: notes what it computes
     trainer: TrainerInTurn
-    # As of any engine.
-    grid: Grid
-    recorder: Recorder
-    form: None
-    watchers: Watchers
+    #: the loss, and its weight
+    _loss_fn: LossFn
+    _loss_weight_fn: LossWeightFn
 
-    def __new__(cls, pipeline: PipelineInTurn) -> Self:
+    def __new__(cls, *arguments: Any) -> Self:
         return object.__new__(cls)
 
-    def __init__(self, pipeline: PipelineInTurn) -> None:
+    def __init__(self, pipeline: PipelineInTurn, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> None:
         ModelState.__init__(self, pipeline, TrainerInTurn(pipeline))
-        self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, None
-        self.watchers = Watchers(pipeline)
+        self.grid, self.watchers = pipeline.grid, Watchers(pipeline)
+        self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """This rank's layers by name."""
+        return dict(unit for stage in self.pipeline.stages.values() for unit in stage.units)
+
+    @property
+    def losses(self) -> list[Tensor]:
+        return self.trainer.losses
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return self.trainer.computed
+
+    def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
+        """Take the next step."""
+        self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)

@@ -35,6 +35,8 @@ class PlainLoop:
     gradients: dict[str, Tensor]
     #: tensors that the last loss has reached and that require a gradient, but are no parameter of a layer
     strangers: list[Tensor]
+    #: steps taken
+    _num_steps: int
     #: the loss, its weight, and the seed and device of random numbers
     _loss_fn: LossFn
     _loss_weight_fn: LossWeightFn
@@ -59,7 +61,7 @@ class PlainLoop:
     ) -> None:
         self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
         self._seed, self._device = options.seed, device
-        self.losses, self.gradients, self.strangers = [], {}, []
+        self.losses, self.gradients, self.strangers, self._num_steps = [], {}, [], 0
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
             f"{name}.{own}": parameter
@@ -74,14 +76,15 @@ class PlainLoop:
         self._buckets = GradientBuckets(list(self.parameters.items()), group_of=groups.number)
         self._optimizer = Optimizer([self._buckets], groups, ties=self._ties.owners)
 
-    def step(self, microbatches: Sequence[PackedBatch], number: int) -> None:
-        """Take the step of that number."""
+    def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
+        """Take the next step."""
+        self._num_steps += 1
         self._buckets.zero_()
-        self.losses = self.losses_of(microbatches, number)
+        self.losses = self.losses_of(microbatches, self._num_steps)
         gradients = self._buckets.gradients
         self.gradients = {name: own.clone() for name, own in gradients.items()}
         sum_tied(self._ties.tied, gradients, None)
-        self._optimizer.step(number)
+        self._optimizer.step(self._num_steps)
 
     def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
         """Each microbatch's part of the loss of the step of that number; in training gradients are added up."""

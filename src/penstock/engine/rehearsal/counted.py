@@ -88,7 +88,7 @@ class TrafficCount:
         return tuple(MessageTraffic(one.channel, one.num_bytes, number) for one, number in self._messages.items())
 
 
-class _Done:
+class Done:
     """A collective that is over as soon as it is launched."""
 
     def wait(self, *limits: Any) -> bool:
@@ -96,6 +96,19 @@ class _Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class GroupHere(RenewableGroup):
+    """A process group whose calls are answered in this process."""
+
+    _own_name: str
+    #: takes the calls that a real group's communicators would
+    inner: Any
+    backend: Any
+
+    def __init__(self, place: int, size: int, name: str, calls: Any) -> None:
+        dist.ProcessGroup.__init__(self, place, size)  # pyright: ignore[reportCallIssue]
+        self._own_name, self.inner, self.backend = name, calls, calls
 
 
 @dataclass(eq=False)
@@ -111,30 +124,25 @@ class _Nowhere:
         if name not in _KINDS:
             raise AttributeError(f"{name} cannot be rehearsed")
 
-        def call(*arguments: Any, **settings: Any) -> _Done:
+        def call(*arguments: Any, **settings: Any) -> Done:
             kind, given = _KINDS[name], arguments[1 if name in _INPUT_SECOND else 0]
             self._traffic.launched(kind, self._group, given[0] if isinstance(given, list) else given)
-            return _Done()
+            return Done()
 
         return call
 
 
-class CountedGroup(RenewableGroup):
+class CountedGroup(GroupHere):
     """This rank's place in a process group of which nobody else is there."""
 
     #: the global ranks of the group
     ranks: tuple[int, ...]
     #: the axes of the layout along which they lie, which are also its name
     axis: str
-    _own_name: str
-    #: takes the calls that a real group's communicators would
-    inner: _Nowhere
-    backend: _Nowhere
 
     def __init__(self, rank: int, ranks: tuple[int, ...], axis: str, traffic: TrafficCount) -> None:
-        dist.ProcessGroup.__init__(self, ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
-        self.ranks, self.axis, self._own_name = ranks, axis, axis
-        self.inner = self.backend = _Nowhere(self, traffic)
+        super().__init__(ranks.index(rank), len(ranks), axis, _Nowhere(self, traffic))
+        self.ranks, self.axis = ranks, axis
 
     def send_receive(self, sent: Tensor, to: int, arrived: Tensor, source: int) -> list[Any]:
         """Count a step round a ring as that, whatever the backend makes of it."""
