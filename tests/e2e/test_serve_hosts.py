@@ -1,7 +1,6 @@
 """A server whose stages are on two hosts: it answers as one process does, and says so when one is lost."""
 
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -79,10 +78,6 @@ def test_stages_on_two_hosts_answer_as_one_process_until_a_host_is_lost(tmp_path
             ended = here.end_of_agent()
             assert time.monotonic() - lost < 60
     assert ended.exit_code != 0
-    # The cut is by what each rank does and holds, which the first one says.
-    assert re.search(r"penstock: the ranks read \d+\.\d, \d+\.\d GB of weights a second; each stage", ended.err), (
-        ended.err
-    )
     (told,) = [line for line in ended.err.splitlines() if line.startswith("penstock: process 0")]
     assert "rank 1" in told, told
 

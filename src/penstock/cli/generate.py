@@ -226,9 +226,9 @@ class Generate(ModelCommand):
             show_lacking(self.model, self.sampling)
         self.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
         shape = self.options.shape(self.num_answers, self.parallel.pp)
-        mean, longest = sum(map(len, prompts)) / len(prompts), max(map(len, prompts)) + params.max_new_tokens
+        mean = sum(map(len, prompts)) / len(prompts)
         # Answers are on their way from the first token to the last: half of the longest, on average.
-        decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2, shape.num_rows * longest)
+        decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2)
         with self.open(self.model, decoded) as (engine, version), contextlib.ExitStack() as stack:
             file = self.together("output", lambda: self._results(version) if is_first else None)
             stack.enter_context(file or contextlib.nullcontext())

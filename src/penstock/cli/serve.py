@@ -142,7 +142,7 @@ class Serve(ModelCommand):
         prepared = self.together("address", prepare)
         os.environ.update(_KEEP_PRODUCTS | os.environ)
         # Answers are on their way from the first token to the last: half of the longest, on average.
-        with self.open(model, (shape.rows_per_slot, length / 2, shape.num_rows * length)) as (engine, _):
+        with self.open(model, (shape.rows_per_slot, length / 2)) as (engine, _):
             ending = threading.Event() if prepared is not None else None
             for number in (signal.SIGTERM, signal.SIGINT):
                 # The other ranks end with the ring, which the first one closes.

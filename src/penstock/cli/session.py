@@ -31,7 +31,7 @@ T = TypeVar("T")
 _MOST_SHOWN = 40
 
 IMPORTS = (
-    *("penstock.cli.processes.session", "penstock.cli.processes.measure", "penstock.data.examples"),
+    *("penstock.cli.processes.session", "penstock.data.examples"),
     *("penstock.engine.engine", "penstock.engine.generation.decode_cut", "penstock.engine.folders.model_folder"),
 )
 """What each process of these commands needs, imported once for all."""
@@ -177,16 +177,12 @@ class ModelCommand:
         refuse_differing(self.store, self.group, key, ours)
 
     @contextmanager
-    def open(
-        self, model: "ModelFolder", decoded: tuple[int, float, int] | None = None
-    ) -> "Iterator[tuple[Engine, str]]":
+    def open(self, model: "ModelFolder", decoded: tuple[int, float] | None = None) -> "Iterator[tuple[Engine, str]]":
         """An engine with the model's weights, and their version; it is watched inside the block and closed after it.
 
-        decoded: where the stages are cut for generation, the rows that a slot decodes, their mean number of tokens, and
-        the tokens that all caches of a stage hold.
+        decoded: where the stages are cut for generation, the rows that a slot decodes and their mean number of tokens.
         """
         from penstock.cli.output import waiting
-        from penstock.cli.processes.measure import measured_ranks
         from penstock.cli.processes.session import choose_device, initialise
         from penstock.engine.engine import Engine
         from penstock.engine.generation.decode_cut import cut_to_decode
@@ -199,9 +195,7 @@ class ModelCommand:
         initialise(*self.pipelines.world(group), parallel)
         arguments = self._settled(model, model.arguments(parallel))
         if decoded is not None:
-            num_rows, mean_tokens, num_cached = decoded
-            measured = measured_ranks(store, group, parallel.pp, parallel.device)
-            arguments = cut_to_decode(arguments, num_rows, mean_tokens, num_cached, *measured)
+            arguments = cut_to_decode(arguments, *decoded)
         engine = Engine(*arguments)
         with waiting(f"reading weights from {model.folder}", sys.stderr, speaks=group.rank == 0):
             version = model.load(engine)

@@ -393,7 +393,7 @@ def _cut(times: tuple[int, ...], placement: schedule.Placement, speeds: tuple[fl
     # Where ranks differ, each of their stages is made as fast as the others.
     of_stages = [min(speeds[rank] for rank in placement.copies_of(i)) for i in range(placement.stages_per_route)]
     apart = schedule.Placement(schedule.PlacementKind.LOOP, len(of_stages))
-    return schedule.balanced_cut(times, apart, of_stages, [0.0] * len(times), [math.inf] * len(of_stages))
+    return schedule.balanced_cut(times, apart, of_stages)
 
 
 def _gradients(

@@ -217,13 +217,7 @@ _Layer: TypeAlias = dict[_State, tuple[Cost, list[_State]]]
 """State before a rank -> the least cost of the ranks from this one on, and the states to which it may leave for it."""
 
 
-def balanced_cut(
-    times: Sequence[float],
-    placement: Placement,
-    speeds: Sequence[float] = (),
-    sizes: Sequence[float] = (),
-    rooms: Sequence[float] = (),
-) -> tuple[range, ...]:
+def balanced_cut(times: Sequence[float], placement: Placement, speeds: Sequence[float] = ()) -> tuple[range, ...]:
     """Cut units into a placement's stages so that the slowest rank is as fast as possible.
 
     For two stages a rank in a V this is exact: among the cuts with the fastest slowest rank, the result has the least
@@ -233,23 +227,19 @@ def balanced_cut(
     >>> balanced_cut([1.0, 1.0, 1.0, 1.0, 4.0], Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2))
     (range(0, 1), range(1, 2), range(2, 4), range(4, 5))
 
-    Where ranks differ, `speeds` and `rooms` have a number for each, and each has one stage: that takes its units'
-    `times` over its rank's speed, and the sum of their `sizes` is at most the rank's room. Among equally fast cuts, the
-    earlier ranks get fewer units.
+    Where ranks differ, `speeds` has a number for each, and each has one stage: that takes its units' `times` over its
+    rank's speed. Among equally fast cuts, the earlier ranks get fewer units.
 
-    >>> two = Placement(PlacementKind.LOOP, num_ranks=2)
-    >>> balanced_cut([1.0] * 6, two, speeds=[2.0, 1.0], sizes=[1.0] * 6, rooms=[9.0, 9.0])
+    >>> balanced_cut([1.0] * 6, Placement(PlacementKind.LOOP, num_ranks=2), speeds=[2.0, 1.0])
     (range(0, 4), range(4, 6))
-    >>> balanced_cut([1.0] * 6, two, speeds=[2.0, 1.0], sizes=[1.0] * 6, rooms=[3.0, 9.0])
-    (range(0, 3), range(3, 6))
 
-    Raises: ValueError for more stages than units, a time that is negative or not finite, ranks that differ and have
-        several stages, or if no cut fits into the rooms.
+    Raises: ValueError for more stages than units, a time that is negative or not finite, or ranks that differ and have
+        several stages.
     """
     if speeds:
         if placement.stages_per_route != len(speeds):
             raise ValueError(f"{len(speeds)} ranks that differ hold one stage each, not {placement.stages_per_route}")
-        return _uneven(times, sizes, speeds, rooms)
+        return _uneven(times, speeds)
     if placement.kind is not PlacementKind.V or placement.stages_per_rank != 2:
         return partition(times, placement.stages_per_route)
     num_ranks = placement.num_ranks
@@ -350,32 +340,21 @@ def _rests(until: list[int], state: _State, num_after: int, limit: int) -> Itera
             yield start, stop
 
 
-def _uneven(
-    times: Sequence[float], sizes: Sequence[float], speeds: Sequence[float], rooms: Sequence[float]
-) -> tuple[range, ...]:
+def _uneven(times: Sequence[float], speeds: Sequence[float]) -> tuple[range, ...]:
     """The cut for ranks that differ; see `balanced_cut`."""
-    time_until, size_until = [0.0, *accumulate(times)], [0.0, *accumulate(sizes)]
-    num_units = len(times)
+    until, num_units = prefix_times(times, len(speeds)), len(times)
     # The slowest stage of the best cut of the first units among the ranks so far, by their number.
     slowest, begins = [0.0] + [inf] * num_units, list[list[int]]()
-    for speed, room in zip(speeds, rooms, strict=True):
+    for speed in speeds:
         best, begin_of = [inf] * (num_units + 1), [0] * (num_units + 1)
         for end in range(1, num_units + 1):
             for begin in range(end):
-                if size_until[end] - size_until[begin] > room:
-                    continue
-                found = max(slowest[begin], (time_until[end] - time_until[begin]) / speed)
+                found = max(slowest[begin], (until[end] - until[begin]) / speed)
                 if found < best[end]:
                     best[end], begin_of[end] = found, begin
         slowest = best
         begins.append(begin_of)
-    if slowest[num_units] == inf:
-        raise ValueError(
-            f"{num_units} units of {size_until[-1] / 2**30:,.2f} GiB do not fit into {len(rooms)} stages on ranks with "
-            f"{', '.join(f'{room / 2**30:,.2f}' for room in rooms)} GiB; give more ranks, or fewer and shorter answers"
-        )
-    stages, end = list[range](), num_units
+    borders = [num_units]
     for begin_of in reversed(begins):
-        stages.append(range(begin_of[end], end))
-        end = begin_of[end]
-    return tuple(reversed(stages))
+        borders.append(begin_of[borders[-1]])
+    return ranges(borders[::-1])

@@ -58,29 +58,6 @@ def test_a_cut_by_hand_stays_and_one_stage_needs_none():
     assert sizes(32, 96, pp=1) == ()
 
 
-def on_ranks(*ranks: tuple[float, float], num_cached: int = 0) -> tuple[int, ...]:
-    """The sizes of stages on ranks of these speeds and rooms."""
-    given = EngineArguments(
-        lambda groups: decoder_units(MODEL, groups=groups), 512, ParallelConfig(pp=len(ranks)), OPTIONS, None
-    )
-    cut = cut_to_decode(given, 32, 96, num_cached, *zip(*ranks, strict=True)).options.choice.settings.cut
-    assert not isinstance(cut, str)
-    return cut or ()
-
-
-def test_ranks_of_several_hosts_get_what_each_can_do_and_hold():
-    room = float(2**30)
-    assert on_ranks((4e9, room), (3.7e9, room)) == sizes(32, 96), "as good as equal"
-    assert on_ranks((8e9, room), (4e9, room)) == (12, 6)
-    assert on_ranks((4e9, room), (8e9, room)) == (6, 12)
-    # 27 MB of weights, kept in 1.2 times as much, of 136 MB altogether; then 8,192 tokens of 4 KiB for each layer.
-    little = (8e9, 33e6)
-    assert on_ranks(little, (4e9, room)) == (4, 14)
-    assert on_ranks(little, (4e9, room), num_cached=8192) == (1, 17)
-    with pytest.raises(ValueError, match=r"do not fit into 2 stages on ranks with 0\.03, 0\.03 GiB"):
-        on_ranks(little, little)
-
-
 def test_quantised_weights_are_read_sooner_but_caches_are_not():
     exact, quantised = times_by_kind(8, 256), times_by_kind(8, 256, quantize=Quantize.INT8)
     assert quantised["mlp"] < 0.3 * exact["mlp"]

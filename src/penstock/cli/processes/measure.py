@@ -1,9 +1,7 @@
-"""The test of links, and the ranks of a pipeline over several hosts, measured for a cut by what each can do."""
+"""The test of links: a word and a block go round a ring of all processes, and every group of a layout is made."""
 
 import platform
-import sys
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -13,15 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.processes.machine import memory_bytes
 from penstock.cli.processes.meeting import Group, exchange
 from penstock.cli.processes.session import choose_device, initialise
 from penstock.parallel import connect
 from penstock.runtime import PipelineError
 from penstock.settings import Device, Layout, ParallelConfig
-
-# ---- The test of links: a word and a block go round a ring of all processes, and every group of a layout is made
-
 
 _NUM_LINK_WORDS = 20
 _LINK_BLOCK_BYTES = 4 * 2**20
@@ -80,52 +74,3 @@ def _ring_step(sent: Tensor) -> float:
     if not bool((arrived == before).all()):
         raise PipelineError(f"the link from process {before} to {rank} carried something else than was sent")
     return time.perf_counter() - start
-
-
-# Long enough that a clock which rises and falls with the load has settled.
-_SECONDS = 0.4
-_WIDTH, _NUM_ROWS = 4096, 8
-
-
-def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The median seconds of the quicker half of some tries."""
-    found, end = list[float](), time.perf_counter() + _SECONDS
-    while len(found) < 4 or time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(sorted(found)[: (len(found) + 1) // 2])
-
-
-def measured_ranks(
-    store: Store, group: Group, num_stages: int, device: Device
-) -> tuple[Sequence[float], Sequence[float]]:
-    """The bytes of weights that each rank reads in a second for a few rows, and its room for weights and caches.
-
-    All ranks are measured at the same time; none where the stages are on one host, or are shared. The first rank says
-    on standard error what was found.
-    """
-    if group.is_on_one_host or num_stages != group.world_size:
-        return (), ()
-    exchange(store, group, "measuring", {})
-    place = _device(device)
-    weight = torch.randn(_WIDTH, _WIDTH, device=place)
-    rows = torch.randn(_NUM_ROWS, _WIDTH, device=place)
-    seconds = _best_s(lambda: torch.nn.functional.linear(rows, weight), place)
-    if device == "cuda":
-        room = torch.cuda.mem_get_info(place)[0]
-    else:
-        room = memory_bytes() / (group.num_local or 1)
-    own = {"bytes_per_s": weight.numel() * weight.element_size() / seconds, "room_bytes": room}
-    ranks = exchange(store, group, "measured", own)
-    speeds = [theirs["bytes_per_s"] for theirs in ranks]
-    if group.rank == 0:
-        found = ", ".join(f"{speed / 1e9:.1f}" for speed in speeds)
-        print(
-            f"penstock: the ranks read {found} GB of weights a second; each stage gets as much as its rank can do and "
-            "hold",
-            file=sys.stderr,
-        )
-    return speeds, [theirs["room_bytes"] for theirs in ranks]
