@@ -114,13 +114,13 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "aggregate", lambda e: e.forward(batch_of(), aggregate_fn="mean"), "aggregate_fn='mean' is a str"  # type: ignore[arg-type]
     yield "lengths", lambda e: e.forward(batch_of(), output_seqlens=[1]), "1 output lengths for 4 items"
     yield "negative lengths", lambda e: e.forward(batch_of(), output_seqlens=[1, -1, 1, 1]), "an output length is -1"
-    yield "text", lambda e: e.generate("hello"), "prompts='hello' is a str; give a list of prompts"  # type: ignore[arg-type]
-    yield "texts", lambda e: e.generate(["hello"]), "prompt 0 is 'hello', a str; give a list of token ids"  # type: ignore[list-item]
-    yield "a flat list", lambda e: e.generate([1, 2, 3]), "prompt 0 is 1, an int"  # type: ignore[list-item]
-    yield "half a token", lambda e: e.generate([[1, 2.5]]), "prompt 0 has 2.5 at its place 1"  # type: ignore[list-item]
-    yield "text in a prompt", lambda e: e.generate([[1], [2, "3"]]), "prompt 1 has '3' at its place 1"  # type: ignore[list-item]
-    yield "params of a dict", lambda e: e.generate([[1]], {"temperature": 1}), "is a dict; give SamplingParams"  # type: ignore[arg-type]
-    yield "a list of dicts", lambda e: e.generate([[1]], [{}]), "params[0]={} is a dict"  # type: ignore[list-item]
+    yield "text", lambda e: e.generate("hello"), "prompts = 'hello': expected list, got str"  # type: ignore[arg-type]
+    yield "texts", lambda e: e.generate(["hello"]), "prompts[0] = 'hello': expected list, got str"  # type: ignore[list-item]
+    yield "a flat list", lambda e: e.generate([1, 2, 3]), "prompts[0] = 1: expected list, got int"  # type: ignore[list-item]
+    yield "half a token", lambda e: e.generate([[1, 2.5]]), "prompts[0][1] = 2.5: expected int, got float"  # type: ignore[list-item]
+    yield "text in a prompt", lambda e: e.generate([[1], [2, "3"]]), "prompts[1][1] = '3': expected int, got str"  # type: ignore[list-item]
+    yield "params of a dict", lambda e: e.generate([[1]], {"temperature": 1}), "expected SamplingParams or list[SamplingParams] or None, got dict"  # type: ignore[arg-type]
+    yield "a list of dicts", lambda e: e.generate([[1]], [{}]), "params[0] = {}: expected SamplingParams, got dict"  # type: ignore[list-item]
     yield "options", lambda e: e.generate([[1]], options={"refill": True}), "is a dict; give GenerateOptions"  # type: ignore[arg-type]
     yield "listener", lambda e: e.generate([[1]], on_token="print"), "on_token='print' is a str"  # type: ignore[arg-type]
     yield (

@@ -7,64 +7,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.engine.checkpoint import CheckpointError
-    from penstock.engine.comparison import CheckReport, check
-    from penstock.engine.engine import Engine
-    from penstock.engine.generation.answers import GenerateOptions
-    from penstock.engine.options import EngineOptions
-    from penstock.engine.training.loss import (
-        EvaluationLoss,
-        ZeroLossWeight,
-        labelled_rows,
-        num_loss_tokens,
-        token_cross_entropy,
-    )
-    from penstock.engine.training.metrics import Metric, MetricReduction
-    from penstock.engine.training.scorer import PerToken, token_scores
-    from penstock.engine.training.trainer import TrainResult
-    from penstock.engine.watch import EarlyStop, Trackers
+    from penstock.engine.checkpoint import CheckpointError as CheckpointError
+    from penstock.engine.comparison import CheckReport as CheckReport
+    from penstock.engine.comparison import check as check
+    from penstock.engine.engine import Engine as Engine
+    from penstock.engine.generation.answers import GenerateOptions as GenerateOptions
+    from penstock.engine.options import EngineOptions as EngineOptions
+    from penstock.engine.training.loss import EvaluationLoss as EvaluationLoss
+    from penstock.engine.training.loss import ZeroLossWeight as ZeroLossWeight
+    from penstock.engine.training.loss import labelled_rows as labelled_rows
+    from penstock.engine.training.loss import num_loss_tokens as num_loss_tokens
+    from penstock.engine.training.loss import token_cross_entropy as token_cross_entropy
+    from penstock.engine.training.metrics import Metric as Metric
+    from penstock.engine.training.metrics import MetricReduction as MetricReduction
+    from penstock.engine.training.scorer import PerToken as PerToken
+    from penstock.engine.training.scorer import token_scores as token_scores
+    from penstock.engine.training.trainer import TrainResult as TrainResult
+    from penstock.engine.watch import EarlyStop as EarlyStop
+    from penstock.engine.watch import Trackers as Trackers
 
-__all__ = [
-    "CheckReport",
-    "CheckpointError",
-    "EarlyStop",
-    "Engine",
-    "EngineOptions",
-    "EvaluationLoss",
-    "GenerateOptions",
-    "Metric",
-    "MetricReduction",
-    "PerToken",
-    "Trackers",
-    "TrainResult",
-    "ZeroLossWeight",
-    "check",
-    "labelled_rows",
-    "num_loss_tokens",
-    "token_cross_entropy",
-    "token_scores",
-]
-
-_FILE_OF = {
-    "EarlyStop": "watch",
-    "Trackers": "watch",
-    "CheckReport": "comparison",
-    "CheckpointError": "checkpoint",
-    "Engine": "engine",
-    "EngineOptions": "options",
-    "EvaluationLoss": "training.loss",
-    "GenerateOptions": "generation.answers",
-    "Metric": "training.metrics",
-    "MetricReduction": "training.metrics",
-    "PerToken": "training.scorer",
-    "TrainResult": "training.trainer",
-    "ZeroLossWeight": "training.loss",
-    "check": "comparison",
-    "labelled_rows": "training.loss",
-    "num_loss_tokens": "training.loss",
-    "token_cross_entropy": "training.loss",
-    "token_scores": "training.scorer",
+_NAMES_OF = {
+    "checkpoint": ("CheckpointError",),
+    "comparison": ("CheckReport", "check"),
+    "engine": ("Engine",),
+    "generation.answers": ("GenerateOptions",),
+    "options": ("EngineOptions",),
+    "training.loss": (
+        *("EvaluationLoss", "ZeroLossWeight", "labelled_rows", "num_loss_tokens", "token_cross_entropy"),
+    ),
+    "training.metrics": ("Metric", "MetricReduction"),
+    "training.scorer": ("PerToken", "token_scores"),
+    "training.trainer": ("TrainResult",),
+    "watch": ("EarlyStop", "Trackers"),
 }
+_FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

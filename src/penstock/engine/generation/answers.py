@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,7 @@ from penstock.model import Limits
 from penstock.runtime import DecodeForm, Stage
 from penstock.schedule import RingShape
 from penstock.settings import RingConfig, SamplingParams
-from penstock.settings.declare import type_in_words
+from penstock.settings.declare import check_argument, mismatch
 
 # ---- The way in which answers are generated, and the answers
 
@@ -227,50 +228,29 @@ class AnswerText:
 
 
 Prompts = Sequence[Sequence[int]]
-_MOST_QUOTED = 100
 
 
 def checked_prompts(
     prompts: Any, params: Any, stages: Sequence[Stage], limits: Limits | None
 ) -> tuple[Prompts, list[SamplingParams]]:
     """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
-    prompts = _token_ids(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if isinstance(params, Mapping | str) or not isinstance(params, Iterable):
-        raise ValueError(f"params={params!r} is {type_in_words(params)}; give SamplingParams, or a list of them")
-    params = list(params)
-    for number, own in enumerate(params):
-        if not isinstance(own, SamplingParams):
-            raise ValueError(f"params[{number}]={own!r} is {type_in_words(own)}; give SamplingParams")
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"{len(params)} SamplingParams were given for {len(prompts)} prompts; give one, or one for each"
-        )
-    for stage in stages:
-        stage.check_cached()
-    check_prompts(prompts, params, limits)
-    return prompts, params
-
-
-def _token_ids(prompts: Any) -> list[list[int]]:
-    """The prompts as lists of numbers. Raises: ValueError naming the prompt that is anything else."""
-    given = f"prompts={prompts!r}"[:_MOST_QUOTED]
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise ValueError(f"{given} is {type_in_words(prompts)}; give a list of prompts, each a list of token ids")
+    check_argument("prompts", prompts, Sequence)
     found: list[list[int]] = []
     for number, prompt in enumerate(prompts):
-        if isinstance(prompt, Tensor) and prompt.dim() == 1 and not prompt.is_floating_point():
-            prompt = prompt.tolist()
-        if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable) or isinstance(prompt, Tensor):
-            quoted = repr(prompt)[:_MOST_QUOTED]
-            raise ValueError(f"prompt {number} is {quoted}, {type_in_words(prompt)}; give a list of token ids")
-        found.append([])
-        for place, token in enumerate(prompt):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise ValueError(f"prompt {number} has {token!r} at its place {place}; token ids are whole numbers")
-            found[-1].append(int(token))
-    return found
+        check_argument(name := f"prompts[{number}]", prompt, Sequence)
+        tokens = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+        try:
+            found.append(list(map(index, tokens)))
+        except TypeError:
+            raise ValueError(mismatch(name, list(tokens), Sequence[int])) from None
+    check_argument("params", params, SamplingParams | Sequence[SamplingParams] | None)
+    params = [params or SamplingParams()] * len(found) if isinstance(params, SamplingParams | None) else list(params)
+    if len(params) != len(found):
+        raise ValueError(f"{len(params)} SamplingParams were given for {len(found)} prompts; give one, or one for each")
+    for stage in stages:
+        stage.check_cached()
+    check_prompts(found, params, limits)
+    return found, params
 
 
 def check_prompts(
@@ -309,15 +289,12 @@ def check_prompts(
             raise ValueError("bad_words hold every token alone, so none could be drawn; leave some out")
         if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
             raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
-        if len(prompt) + own.max_new_tokens > limits.max_length:
+        longest, most = limits.max_length, f"the model's max_length={limits.max_length}"
+        if limits.max_generated_length is not None:
+            longest = limits.max_generated_length
+            most = f"{longest}, where the model's rotary factors change for all tokens before (longrope)"
+        if len(prompt) + own.max_new_tokens > longest:
             raise ValueError(
-                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
-                f"pass the model's max_length={limits.max_length}"
-            )
-        longest = limits.max_generated_length
-        if longest is not None and len(prompt) + own.max_new_tokens > longest:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would "
-                f"pass {longest}, where the model's rotary factors change for all tokens before (longrope); at most "
-                f"{longest} tokens can be generated and read"
+                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would pass "
+                f"{most}"
             )
