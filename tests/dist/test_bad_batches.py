@@ -119,7 +119,11 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "a flat list", lambda e: e.generate([1, 2, 3]), "prompts[0] = 1: expected list, got int"  # type: ignore[list-item]
     yield "half a token", lambda e: e.generate([[1, 2.5]]), "prompts[0][1] = 2.5: expected int, got float"  # type: ignore[list-item]
     yield "text in a prompt", lambda e: e.generate([[1], [2, "3"]]), "prompts[1][1] = '3': expected int, got str"  # type: ignore[list-item]
-    yield "params of a dict", lambda e: e.generate([[1]], {"temperature": 1}), "expected SamplingParams or list[SamplingParams] or None, got dict"  # type: ignore[arg-type]
+    yield (
+        "params of a dict",
+        lambda e: e.generate([[1]], {"temperature": 1}),
+        "expected SamplingParams or list[SamplingParams] or None, got dict",
+    )  # type: ignore[arg-type]
     yield "a list of dicts", lambda e: e.generate([[1]], [{}]), "params[0] = {}: expected SamplingParams, got dict"  # type: ignore[list-item]
     yield "options", lambda e: e.generate([[1]], options={"refill": True}), "is a dict; give GenerateOptions"  # type: ignore[arg-type]
     yield "listener", lambda e: e.generate([[1]], on_token="print"), "on_token='print' is a str"  # type: ignore[arg-type]

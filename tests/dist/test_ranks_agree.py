@@ -209,10 +209,9 @@ def layers_by_rank(rank: int) -> list[str]:
 
 def test_ranks_with_different_lists_of_layers_are_refused() -> None:
     for number, other in run_ranks(2, layers_by_rank):
-        assert number == "ValueError: ranks were given different numbers of layers: rank 0 has 4, but rank 1 has 3"
-        assert other == (
-            "ValueError: ranks were given different layers: layers.1 has 72 parameters on rank 0, but 64 on rank 1"
-        )
+        said = "ConfigError: ranks were given different settings: the parameters of "
+        assert number == f"{said}layers.2 ('72' on rank 0, '144' on rank 1); give all the same"
+        assert other == f"{said}layers.1 ('72' on rank 0, '64' on rank 1); give all the same"
 
 
 def disagreeing_about_messages(rank: int) -> list[str]:
@@ -239,8 +238,9 @@ def disagreeing_about_messages(rank: int) -> list[str]:
 @pytest.mark.shows(12)
 def test_ranks_that_would_expect_other_messages_find_out_where_they_agree() -> None:
     for width, dtype, lengths, good in run_ranks(2, disagreeing_about_messages):
-        assert width.startswith(f"ValueError: between stages goes Boundary(hidden_size={SPARSE.hidden_size}, ")
-        assert f") on rank 0, but Boundary(hidden_size={SPARSE.hidden_size + 1}, " in width
-        assert "dtype=torch.float32, num_sharing=1, is_open=True) on rank 0, but " in dtype
+        said = "ConfigError: ranks were given different settings: the message between stages ('Boundary("
+        assert width.startswith(f"{said}hidden_size={SPARSE.hidden_size}, ")
+        assert f")' on rank 0, 'Boundary(hidden_size={SPARSE.hidden_size + 1}, " in width
+        assert dtype.startswith(said) and "dtype=torch.float32, num_sharing=1, is_open=True)' on rank 0, " in dtype
         assert "PipelineError: ranks that share a batch were given different ones, or cut it otherwise: (" in lengths
         assert good == "gave 7"

@@ -89,31 +89,6 @@ def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) 
     )
 
 
-def check_same_units(units: Sequence[UnitSpec], boundary: Boundary, group: dist.ProcessGroup | None) -> None:
-    """Refuse ranks that were given other lists of layers, or would expect other messages of each other.
-
-    Raises: ValueError on all ranks alike.
-    """
-    # Of a user's own layers; those of the package may be sharded.
-    sizes = [unit.num_parameters if unit.is_own else 0 for unit in units]
-    boundaries, views = zip(*gather_json((repr(boundary), sizes), group), strict=True)
-    for rank, other in enumerate(boundaries):
-        if other != boundaries[0]:
-            raise ValueError(f"between stages goes {boundaries[0]} on rank 0, but {other} on rank {rank}")
-    for rank, theirs in enumerate(views):
-        if len(theirs) != len(views[0]):
-            raise ValueError(
-                f"ranks were given different numbers of layers: rank 0 has {len(views[0])}, but rank {rank} has "
-                f"{len(theirs)}"
-            )
-        for unit, first, other in zip(units, views[0], theirs):
-            if first != other:
-                raise ValueError(
-                    f"ranks were given different layers: {unit.name} has {first} parameters on rank 0, but {other} on "
-                    f"rank {rank}"
-                )
-
-
 @dataclass(frozen=True)
 class Ties:
     """Parameters that are one logical parameter, by full name: copy -> owner.

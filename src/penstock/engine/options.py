@@ -143,10 +143,11 @@ class EngineOptions(Settings):
         return self.choice.settings.cut
 
 
-def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks that would learn by different rules, or cut and run the model differently.
+def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse ranks that were given other models, would learn by different rules, or cut and run the model differently.
 
     Replicas would drift apart without a word, a layer might be on no rank, and ranks would wait for each other.
+    model: what is known of it, by name.
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
@@ -162,7 +163,7 @@ def check_alike(options: EngineOptions, gather: Callable[[Any], list[Any]]) -> N
         rules["schedule"] = given if isinstance(given, str) else f"{options.choice.name} ({_digest(_described(given))})"
     # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
     rules["schedule, by its text"] = _digest(options.choice.text)
-    views = gather({name: _described(value) for name, value in rules.items()})
+    views = gather({name: _described(value) for name, value in (rules | {**model}).items()})
     for rank, theirs in enumerate(views):
         if theirs != views[0]:
             found = differences(views[0], theirs, "on rank 0", f"on rank {rank}")

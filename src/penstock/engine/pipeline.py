@@ -23,7 +23,6 @@ from penstock.engine.build import (
     UnitSource,
     build_on_all_ranks,
     build_stages,
-    check_same_units,
     check_ties,
     check_whole_model,
     cut_units,
@@ -56,7 +55,7 @@ from penstock.model.cpu.reproducible import check_reproducible
 from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven, naming_ended_ranks
-from penstock.parallel.collectives import Collectives, observe
+from penstock.parallel.collectives import observe
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import Communicator
 from penstock.runtime import (
@@ -213,13 +212,15 @@ class Pipeline:
         check_count("hidden_size", int(hidden_size))
         self.grid = self._join()
         self.device = self.grid.device
-        check_alike(self.options, partial(gather_json, group=self.grid.control))
         self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
         is_open = all(unit.is_own for unit in self.units)
         self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
-        check_same_units(self.units, self.boundary, self.grid.control)
+        # Of a user's own layers; those of the package may be sharded.
+        model = {f"the parameters of {unit.name}": unit.num_parameters for unit in self.units if unit.is_own}
+        model |= {"the message between stages": self.boundary}
+        check_alike(self.options, model, partial(gather_json, group=self.grid.control))
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
@@ -510,25 +511,11 @@ class Pipeline:
         )
 
     def useless_overlap_warning(self, num_microbatches: int) -> str | None:
-        """A sentence where overlap is asked for and no rank's stages exchange anything meanwhile; else None.
-
-        All ranks call it at one point, and all get the same.
-        """
+        """A sentence where overlap is asked for and no layer exchanges anything meanwhile; else None."""
         program = self.program(num_microbatches)
         fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
-        if not (fused and self.choice.settings.overlap):
-            return None
-        # A rank's own stages may be dense while another's exchange a lot.
-        parts = (
-            part
-            for stage in self.stages.values()
-            if stage.exchanges
-            for _, module in stage.units
-            for part in module.modules()
-        )
-        shared = (value for part in parts for value in vars(part).values() if isinstance(value, Collectives))
-        (num_exchanging,) = self.sum_over_ranks(float(any(collectives.size > 1 for collectives in shared)))
-        if num_exchanging:
+        exchanges = self.context is not None or any(unit.sharding for unit in self.units)
+        if exchanges or not (fused and self.choice.settings.overlap):
             return None
         return (
             f"{program.schedule.name} fuses forwards with backwards, so that one computes while the other's exchange "
