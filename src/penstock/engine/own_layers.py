@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
@@ -87,11 +86,6 @@ def _prepared(layer: Any, number: int) -> nn.Module:
         layer = BoundLayer(layer)
     if not isinstance(layer, nn.Module):
         raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
-    if lazy := [name for name, own in (*layer.named_parameters(), *layer.named_buffers()) if is_lazy(own)]:
-        raise ValueError(
-            f"layer {number} has {lazy[0]!r} without a shape, of a lazy module such as nn.LazyLinear; give "
-            "the module its sizes, as in nn.Linear(8, 8), or call it once before"
-        )
     switch_linears(layer)
     switch_sequentials(layer)
     # A user has compiled it, or a part of it.
@@ -165,10 +159,6 @@ def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
 # ---- What they ask for by name
 
 
-CheckLabels = Callable[[PackedBatch, int], None]
-"""Refuses labels of a batch that are no classes, given their number."""
-
-
 @dataclass(eq=False)
 class OwnLayers:
     """This rank's layers that are called by the names of their parameters: what they ask for of a microbatch."""
@@ -181,10 +171,6 @@ class OwnLayers:
     _device: torch.device
     #: the keys for which no layer lacked anything, and true if this rank had metadata alone
     _checked: tuple[frozenset[str], bool] | None = None
-    #: checks the present batch's labels; None where they are not read as classes
-    _check_labels: CheckLabels | None = None
-    #: the number of classes of the last logits that the last layer gave; None before
-    _num_classes: int | None = None
 
     @cached_property
     def calls(self) -> list[UnitCall]:
@@ -209,15 +195,12 @@ class OwnLayers:
         wanted = sorted(self._wanted.intersection(own.keys))
         return Given({key: own[key].to(self._device) for key in wanted}, randomness, numbers)
 
-    def prepare_for(self, batch: PackedBatch, check_labels: CheckLabels | None = None) -> None:
-        """Refuse a batch that they cannot take, as far as that is known before they run; `check_labels` is kept for it.
+    def prepare_for(self, batch: PackedBatch) -> None:
+        """Refuse a batch that they cannot take, as far as that is known before they run.
 
         Raises:
             ValueError: a layer of this rank needs more; names the layer.
         """
-        self._check_labels = check_labels
-        if check_labels is not None and self._num_classes is not None:
-            check_labels(batch, self._num_classes)
         if (given := (frozenset(batch.keys), batch.data is None)) == self._checked:
             return
         for call in self.calls:
@@ -225,18 +208,6 @@ class OwnLayers:
             # What a user's own layer gives may be what the next one needs, which is known once it has run.
             if call.lacks and (call.name == self._first or not self._are_open):
                 raise ValueError(call.lacks)
-            if (beyond := call.parameters.unreachable(batch.keys)) is not None:
-                raise ValueError(
-                    f"{call.name} hands on arguments by position alone, so {beyond[0]!r} needs {beyond[1]!r} before "
-                    "it, which is no key of the batch; let its forward take **kwargs, too"
-                )
             if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
                 raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")
         self._checked = given
-
-    def note_output(self, output: Any, own: PackedBatch) -> None:
-        """Look at what the last layer gives. Raises: BatchError for labels that are none of its classes."""
-        if isinstance(output, Tensor) and output.dim() == 2 and output.shape[0] == sum(own.sequence_lengths("tokens")):
-            self._num_classes = output.shape[1]
-            if self._check_labels is not None:
-                self._check_labels(own, self._num_classes)

@@ -424,8 +424,6 @@ class Pipeline:
             sequences = sequences.with_read_rows(rows)
 
         def finish(output: Any) -> Tensor:
-            if self.own_layers is not None:
-                self.own_layers.note_output(output, part)
             return output_fn(output if present is None else present(output), read, numbers)
 
         return Feed(

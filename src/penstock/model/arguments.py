@@ -247,13 +247,6 @@ class Parameters:
         present = {*keys, *NUMBERS}
         return [name for name in self.names if name in self.required and name not in present]
 
-    def unreachable(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """A key that the unit asks for but cannot be given by position, and the parameter before it that lacks one."""
-        given = self.keys.intersection({*keys, *NUMBERS}) | self.sequences
-        gap = next((i for i, name in enumerate(self.names) if name not in given), len(self.names))
-        beyond = [name for name in self.names[gap:] if name in given]
-        return (beyond[0], self.names[gap]) if beyond and not self.by_keyword else None
-
     def arguments(self, x: Any, sequences: Sequences, given: Given) -> tuple[Iterable[Any], dict[str, Any]]:
         """The arguments of a call, by position and by name; those of a tuple come first, those of a mapping by name."""
         named: dict[str, Any] = dict.fromkeys(self.sequences, sequences)

@@ -73,13 +73,6 @@ class Scaled(Masked):
         return super().forward(x, mask) * factor
 
 
-class Late(Masked):
-    """By position its mask comes after a parameter that is no key."""
-
-    def forward(self, x: Tensor, absent: float = 1.0, mask: Tensor | None = None) -> Tensor:
-        return x if mask is None else super().forward(x, mask * absent)
-
-
 def batch(*keys: str) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
     found = PackedBatch.from_documents([torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS])
@@ -159,12 +152,4 @@ def test_a_key_that_is_missing_inside_is_named_with_the_layer(make: Callable[[],
     engine = engine_of(make())
     with pytest.raises((ValueError, RuntimeError), match=words):
         engine.train_batch(batch())
-    engine.close()
-
-
-def test_a_key_that_cannot_be_given_by_position_is_refused() -> None:
-    engine = engine_of(Positional(Late()))
-    with pytest.raises(ValueError, match=r"layers.1 hands on arguments by position alone, so 'mask' needs 'absent'"):
-        engine.train_batch(batch("mask"))
-    assert engine.train_batch(batch()).success
     engine.close()

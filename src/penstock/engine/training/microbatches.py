@@ -331,7 +331,7 @@ class MicrobatchSource:
             for microbatch in microbatches:
                 pipeline.context.spread(microbatch)
         if pipeline.own_layers is not None:
-            pipeline.own_layers.prepare_for(batch, check_labels if self.reads_labels else None)
+            pipeline.own_layers.prepare_for(batch)
 
     def _check_made(self, microbatch: Any, where: str) -> None:
         """Refuse a microbatch of the user's own that cannot be computed. Raises: `SplitError`, which says which one."""
@@ -546,21 +546,15 @@ def check_batch(batch: Any, limits: Limits | None, reads_labels: bool) -> None:
     if reads_labels:
         _check_ids(batch, "labels")
         # The classes that a user's own layers know are not known here, but none is negative.
-        check_labels(batch, limits.vocab_size if limits is not None and limits.bounds_labels else None)
+        num_classes = limits.vocab_size if limits is not None and limits.bounds_labels else None
+        possible = "and more" if num_classes is None else f"to {num_classes - 1}"
+        known = f"possible are 0 {possible}, and {NO_LABEL} for a token without loss"
+        _check_range(batch, "labels", num_classes or _NO_INT_LIMIT, known, besides=NO_LABEL)
     if "positions" in batch and limits is not None and limits.reads_positions:
         if batch.dtypes["positions"] not in _INTEGERS:
             wrong = f"{batch.dtypes['positions']}; positions are torch.int64 or torch.int32"
             raise BatchError("data['positions']", wrong)
         _check_range(batch, "positions", limits.max_length, f"the model's positions are 0 to {limits.max_length - 1}")
-
-
-def check_labels(batch: PackedBatch, num_classes: int | None) -> None:
-    """Refuse labels that are no classes; without a number of classes, those that are negative. Raises: BatchError."""
-    if batch.data is None:
-        return
-    possible = "and more" if num_classes is None else f"to {num_classes - 1}"
-    known = f"possible are 0 {possible}, and {NO_LABEL} for a token without loss"
-    _check_range(batch, "labels", num_classes or _NO_INT_LIMIT, known, besides=NO_LABEL)
 
 
 def _check_ids(batch: PackedBatch, key: str) -> None:
