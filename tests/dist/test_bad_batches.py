@@ -122,10 +122,14 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield (
         "params of a dict",
         lambda e: e.generate([[1]], {"temperature": 1}),
-        "expected SamplingParams or list[SamplingParams] or None, got dict",
+        "expected SamplingParams or list",
     )  # type: ignore[arg-type]
     yield "a list of dicts", lambda e: e.generate([[1]], [{}]), "params[0] = {}: expected SamplingParams, got dict"  # type: ignore[list-item]
-    yield "options", lambda e: e.generate([[1]], options={"refill": True}), "is a dict; give GenerateOptions"  # type: ignore[arg-type]
+    yield (
+        "options",
+        lambda e: e.generate([[1]], options={"refill": True}),
+        "expected GenerateOptions, got dict",
+    )  # type: ignore[arg-type]
     yield "listener", lambda e: e.generate([[1]], on_token="print"), "on_token='print' is a str"  # type: ignore[arg-type]
     yield (
         "skipped",

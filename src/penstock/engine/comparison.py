@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.data import MicroBatchSpec, PackedBatch, Split, split
+from penstock.data import MicroBatchSpec, PackedBatch, Split, merge, split
+from penstock.engine.checkpoint.manifest import random_state
 from penstock.engine.folders.run_check import check_run as check_settings
 from penstock.engine.folders.run_check import with_pretrained
-from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn, random_state
+from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.plain_loop import PlainLoop
@@ -323,8 +324,8 @@ class Observed:
             for key, own in module.state_dict().items():
                 value = own.detach().clone() if isinstance(own, Tensor) else _digest(own)
                 self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
-        for number, state in enumerate(random_state()):
-            self.values[Point(self._step, Quantity.RANDOM, number, "")] = state
+        state = random_state()
+        self.values[Point(self._step, Quantity.RANDOM, -1, "")] = _digest([state["torch"], state.get("cuda")])
 
 
 def _digest(value: Any) -> int:
@@ -465,7 +466,7 @@ class Check:
         is_parameter = place.kind is Quantity.STATE and place.name in self.parameters
         match way:
             case Way.AGAIN:
-                return (Cause.CHANCE,)
+                return Cause.CHANCE, Cause.ELSEWHERE
             case Way.RESUMED:
                 return (Cause.OPTIMIZER_STATE, Cause.UNDECLARED) if is_parameter else (Cause.UNDECLARED, Cause.CALLS)
             case Way.RECOMPUTED:
@@ -526,75 +527,53 @@ class Check:
             for own in given:
                 own.add_(1.0)
         try:
-            found = self.compare(Way.AGAIN, self.plain, again)
+            return self.compare(Way.AGAIN, self.plain, again)
         finally:
             with torch.no_grad():
                 for own, values in zip(given, before, strict=True):
                     own.copy_(values)
-        if found is None:
-            return None
-        again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
-        return self.compare(Way.AGAIN, self.plain, again) or replace(found, causes=(Cause.ELSEWHERE,))
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
-        ours, others = (self._evaluated(num) for num in (self.num_microbatches, self.other_num))
-        if not math.isclose(ours.weight, others.weight, rel_tol=1e-6):
-            values = f"{ours.weight:.9g} and {others.weight:.9g}"
-            return Difference(Way.SUMS, 1, None, "the sum of loss_weight_fn differs", values, (Cause.NO_SUM,))
+        (loss, weight, rows), (other_loss, other_weight, others) = map(
+            self._evaluated, (self.num_microbatches, self.other_num)
+        )
+        differs = partial(Difference, Way.SUMS, 1, None)
+        if not math.isclose(weight, other_weight, rel_tol=1e-6):
+            values = f"{weight:.9g} and {other_weight:.9g}"
+            return differs("the sum of loss_weight_fn differs", values, (Cause.NO_SUM,))
         # Layers that draw random numbers in evaluation too give others in other microbatches.
-        reseeded = self._evaluated(self.num_microbatches, self.parts.options.seed + 1)
-        if reseeded.loss != ours.loss:
+        if self._evaluated(self.num_microbatches, self.parts.options.seed + 1)[0] != loss:
             return None
-        if (spread := _spread(ours.rows, others.rows)) > _ROUNDING:
-            what, values = "what the last layer gives for a sequence differs", f"by {spread:.3g} of the largest"
-            return Difference(Way.SUMS, 1, None, what, values, (Cause.MIXED, Cause.UNDECLARED))
-        if not math.isclose(ours.loss, others.loss, rel_tol=_ROUNDING, abs_tol=1e-6):
-            values = f"{ours.loss:.6g} of {self.num_microbatches} microbatches, {others.loss:.6g} of {self.other_num}"
-            return Difference(Way.SUMS, 1, None, "the loss differs", values, (Cause.NO_SUM, Cause.MIXED))
+        if rows is not None and others is not None:
+            spread = float((rows - others).abs().max() / rows.abs().max().clamp_min(1e-12))
+            if spread > _ROUNDING:
+                what, values = "what the last layer gives for a sequence differs", f"by {spread:.3g} of the largest"
+                return differs(what, values, (Cause.MIXED, Cause.UNDECLARED))
+        if not math.isclose(loss, other_loss, rel_tol=_ROUNDING, abs_tol=1e-6):
+            values = f"{loss:.6g} of {self.num_microbatches} microbatches, {other_loss:.6g} of {self.other_num}"
+            return differs("the loss differs", values, (Cause.NO_SUM, Cause.MIXED))
         return None
 
-    def _evaluated(self, num: int, seed: int | None = None) -> Evaluated:
-        """A forward of the batch in evaluation mode, in microbatches."""
+    def _evaluated(self, num: int, seed: int | None = None) -> tuple[float, float, Tensor | None]:
+        """A batch's loss and weight in evaluation mode, and the last layer's rows, if they are those of tokens."""
         parts, parted, outputs = self.parts.copied(), self.split(num), list[Any]()
         if seed is not None:
             parts = replace(parts, options=replace(parts.options, seed=seed))
-        loop = parts.plain_loop()
+        loop, microbatches = parts.plain_loop(), parted.microbatches
         list(loop.modules.values())[-1].register_forward_hook(lambda module, given, output: outputs.append(output))
-        losses = loop.losses_of(parted.microbatches, 1, training=False)
-        weight = math.fsum(float(parts.loss_weight_fn(own)) for own in parted.microbatches)
-        rows: list[Tensor] = []
-        for output, own in zip(outputs, parted.microbatches, strict=True):
-            if isinstance(output, Tensor) and output.shape[:1] == (own.num_tokens,):
-                rows += output.detach().split(list(own.item_lengths("tokens")))
-        is_whole = len(rows) == len(parted.backward_indices)
-        return Evaluated(
-            math.fsum(map(float, losses)) * weight,
-            weight,
-            [rows[i] for i in parted.backward_indices] if is_whole else [],
-        )
+        losses = loop.losses_of(microbatches, 1, training=False)
+        weight = math.fsum(float(parts.loss_weight_fn(own)) for own in microbatches)
+        shapes = [output.shape[:1] if isinstance(output, Tensor) else None for output in outputs]
+        are_rows = shapes == [(own.num_tokens,) for own in microbatches]
+        rows = merge([output.detach().double() for output in outputs], parted) if are_rows else None
+        return math.fsum(map(float, losses)) * weight, weight, rows
 
 
 _MOST_STAGES = 8
 """Stages of one layer each; each is a thread."""
 _ROUNDING = 1e-3
 """The part of a value by which sums in another order may differ."""
-
-
-class Evaluated(NamedTuple):
-    """A batch's loss and weight, and the last layer's output by item; none where its rows are not those of tokens."""
-
-    loss: float
-    weight: float
-    rows: Sequence[Tensor]
-
-
-def _spread(ours: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest difference of two outputs, as a part of the largest value."""
-    if not ours or len(ours) != len(others):
-        return 0.0
-    one, other = torch.cat(list(ours)).double(), torch.cat(list(others)).double()
-    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-12))
 
 
 _CHANGE_BITS = ("compile", "adapter", "quantize", "measure_lengths")

@@ -7,6 +7,7 @@ random numbers of its own, as a process has; what layers share beside their tens
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch
 from penstock.engine.build import UnitSource
+from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions
@@ -32,18 +34,6 @@ from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
 from penstock.settings import Groups, Layout
-
-
-def random_state() -> list[Tensor]:
-    """The state of torch's generators, that of a GPU among them where there is one in use."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-def set_random_state(state: Sequence[Tensor]) -> None:
-    """Go on with the random numbers of that state."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state(state[1])
 
 
 class RankLeft(RuntimeError):
@@ -113,38 +103,27 @@ class Turns:
 
 
 @dataclass(eq=False)
-class _Exchange:
-    """The place where the ranks of a group leave what they bring to each of their collectives, in order."""
-
-    #: the ranks of the group, by their numbers in the layout
-    ranks: tuple[int, ...]
-    turns: Turns
-    #: by collective, the values of the ranks that have come to it
-    _values: list[dict[int, Any]] = field(default_factory=list)
-
-    def of(self, place: int, number: int, value: Any) -> list[Any]:
-        """All ranks' values for the collective of that number, in the order of the group."""
-        if number == len(self._values):
-            self._values.append({})
-        values = self._values[number]
-        values[place] = value
-        self.turns.wait_until(lambda: len(values) == len(self.ranks), self.ranks[place])
-        return [values[other] for other in range(len(self.ranks))]
-
-
-@dataclass(eq=False)
 class _CallsInTurn:
     """The collectives of a group, as torch.distributed calls them on one rank; each has ended once it is launched."""
 
-    #: of the whole group, and this rank's place there
-    exchange: _Exchange
+    turns: Turns
+    #: the ranks of the group by their numbers in the layout, and this one's place among them
+    ranks: tuple[int, ...]
     place: int
-    #: collectives so far
+    #: by collective, what the ranks that have come to it bring
+    brought: list[dict[int, Tensor]]
+    #: this rank's collectives so far
     _number: int = 0
 
     def _exchange(self, value: Tensor) -> list[Tensor]:
+        """All ranks' values for the next collective, in the order of the group."""
+        if self._number == len(self.brought):
+            self.brought.append({})
+        values = self.brought[self._number]
         self._number += 1
-        return self.exchange.of(self.place, self._number - 1, value.clone())
+        values[self.place] = value.clone()
+        self.turns.wait_until(lambda: len(values) == len(self.ranks), self.ranks[self.place])
+        return [values[other] for other in range(len(self.ranks))]
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Done:
         for output, value in zip(outputs[0], self._exchange(inputs[0]), strict=True):
@@ -206,7 +185,8 @@ class RanksInTurn:
     device: torch.device
     turns: Turns = field(init=False)
     hub: InProcessHub = field(default_factory=InProcessHub)
-    _exchanges: dict[str, _Exchange] = field(default_factory=dict)
+    #: by group, see `_CallsInTurn`
+    _brought: defaultdict[str, list[dict[int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.layout.world_size)
@@ -233,8 +213,7 @@ class RanksInTurn:
         if len(ranks) == 1:
             return None
         name, place = f"{name} {ranks}", ranks.index(rank)
-        exchange = self._exchanges.setdefault(name, _Exchange(ranks, self.turns))
-        return GroupHere(place, len(ranks), name, _CallsInTurn(exchange, place))
+        return GroupHere(place, len(ranks), name, _CallsInTurn(self.turns, ranks, place, self._brought[name]))
 
 
 class PipelineInTurn(Pipeline):

@@ -37,9 +37,8 @@ class PlainLoop:
     strangers: list[Tensor]
     #: steps taken
     _num_steps: int
-    #: the loss, its weight, and the seed and device of random numbers
-    _loss_fn: LossFn
-    _loss_weight_fn: LossWeightFn
+    #: the loss, and the seed and device of random numbers
+    _loss: StepLoss
     _seed: int
     _device: torch.device
     #: see `UnitSpec.present`
@@ -59,8 +58,7 @@ class PlainLoop:
         options: EngineOptions,
         device: torch.device,
     ) -> None:
-        self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
-        self._seed, self._device = options.seed, device
+        self._loss, self._seed, self._device = StepLoss(loss_fn, loss_weight_fn), options.seed, device
         self.losses, self.gradients, self.strangers, self._num_steps = [], {}, [], 0
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
@@ -88,15 +86,15 @@ class PlainLoop:
 
     def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
         """Each microbatch's part of the loss of the step of that number; in training gradients are added up."""
-        weights = [float(self._loss_weight_fn(microbatch)) for microbatch in microbatches]
-        measured, factor, losses = StepLoss(self._loss_fn, self._loss_weight_fn), 1.0 / sum(weights), list[Tensor]()
+        factor = 1.0 / sum(float(self._loss.loss_weight_fn(microbatch)) for microbatch in microbatches)
+        losses = list[Tensor]()
         known = list(self.parameters.values())
         for module in self.modules.values():
             module.train(training)
         with kept_random_state(self._device), torch.set_grad_enabled(training):
             for place, microbatch in enumerate(microbatches):
                 numbers = dict[str, int](zip(NUMBERS, (place, len(microbatches), number), strict=True))
-                loss = measured(self._output(microbatch, numbers), microbatch, numbers) * factor
+                loss = self._loss(self._output(microbatch, numbers), microbatch, numbers) * factor
                 losses.append(loss.detach())
                 if training:
                     self.strangers = [own for own in _leaves(loss) if not any(own is p for p in known)]

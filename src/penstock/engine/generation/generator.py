@@ -32,7 +32,7 @@ from penstock.runtime import (
 from penstock.runtime.transport import unique_number
 from penstock.schedule import RingShape, Scheduler
 from penstock.settings import Precision
-from penstock.settings.declare import type_in_words
+from penstock.settings.declare import check_argument
 
 _KEPT_RECORDS = 1024
 """Records of a generation without end; a longer trace would only take memory."""
@@ -225,8 +225,7 @@ class Generator:
         pipeline, grid = self._pipeline, self._pipeline.grid
 
         def check() -> tuple[tuple[Any, ...], list[Any]]:
-            if not isinstance(options, GenerateOptions):
-                raise ValueError(f"options={options!r} is {type_in_words(options)}; give GenerateOptions")
+            check_argument("options", options, GenerateOptions)
             listeners.check(pipeline.layout)
             self._check_begin()
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,15 +77,12 @@ class TrafficCount:
     @property
     def collectives(self) -> tuple[CollectiveTraffic, ...]:
         """The collectives so far, equal ones added up, in the order of their first launch."""
-        return tuple(
-            CollectiveTraffic(one.kind, one.axis, one.num_ranks, one.num_bytes, number)
-            for one, number in self._collectives.items()
-        )
+        return tuple(replace(one, number=number) for one, number in self._collectives.items())
 
     @property
     def messages(self) -> tuple[MessageTraffic, ...]:
         """The messages so far, equal ones added up."""
-        return tuple(MessageTraffic(one.channel, one.num_bytes, number) for one, number in self._messages.items())
+        return tuple(replace(one, number=number) for one, number in self._messages.items())
 
 
 class Done:

@@ -107,15 +107,11 @@ def explained(recorder: Recorder) -> Iterator[None]:
     """
     try:
         yield
-    except RehearsalError as error:
+    except (RehearsalError, DataDependentOutputException, DynamicOutputShapeException) as error:
+        what = error if isinstance(error, RehearsalError) else f"{error.func} needs the data of a tensor on the host"
         raise RehearsalError(
-            f"{recorder.doing}: {error}, so that it waits for the device, which then idles; keep values on the device "
+            f"{recorder.doing}: {what}, so that it waits for the device, which then idles; keep values on the device "
             "until the step has ended"
-        ) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RehearsalError(
-            f"{recorder.doing}: {error.func} needs the data of a tensor on the host, which would wait for the device; "
-            "use operations whose result's shape does not depend on data"
         ) from error
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # Releases of PyTorch differ in the type of this error, and in its words but for this one.
