@@ -20,6 +20,7 @@ from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
+from penstock.runtime import DecodeForm
 from penstock.settings import Precision, Quantize, SamplingParams
 
 _COPIED_BYTES = 1 << 30
@@ -86,10 +87,10 @@ def _penstock(generation: Generation) -> dict[str, Callable[[], object]]:
     prompts = generation.prompts(generation.num_prompts)
     greedy = SamplingParams(max_new_tokens=generation.new_tokens, temperature=0)
 
-    def side(form: str) -> Callable[[], object]:
+    def side(form: DecodeForm) -> Callable[[], object]:
         return lambda: engine.generate(prompts, greedy, GenerateOptions(decode=form))
 
-    return {f"penstock, {form}": side(form) for form in ("graphs", "all-rows", "live-rows")}
+    return {f"penstock, {form}": side(form) for form in DecodeForm}
 
 
 def _copied_bytes_per_s() -> float:

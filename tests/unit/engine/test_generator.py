@@ -11,6 +11,7 @@ from penstock import Engine, SamplingParams, schedule
 from penstock.engine import EngineOptions, GenerateOptions
 from penstock.engine.generation.answers import GenerateResult
 from penstock.model import decoder_units
+from penstock.runtime import DecodeForm
 from penstock.schedule import Ending
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
@@ -35,10 +36,10 @@ SMALL, LONGER, MORE = (2, 5, 4), (2, 60, 30), (7, 5, 4)
 
 
 @pytest.mark.shows(69)
-@pytest.mark.parametrize("decode", ["live-rows", "all-rows"])
+@pytest.mark.parametrize("decode", [DecodeForm.LIVE_ROWS, DecodeForm.ALL_ROWS])
 @pytest.mark.parametrize("calls", [(SMALL, LONGER), (SMALL, MORE), (LONGER, SMALL), (MORE, LONGER, SMALL)], ids=str)
 def test_a_call_gives_what_it_gives_on_a_new_engine_whatever_was_called_before(
-    calls: Sequence[tuple[int, int, int]], decode: str
+    calls: Sequence[tuple[int, int, int]], decode: DecodeForm
 ) -> None:
     engine, options = make(), GenerateOptions(decode=decode)
     for number, (num_prompts, length, num_new_tokens) in enumerate(calls):

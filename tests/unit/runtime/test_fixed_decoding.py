@@ -229,5 +229,5 @@ def test_a_window_leaves_every_row_something_to_look_at() -> None:
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"decode='fast': possible are live-rows, all-rows, graphs"):
-        GenerateOptions(decode="fast")
+    with pytest.raises(ValueError, match=r"decode = 'fast': expected .live-rows., .all-rows. or .graphs."):
+        GenerateOptions(decode="fast")  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,21 +54,13 @@ class GenerateOptions(RingConfig):
     refill: bool = True
     packed: bool = True
     longest_first: bool = True
-    decode: DecodeForm | str | None = None
+    decode: DecodeForm | Literal["live-rows", "all-rows", "graphs"] | None = None
     skip: frozenset[int] = frozenset()
     tokenizer: Decodes | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.decode, str) and self.decode not in [form.value for form in DecodeForm]:
-            forms = ", ".join(form.value for form in DecodeForm)
-            raise ValueError(f"decode={self.decode!r}: possible are {forms}")
-
     def form(self, device: torch.device) -> DecodeForm:
         """The form of decoding on this device."""
-        if self.decode is None:
-            return DecodeForm.GRAPHS if device.type == "cuda" else DecodeForm.LIVE_ROWS
-        return DecodeForm(self.decode)
+        return DecodeForm(self.decode or ("graphs" if device.type == "cuda" else "live-rows"))
 
     def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
         """Slots and rows for this number of sequences."""
