@@ -452,10 +452,11 @@ def build_stages(
                 f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
             )
             raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
-    stages, build = {}, _builder(options, device, pack)
+    stages = {}
     for number, own in members.items():
         # The largest first: what reading one takes beside its weights is then not on top of all others.
-        made = {i: build(units[i]) for i in sorted(own, key=lambda i: -units[i].num_parameters)}
+        largest_first = sorted(own, key=lambda i: -units[i].num_parameters)
+        made = {i: build_unit(units[i], options, device, pack) for i in largest_first}
         modules = [(units[i].name, made[i]) for i in own]
         if options.reproducible:
             make_reproducible(modules, device)
@@ -495,27 +496,12 @@ def settled(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[E
     return replace(options, quantize=Quantize.INT8), quantizer(Quantize.INT8, seconds)
 
 
-def _builder(options: EngineOptions, device: torch.device, pack: Pack | None) -> Callable[[UnitSpec], nn.Module]:
-    """The function that makes a unit's module; one whose weights are packed for good, before the next is read."""
-    if not options.packs_for_good:
-        return partial(build_unit, options=options, device=device)
+def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pack: Pack | None = None) -> nn.Module:
+    """The unit's module on the device, with its kernels, initial values, in the precision of the options.
 
-    def build(unit: UnitSpec) -> nn.Module:
-        module = build_unit(unit, options, device)
-        if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
-            raise ConfigError(
-                f"quantize = {options.quantize}: the weights of {unit.name} stay as they are; only dense models of "
-                "Penstock's own layers can be quantized, so leave quantize out"
-            )
-        # The parameters of one unit, at most, are held beside what is packed.
-        give_back_freed_memory()
-        return module
-
-    return build
-
-
-def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> nn.Module:
-    """The unit's module on the device, with its kernels, initial values, in the precision of the options."""
+    Where the options pack weights for good they are packed at once, before the next unit is read; pack: see
+    `build_stages`.
+    """
     with torch.device("meta"):
         module = unit.build()
     if not unit.is_own:
@@ -525,6 +511,13 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device) -> 
         # Of other dtypes than torch's default are those that the user chose.
         module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
     use_kernels_of(device, module.to(device))
+    if options.packs_for_good:
+        if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
+            raise ConfigError(
+                f"quantize = {options.quantize}: the weights of {unit.name} stay as they are; only dense models of "
+                "Penstock's own layers can be quantized, so leave quantize out"
+            )
+        give_back_freed_memory()
     return module
 
 

@@ -152,10 +152,9 @@ def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callab
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
     names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
-    names += ("quantize", "label_share")
-    rules = {name: getattr(options, name) for name in names}
+    names += ("quantize", "label_share", "attention")
+    rules, given = {name: getattr(options, name) for name in names}, options.schedule
     rules |= {f"optimizer.{own.name}": getattr(options.optimizer, own.name) for own in fields(options.optimizer)}
-    rules["attention"], given = options.attention, options.schedule
     if isinstance(given, ScheduleConfig):
         rules |= {f"schedule.{own.name}": getattr(given, own.name) for own in fields(given)}
     else:

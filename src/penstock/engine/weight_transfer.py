@@ -253,10 +253,9 @@ class WeightTransfer:
                     "with the same adapters"
                 )
             if own != theirs:
-                words = [f"{dtype} {list(shape)}" for dtype, shape in (own, theirs)]
                 raise ValueError(
-                    f"weights cannot be sent, because {name} is {words[0]} in the engine that sends, and {words[1]} in "
-                    "the one that receives; both need the same model in the same precision"
+                    f"weights cannot be sent, because {name} is {own} in the engine that sends, and {theirs} in the "
+                    "one that receives; both need the same model in the same precision"
                 )
         return {
             name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in given
@@ -326,25 +325,25 @@ def _visits(place: str, rank: int, more: int = 0) -> int:
 
 # ---- two models
 
-_Form = tuple[str, tuple[int, ...]]
-"""A tensor's dtype and whole shape."""
+_View = Mapping[str, tuple[str, Sequence[int], Sequence[Any]]]
+"""A rank's tensors: name -> dtype and whole shape in words, that shape, and its slices' places and shapes."""
 
 
-def _view(own: Slices) -> dict[str, Any]:
+def _view(own: Slices) -> _View:
     found = {}
     for name, parts in own.items():
-        shapes = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]
-        part, values = parts[0]
-        found[name] = [str(values.dtype).removeprefix("torch."), part.full_shape, shapes]
+        full_shape, dtype = parts[0][0].full_shape, str(parts[0][1].dtype).removeprefix("torch.")
+        slices = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]
+        found[name] = f"{dtype} {list(full_shape)}", full_shape, slices
     return found
 
 
-def _tensors(by_rank: Mapping[int, Any]) -> tuple[dict[str, _Form], dict[str, dict[TensorSlice, list[int]]]]:
-    """An engine's tensors: name -> their form, and name -> slices with the processes that have them."""
+def _tensors(by_rank: Mapping[int, _View]) -> tuple[dict[str, str], dict[str, dict[TensorSlice, list[int]]]]:
+    """An engine's tensors: name -> their form in words, and name -> slices with the processes that have them."""
     forms, holders = {}, {}
     for rank, view in by_rank.items():
-        for name, (dtype, full_shape, parts) in view.items():
-            forms.setdefault(name, (dtype, tuple(full_shape)))
+        for name, (form, full_shape, parts) in view.items():
+            forms.setdefault(name, form)
             for start, shape in parts:
                 part = TensorSlice(tuple(start), tuple(shape), tuple(full_shape))
                 holders.setdefault(name, {}).setdefault(part, []).append(rank)

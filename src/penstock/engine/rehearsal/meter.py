@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.schedule import Step
 from penstock.schedule.rehearsal import BytesByKind, MemoryKind, MemoryPoint
 
 
@@ -90,10 +89,6 @@ class Meter(TorchDispatchMode):
             block = self._block_of(tensor)
             if block is not None:
                 self._move(block, kind)
-
-    def finished(self, step: Step) -> None:
-        """Note the end of an action."""
-        self.point(str(step))
 
     def point(self, name: str) -> MemoryPoint:
         """End the interval, and add it to the timeline under that name."""

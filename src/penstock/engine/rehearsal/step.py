@@ -203,7 +203,7 @@ class MeteredRecorder(Recorder):
 
     def end(self, record: Record) -> None:
         super().end(record)
-        self._meter.finished(record.action)
+        self._meter.point(str(record.action))
 
     def _ranks_of(self, group: object) -> tuple[int, ...]:
         return group.ranks if isinstance(group, CountedGroup) else super()._ranks_of(group)  # type: ignore[arg-type]
