@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
-from penstock.schedule import Costs, Op
+from penstock.schedule import Costs, Op, simulate
 from penstock.schedule.actions import flatten
 from penstock.settings import ConfigError, ScheduleConfig
 from tests.dist.launch import run_ranks
@@ -118,7 +118,7 @@ def stepped(rank: int) -> list[tuple[float, float]]:
             seconds.append(0.0 if timeline is None else timeline.makespan / 1e3)
         again = FORWARD_S if options else 0.0
         costs = Costs(FORWARD_S, again, 0.0, recompute=again)
-        found.append((min(seconds), engine.simulated(6, costs).makespan))
+        found.append((min(seconds), simulate(engine.pipeline.program(6), costs).makespan))
         engine.close()
         engine.grid.close()
     return found

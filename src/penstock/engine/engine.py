@@ -8,7 +8,6 @@ from typing import Any, Self, cast
 
 from torch import Tensor, nn
 
-from penstock import schedule
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.build import UnitSource
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
@@ -35,7 +34,7 @@ from penstock.parallel import Grid
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.tensor_slice import TensorSlice, local_slices
 from penstock.runtime import Recorder
-from penstock.schedule import Costs, Timeline
+from penstock.schedule import Timeline
 from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingParams, checked
 
 
@@ -420,11 +419,6 @@ class Engine(ModelState, WeightEndpoint):
         """
         self.watchers.add(callbacks)
 
-    @checked
-    def simulated(self, num_microbatches: int, costs: Costs) -> Timeline:
-        """The simulated timeline of a step."""
-        return schedule.simulate(self.pipeline.program(num_microbatches), costs)
-
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
 
@@ -448,6 +442,8 @@ class Engine(ModelState, WeightEndpoint):
         try:
             self.watchers.call("on_end", self.step)
         finally:
+            if "generator" in vars(self):
+                self.generator.close()
             self.pipeline.close()
 
     def _slices(self) -> Slices:

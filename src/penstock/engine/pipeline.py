@@ -197,8 +197,6 @@ class Pipeline:
     is_watched_anywhere: bool
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
-    #: close what others have opened on this pipeline
-    _closing: list[Callable[[], None]]
 
     @naming_ended_ranks()
     def __init__(
@@ -224,7 +222,7 @@ class Pipeline:
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
-        self.step, self._executors, self._closing = 0, {}, []
+        self.step, self._executors = 0, {}
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
@@ -477,14 +475,8 @@ class Pipeline:
             dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
 
-    def at_close(self, close: Callable[[], None]) -> None:
-        """Call `close` before the transport is closed."""
-        self._closing.append(close)
-
     def close(self) -> None:
         """Stop helper threads; process groups belong to torch.distributed."""
-        for close in self._closing:
-            close()
         self.recovery.close()
         self.transport.close()
 

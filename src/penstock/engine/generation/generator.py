@@ -58,7 +58,6 @@ class Generator:
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
         dtype = cache_dtype(pipeline.boundary.dtype, pipeline.device.type)
         self.decoders = Decoders(stages, dtype, pipeline.device, captures)
-        pipeline.at_close(self.close)
         # No thread of a failed generation uses the links that come after.
         pipeline.recovery.around_renewal(undo=lambda: self._loop.relay.join() if self._loop is not None else None)
 
