@@ -106,8 +106,8 @@ class Turns:
 class _CallsInTurn:
     """The collectives of a group, as torch.distributed calls them on one rank; each has ended once it is launched."""
 
+    #: the turns of all ranks, those of the group by their numbers in the layout, and this one's place among them
     turns: Turns
-    #: the ranks of the group by their numbers in the layout, and this one's place among them
     ranks: tuple[int, ...]
     place: int
     #: by collective, what the ranks that have come to it bring
@@ -258,6 +258,9 @@ class EngineInTurn(Engine):
 
     #: notes what it computes
     trainer: TrainerInTurn
+    # As of any engine.
+    grid: Grid
+    watchers: Watchers
     #: the loss, and its weight
     _loss_fn: LossFn
     _loss_weight_fn: LossWeightFn

@@ -98,8 +98,8 @@ class Done:
 class GroupHere(RenewableGroup):
     """A process group whose calls are answered in this process."""
 
+    #: the group's name, and what takes the calls that a real group's communicators would
     _own_name: str
-    #: takes the calls that a real group's communicators would
     inner: Any
     backend: Any
 
