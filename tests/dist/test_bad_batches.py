@@ -121,15 +121,15 @@ def arguments() -> Iterator[tuple[str, Call, str]]:
     yield "text in a prompt", lambda e: e.generate([[1], [2, "3"]]), "prompts[1][1] = '3': expected int, got str"  # type: ignore[list-item]
     yield (
         "params of a dict",
-        lambda e: e.generate([[1]], {"temperature": 1}),
+        lambda e: e.generate([[1]], {"temperature": 1}),  # type: ignore[arg-type]
         "expected SamplingParams or list",
-    )  # type: ignore[arg-type]
+    )
     yield "a list of dicts", lambda e: e.generate([[1]], [{}]), "params[0] = {}: expected SamplingParams, got dict"  # type: ignore[list-item]
     yield (
         "options",
-        lambda e: e.generate([[1]], options={"refill": True}),
+        lambda e: e.generate([[1]], options={"refill": True}),  # type: ignore[arg-type]
         "expected GenerateOptions, got dict",
-    )  # type: ignore[arg-type]
+    )
     yield "listener", lambda e: e.generate([[1]], on_token="print"), "on_token='print' is a str"  # type: ignore[arg-type]
     yield (
         "skipped",
