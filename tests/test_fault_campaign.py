@@ -1,8 +1,6 @@
 """tools/faults.py: it finds whatever a disturbed run has lost."""
 
-import contextlib
 import json
-import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -82,28 +80,3 @@ def test_whatever_is_lost_is_found(runs: tuple[faults.Run, Path], lose: Callable
     run, undisturbed = runs
     lose(run.output)
     assert says in str(faults.differences(run, undisturbed, whole=True))
-
-
-@pytest.mark.parametrize("damage", faults.DAMAGES)
-def test_every_damage_changes_a_file(tmp_path: Path, damage: Callable[[Path, random.Random], None]) -> None:
-    for seed in range(20):
-        path = tmp_path / "file"
-        path.write_bytes(b"twelve bytes")
-        damage(path, random.Random(seed))
-        assert not path.exists() or path.read_bytes() != b"twelve bytes"
-
-
-def test_what_is_lost_is_told_with_its_fault_and_step(
-    runs: tuple[faults.Run, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = runs
-
-    def never_ends(_: faults.Run) -> None:
-        raise faults.Lost("did not end within 60 s")
-
-    monkeypatch.setattr(faults.Run, "started", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(faults.Run, "wait", lambda *_: True)
-    monkeypatch.setattr(faults.Run, "ended", never_ends)
-    monkeypatch.setattr(faults, "ACTS", (faults.kill_everything,))
-    with pytest.raises(faults.Lost, match="after kill everything at step 4: did not end within 60 s"):
-        faults.disturb(run, random.Random(0))

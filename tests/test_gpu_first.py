@@ -10,9 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import gpu_first  # pyright: ignore[reportMissingImports]
@@ -134,32 +131,5 @@ def section(seconds: float) -> Section:
     return Section("any", seconds, goes_well, "")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "left", "share"),
-    [
-        ([10.0, 30.0], 80.0, 20.0),  # what is left over is shared
-        ([10.0, 30.0], 40.0, 10.0),
-        ([10.0, 30.0], 39.0, 39.0),  # the second does not fit, so the first may have all
-        ([10.0, 30.0, 5.0], 20.0, 20.0),
-        ([10.0], 9.0, 0.0),
-    ],
-)
-def test_sections_that_fit_share_the_time(seconds: list[float], left: float, share: float) -> None:
-    assert gpu_first.share([section(one) for one in seconds], left) == share
-
-
 def test_two_calls_of_all_sections_fit_into_a_quarter_of_an_hour() -> None:
     assert sum(section.seconds for section in SECTIONS.values()) <= gpu_first._SECONDS < 420
-
-
-def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu_first.main(["--only", "trian"])
-    assert ended.value.code == 2 and "no section 'trian'; there are environment, nccl_api" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_first, "_start_method", lambda: None)
-    assert gpu_first.main([]) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("no GPU is used here")
-    assert gpu_first.main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SECTIONS)

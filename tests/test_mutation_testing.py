@@ -56,15 +56,6 @@ def test_tests_lie_near_to_the_files_whose_names_they_use() -> None:
     assert of_executor["tests/schedule/test_partition.py"] > 3, "is about something else"
 
 
-def test_tests_lie_near_to_what_registers_itself_where_no_file_names_it() -> None:
-    of_builder = {
-        test: files.get(PACKAGE / "schedule" / "builders" / "zero_bubble.py", 99) for test, files in distances().items()
-    }
-    assert of_builder["tests/schedule/test_builders.py"] == 2, "uses the registry"
-    assert of_builder["tests/schedule/test_zero_bubble.py"] == 3, "uses a helper that does"
-    assert of_builder["tests/schedule/test_partition.py"] > 3, "is about something else"
-
-
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small file of the package, of which three tests have been recorded."""
@@ -107,12 +98,6 @@ def test_a_fault_is_put_to_the_tests_that_reach_its_line_the_nearest_files_first
     recorded.write_text("# another line\n" + recorded.read_text())
     lines_of.cache_clear()
     assert tests(6) == ["many"], "where the line stands now"
-
-
-def test_of_a_test_with_many_cases_few_are_kept_for_a_line(recorded: Path) -> None:
-    cases = {f"tests/dist/test_other.py::test_far[{n}]": 1.0 + n for n in range(9)}
-    line = lines_of(recorded)[3]
-    assert Record.of("", cases, {line: {*cases, "failed"}}).reached == {line: tuple(cases)[:3]}
 
 
 def test_files_of_tests_are_recorded_again_when_they_have_changed(recorded: Path) -> None:

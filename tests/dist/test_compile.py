@@ -140,9 +140,3 @@ def test_compiled_layers_give_the_same_bits_in_every_layout_and_nearly_those_of_
         together: dict[str, Any] = {name: weight for _, part in ranks for name, weight in part.items()}
         assert together.keys() == weights.keys()
         assert all(torch.equal(weight, weights[name]) for name, weight in together.items()), case
-
-
-@pytest.mark.shows(115)
-def test_a_mode_of_no_use_is_refused() -> None:
-    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
-        EngineOptions(compile="reduce-overhead")  # type: ignore[arg-type]

@@ -9,8 +9,7 @@ import torch
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, part_of, split
 from penstock.engine import Engine, EngineOptions
-from penstock.model import ModelGroups, cross_entropy_sum, cut_sequences, decoder_units
-from penstock.runtime import PipelineError
+from penstock.model import cross_entropy_sum, cut_sequences, decoder_units
 from penstock.settings import ContextForm, ModelConfig, OptimizerConfig, Precision
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
@@ -110,37 +109,6 @@ def test_training_and_scoring_equal_those_of_one_process(world: int) -> None:
             assert_same(found, wanted, case)
     for index, _ in enumerate(CASES[world]):
         assert set().union(*(of_rank[index]["weights"] for of_rank in by_rank)) == wanted["weights"].keys()
-
-
-def refusals(rank: int) -> list[str]:
-    """What all ranks are told, in turn; between the refusals the engine still works."""
-    engine = Engine(
-        lambda groups: decoder_units(CONFIG, groups=groups),
-        CONFIG.hidden_size,
-        Layout(pp=1, dp=2, cp=2),
-        EngineOptions(),
-    )
-    good, bad = (PackedBatch.from_documents([torch.arange(n, n + 6)] * 2) for n in (0, 38))
-    said = []
-    for normalize, batch in (("global", bad if engine.grid.dp_rank == 1 else good), ("global", good)):
-        try:
-            engine.train_batch(batch, normalize=normalize, micro_batches=MicroBatchSpec(num=2))
-        except (ValueError, PipelineError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    with pytest.raises(ValueError, match="cp = 1, 2, or attention = 'ring'"):
-        groups = ModelGroups.planned(cp=4, form=ContextForm.ALL_TO_ALL)
-        decoder_units(CONFIG, groups=groups)
-    engine.close()
-    engine.grid.close()
-    return said
-
-
-def test_what_cannot_be_shared_is_refused_on_all_ranks_before_it_starts() -> None:
-    by_rank = run_ranks(4, refusals, timeout_s=60.0)
-    assert [len(said) for said in by_rank] == [1] * 4
-    unknown = "data['tokens']: sequence 0 has 40 at its place 2; the model knows 0 to 39"
-    assert all(unknown in by_rank[rank][0] for rank in (2, 3))
-    assert all(f"rank 2 cannot use what it was given: {unknown}" in by_rank[rank][0] for rank in (0, 1))
 
 
 SHORT = (([1, 2], [3]), ([4, 5, 6, 7, 8], [9, 2]), ([3], [4, 5]))

@@ -11,7 +11,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import Engine, EngineOptions
 from penstock.schedule import Costs, Op, simulate
 from penstock.schedule.actions import flatten
-from penstock.settings import ConfigError, ScheduleConfig
+from penstock.settings import ScheduleConfig
 from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.subject("src/penstock/**/*.py")
@@ -132,11 +132,3 @@ def test_a_step_takes_what_is_simulated_between_those_of_none_and_of_full() -> N
         # Nothing else takes time; a busy machine adds some.
         assert simulated <= measured < 1.25 * simulated + 0.03
     assert none[0] < kept[0] < full[0]
-
-
-def test_what_has_nothing_to_recompute_has_nothing_to_keep() -> None:
-    for recompute in ("none", ()):
-        with pytest.raises(ConfigError, match=r"num_kept_microbatches = 2 spares .* recompute names nothing"):
-            EngineOptions(recompute=recompute, num_kept_microbatches=2)
-    with pytest.raises(ConfigError, match="num_kept_microbatches = -1 is negative"):
-        EngineOptions(recompute="full", num_kept_microbatches=-1)

@@ -211,10 +211,6 @@ CASES = {
         Case(Layout(dp=2), Precision.BF16, zero=True),
         Case(Layout(dp=2), Precision.FP32),
     ],
-    3: [
-        Case(Layout(pp=3), Precision.BF16, (2, 2, 4), "zb-h1"),
-        Case(Layout(pp=3), Precision.FP32, (3, 3, 2)),
-    ],
 }
 
 

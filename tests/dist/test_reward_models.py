@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from penstock import Engine, EngineOptions, Layout, PackedBatch
 from penstock.cli.main import main
-from penstock.settings import LearningRate, OptimizerConfig, OptimizerName, SamplingParams
+from penstock.settings import LearningRate, OptimizerConfig, OptimizerName
 from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, SIZES, make_sequences, make_tokenizer
 
@@ -119,16 +119,6 @@ def test_the_command_writes_what_transformers_rates(head: str, labels: int, pp: 
         expected = logits if labels > 1 else logits[..., 0]
         assert own.keys() == {"line", "id", name} and own["id"] == number
         torch.testing.assert_close(torch.tensor(own[name]), expected, atol=CLOSE, rtol=CLOSE)
-
-
-def test_what_needs_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path, "reward")
-    make_tokenizer(tmp_path)
-    engine = Engine.from_hf(tmp_path, native="auto", device="cpu")
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification cannot generate: it rates texts"):
-        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
-    assert main(["generate", str(tmp_path), "the cat"]) == 2
-    assert "LlamaForSequenceClassification rates texts and gives no tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -153,17 +153,6 @@ def test_every_copy_has_the_owners_values_once_they_were_stepped_sent_or_loaded(
             assert (copies[0] == by_rank[0]["stepped"][owner][0]) == (when != "built")
 
 
-def test_a_module_in_two_layers_is_tied_though_both_are_on_one_rank() -> None:
-    for schedule in (
-        ScheduleConfig("zb-v", 2, cut=(1, 3, 0, 1)),
-        ScheduleConfig("zb-v", 2, cut=(1, 1, 2, 1)),
-        ScheduleConfig("auto", cut=(1, 3, 1), placement=(0, 1, 0)),
-    ):
-        trains = partial(train, schedule=schedule)
-        for losses in run_ranks(2, trains, one_module_in_two_layers, Layout(pp=2)):
-            assert losses == pytest.approx(plainly(one_module_in_two_layers()), rel=1e-5)
-
-
 def test_of_more_ranks_one_and_its_mirror_may_share_a_parameter() -> None:
     for losses in run_ranks(3, cut_in_three, (2, 1, 2)):
         assert losses == pytest.approx(plainly(one_layer_twice()), rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 from penstock import Engine, EngineOptions, Layout, PackedBatch
 from penstock.engine.folders.runs import read_metrics
 from penstock.engine.training.trainer import TrainResult
-from penstock.engine.watch import PROMETHEUS_FILE, EarlyStop, Trackers, step_numbers
+from penstock.engine.watch import PROMETHEUS_FILE, EarlyStop, Trackers
 from penstock.model import decoder_units
 from penstock.settings import LogConfig
 from tests.dist.grid_cases import DENSE, VOCABULARY
@@ -107,18 +107,3 @@ def test_early_stopping_counts_evaluations_without_a_lower_loss() -> None:
     assert not fresh.on_evaluation(1, 1e9)
     with pytest.raises(ValueError, match="a patience of at least 1"):
         EarlyStop(0)
-
-
-@pytest.mark.shows(117)
-def test_what_is_no_callback_is_refused() -> None:
-    engine = Engine(decoder_units(DENSE), DENSE.hidden_size)
-    for given in (object(), "math:pi", 3):
-        with pytest.raises(ValueError, match="it has none of the methods on_step, on_evaluation"):
-            engine.watch(given)
-    with pytest.raises(ValueError, match="there is no module 'nowhere'"):
-        engine.watch("nowhere:callback")
-    engine.watch("tests.dist.test_watchers:Seen")
-    result = engine.train_batch(PackedBatch.from_documents([torch.arange(5)]))
-    [seen] = engine.watchers.callbacks
-    assert seen.events == [["step", 1, result.loss]]
-    assert step_numbers(result)["loss"] == result.loss

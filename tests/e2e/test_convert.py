@@ -13,8 +13,6 @@ from torch import Tensor
 from penstock import Engine
 from penstock.cli.main import main
 from penstock.engine import EngineOptions
-from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.settings import ConfigError, read_config
 from tests.e2e.training import CORPUS, run
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 
@@ -155,13 +153,3 @@ def test_training_begins_with_the_pretrained_weights_and_is_exported(model: Path
     # A run's folder is as good a beginning as the folder that it began with.
     again = Engine.from_hf(tmp_path / "run", options=EngineOptions(device="cpu"))
     assert torch.equal(again.parameters()["head.norm.weight"], after["model.norm.weight"])
-
-
-def test_settings_follow_the_pretrained_model_and_may_not_contradict_it(model: Path, tmp_path: Path) -> None:
-    config = check_run(with_pretrained(read_config(write_run(tmp_path, model))))
-    assert (config.model.hidden_size, config.model.vocab_size, config.model.rope_scaling.kind) == (32, 260, "llama3")
-    assert with_pretrained(config) == config
-    with pytest.raises(ConfigError, match=r"model\.hidden_size = 64"):
-        with_pretrained(read_config(write_run(tmp_path, model, "hidden_size = 64\n")))
-    with pytest.raises(ConfigError, match=r"model\.pretrained"):
-        with_pretrained(read_config(write_run(tmp_path, tmp_path / "no")))

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.cli.output import ResultsFile, write_text
-from penstock.engine.folders import export
 from tests.e2e.training import write_run
 from tests.fork_server import Forked, run_command
 from tests.full_disk import full_disk
@@ -144,23 +142,3 @@ def test_a_measured_cluster_on_a_full_disk_names_its_file_and_keeps_the_one_befo
     assert caught.value.filename == str(path)
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["here.toml"]
-
-
-@pytest.mark.parametrize("stage", ["_write", "_publish"])
-def test_a_conversion_that_failed_leaves_no_folder(
-    model: Path,
-    stage: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    do: Callable[..., None] = getattr(export, stage)
-
-    def on_full_disk(*arguments: object) -> None:
-        with full_disk():
-            do(*arguments)
-
-    monkeypatch.setattr(export, stage, on_full_disk)
-    assert main(["convert", str(model), str(tmp_path / "hf"), "--to", "huggingface", "--json"]) == 2
-    assert re.fullmatch(rf"penstock: {tmp_path}/[^\n]+\n", capsys.readouterr().err)
-    assert os.listdir(tmp_path) == []

@@ -214,36 +214,6 @@ def test_a_link_opens_what_was_seen(show: Open):
     assert page.text("#status").startswith("Microbatch 5:")
 
 
-def test_the_wheel_zooms_at_the_pointer_and_dragging_moves(show: Open):
-    page = show()
-    whole = page.seen()
-    x, y = page.x(12.0), page.y(1)
-    under = page.time(x)
-    page.browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-600)
-    page.browser.settle()
-    start, end = page.seen()
-    assert end - start < (whole[1] - whole[0]) / 2
-    assert page.time(x) == pytest.approx(under)
-    picture = page.picture()
-    for rank, event, action in boxes(TIMELINE):
-        middle = (event.start + event.end) / 2
-        if start < event.start and event.end < end:
-            assert at(picture, page, middle - 0.3, rank) == colour_of(action)
-    page.browser.mouse("mousePressed", x, y, button="left", clickCount=1)
-    page.browser.mouse("mouseMoved", x + 200, y, button="left", buttons=1)
-    page.browser.mouse("mouseReleased", x + 200, y, button="left", clickCount=1)
-    page.browser.settle()
-    assert page.time(x + 200) == pytest.approx(under)
-    assert page.text("#status") == ""  # a drag is no click
-    for key, code in (("+", 187), ("a", 65), ("-", 189)):
-        seen = page.seen()
-        page.browser.press(key, code)
-        assert page.seen() != seen
-    page.evaluate("document.querySelector('#fit').click()")
-    page.evaluate("new Promise(done => setTimeout(done, 400))")
-    assert page.seen() == pytest.approx(whole)
-
-
 def test_the_keyboard_alone_reaches_every_action(show: Open):
     page = show()
     page.evaluate("document.querySelector('#chart').focus()")

@@ -6,18 +6,15 @@ from penstock.schedule import (
     Costs,
     Op,
     Program,
-    ScheduleError,
     from_text,
     keep_first,
     simulate,
-    to_csv,
     to_text,
     verify,
 )
 from penstock.schedule.actions import flatten
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record, Recording
-from penstock.settings import ConfigError
 from tests.schedule.families import NAMES, lowered, stages_of
 
 TRAINING = [name for name in NAMES if name != "inference"]
@@ -108,26 +105,6 @@ def test_text_keeps_the_marks_and_a_program_of_a_file_has_them(tmp_path):
         path.write_text(to_text(plan))
         choice = ScheduleChoice(ScheduleChoice.of(str(path)).settings, num_kept=1)
         assert marks(choice.checked_program(2, 6)) == marks(program)
-
-
-def test_marks_that_mean_nothing_are_refused(tmp_path):
-    program = keep_first(lowered("1f1b", 2, 4), 1)
-    with pytest.raises(ValueError, match=r"CSV has no mark .*; a \.txt file has"):
-        to_csv(program)
-    for word in ("0B0K", "0SEND_F0K", "0REDUCE_GRADK"):
-        with pytest.raises(ScheduleError, match="marks no F"):
-            from_text(to_text(program).replace(" 0F0K", f" {word}"))
-    path = tmp_path / "mine.txt"
-    path.write_text(to_text(program))
-    with pytest.raises(ConfigError, match=r"mine\.txt marks itself .* train\.num_kept_microbatches = 2; leave it out"):
-        ScheduleChoice(ScheduleChoice.of(str(path)).settings, num_kept=2).program(2, 4)
-    path.write_text(to_text(program).replace(" 0F0K 0SEND_F0", " 0SEND_F0 0F0K"))
-    with pytest.raises(ScheduleError, match=r"line 9, word \d+: rank 0.* 0SEND_F0 waits for 0F0"):
-        ScheduleChoice.of(str(path)).program(2, 4)
-    with pytest.raises(ValueError, match="recompute is a part of backward_input, and 2 is more than 1"):
-        simulate(program, Costs(recompute=2.0))
-    with pytest.raises(ValueError, match="num_kept must be a whole number of at least 0"):
-        keep_first(program, -1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])

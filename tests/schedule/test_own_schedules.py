@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.schedule import Action, Op, Placement, PlacementKind, Schedule, ScheduleError, builders
 from penstock.schedule.builders import registry
 from penstock.schedule.choice import ScheduleChoice
-from penstock.settings import ConfigError, RunConfig, ScheduleConfig
+from penstock.settings import RunConfig, ScheduleConfig
 from penstock.settings.objects import load_object
 from tests.schedule import families
 
@@ -146,34 +146,6 @@ def test_what_is_no_schedule_is_refused() -> None:
 def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScheduleChoice(RunConfig(schedule=ScheduleConfig(name)).schedule).checked_program(2, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("import not_to_be_had\n", 1, "ModuleNotFoundError: No module named 'not_to_be_had'"),
-        ("x = 1\ny = x / 0\n", 2, "ZeroDivisionError: division by zero"),
-        ("x = 1\n\ndef mine(:\n", 3, "SyntaxError: invalid syntax"),
-        ("import json\njson.loads('no')\n", 2, "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-        ("def check():\n    raise KeyError('k')\ncheck()\n", 2, "KeyError: 'k'"),
-    ],
-    ids=lambda value: None if isinstance(value, int) else value.split()[0],
-)
-@pytest.mark.parametrize("is_file", [True, False])
-def test_an_error_while_a_users_file_is_imported_names_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: int, message: str, is_file: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "broken_module.py"
-    file.write_text(text)
-    reference = "broken_module.py:mine" if is_file else "broken_module:mine"
-    # A file that is loaded by its path bears that path as it was given.
-    shown = "broken_module.py" if is_file else str(file)
-    with pytest.raises(ConfigError) as raised:
-        schedule.build(reference, ranks=2, microbatches=2)
-    assert str(raised.value).startswith(f"{reference!r} cannot be imported: ")
-    assert str(raised.value).endswith(f"{shown}, line {line}, raised {message}")
-    assert type(raised.value.__cause__).__name__ == message.partition(":")[0]
 
 
 # ---- files: any stages in any row, and torch's older letters

@@ -191,10 +191,6 @@ def test_a_measured_timeline_is_made_of_events_alone():
     assert (nothing.makespan, nothing.bubble_rate, nothing.idle) == (0.0, 0.0, (0.0, 0.0))
 
 
-def test_free_compute_has_no_bubble():
-    assert timeline("1f1b", 3, 2, Costs(0, 0, 0)).bubble_rate == 0
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_compute_of_a_microbatch_does_not_depend_on_the_number_of_stages(name: str):
     for v in stages_of(name):
@@ -215,7 +211,3 @@ def test_a_program_that_cannot_end_is_refused():
     first = tuple(step for step in program.ranks[0] if step != Action(Op.SEND_F, 0, 0))
     with pytest.raises(ScheduleError, match="rank 1 waits forever for 1RECV_F0"):
         simulate(Program(program.schedule, (first, program.ranks[1])))
-
-
-def test_a_rank_without_actions_keeps_nothing():
-    assert Timeline.from_events([[]]).peak_live_bytes == (0.0,)

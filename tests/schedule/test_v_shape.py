@@ -2,9 +2,8 @@
 
 import pytest
 
-from penstock.schedule import Costs, Timeline, build, lower, simulate, verify
-from penstock.schedule.builders.squeeze import PERIOD, PREFERENCES, pattern, squeeze
-from tests.schedule.families import built, lowered
+from penstock.schedule import Costs, Timeline, simulate, verify
+from tests.schedule.families import lowered
 
 # One slot for each of F, I and W on each of a rank's two stages.
 EQUAL = Costs(2, 2, 2)
@@ -62,30 +61,3 @@ def test_less_memory_costs_more_time():
     for p in range(3, 9):
         makespans = [timeline(name, p, 3 * p).makespan for name in ("zb-v", "v-half", "v-min")]
         assert makespans == sorted(makespans)
-
-
-def test_both_ends_of_the_model_are_on_the_first_rank():
-    placement = built("zb-v", 4, 8).placement
-    assert placement.stages_of(0) == (0, 7) and placement.stages_of(3) == (3, 4)
-
-
-def test_patterns_that_collide_are_no_patterns():
-    placement = built("v-min", 6, 6).placement
-    assert pattern(placement, 3, 1, (1, 1, 1)) is None
-    orders = pattern(placement, 3, 1, (1, 3, 1))
-    assert orders is not None and [len(order) for order in orders] == [3 * 4] * 6 and PERIOD == 6
-
-
-def test_too_little_memory_is_noticed():
-    placement = built("v-min", 4, 4).placement
-    orders = pattern(placement, 4, 1, (1, 1, 1))
-    assert orders is not None
-    assert all(squeeze(placement, orders, preference, max_tapes=1) is None for preference in PREFERENCES)
-
-
-def test_uneven_times_do_not_stop_it():
-    for name in ("zb-v", "v-half", "v-min"):
-        program = lower(build(name, ranks=4, microbatches=9))
-        costs = Costs(forward=(3, 1, 2, 5, 1, 1, 4, 2), backward_input=2, backward_weight=(1,) * 8, transfer=0.5)
-        result = simulate(program, costs)
-        assert result.bubble_rate > 0 and result.makespan > 9 * 5

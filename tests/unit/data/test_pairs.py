@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.data import CorpusError, CorpusSpec, load_corpus
-from penstock.engine.folders.run_parts import RunData
-from penstock.settings import DataConfig, ModelConfig, RunConfig
 from tests.chat import assistant, user
 from tests.hugging_face import make_tokenizer
 
-END = 2
 TEXTS = {"chosen": "the cat", "rejected": "the mat"}
 
 
@@ -28,31 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec_of(path: Path, folder: Path, row: Any, **settings: Any) -> CorpusSpec:
     path.write_text(f"{json.dumps(row)}\n")
     return CorpusSpec(str(path), tokenizer=str(folder), validation_fraction=0.0, pairs=True, **settings)
-
-
-@pytest.mark.parametrize("end_token, num_ends", [(False, 2), ("</s>", 2), ("", 0)])
-def test_an_empty_end_token_ends_no_text(end_token: Any, num_ends: int, folder: Path, tmp_path: Path) -> None:
-    store = load_corpus(spec_of(tmp_path / "pairs.jsonl", folder, TEXTS, end_token=end_token)).training
-    assert store.num_documents == 2
-    assert store.tokens.tolist().count(END) == num_ends
-
-
-@pytest.mark.parametrize("end_token, num_ends", [(None, 1), ("</s>", 1), ("", 0)])
-def test_a_run_with_an_empty_end_token_ends_no_completion(
-    end_token: str | None, num_ends: int, folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
-    data = DataConfig(
-        str(tmp_path / "a.jsonl"),
-        tokenizer=str(folder),
-        end_token=end_token,
-        cache=None,
-        validation_fraction=0.0,
-        num_sequences=1,
-    )
-    store = RunData.load(RunConfig(model=ModelConfig(vocab_size=300), data=data)).corpus.training
-    assert store.num_tokens > 2
-    assert store.tokens.tolist().count(END) == num_ends
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
 from penstock.schedule.costs import Memory
-from penstock.schedule.recording import Wait
 
 COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
 
@@ -92,16 +91,6 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path):
     assert not re.search(r"https?://|\bsrc=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
 
 
-def test_waits_are_written_with_whom_they_are_for(tmp_path: Path):
-    layer = Layer("measured", FUSED, ((Wait(3, 5.0, 5.5), Wait(1, 5.5, 6.0)),))
-    write_page(tmp_path / "page.html", [layer])
-    told = data_of(tmp_path / "page.html")["layers"][0]
-    waits = told["ranks"][0]["waits"]
-    assert told["recorded"] is True
-    assert waits["rank"] == [3, 1]
-    assert [round(value * told["tick"], 9) for value in waits["gap"]] == [5.0, 0.0]
-
-
 @pytest.mark.parametrize("timeline", timelines(), ids=lambda timeline: timeline.title)
 def test_what_is_live_is_told_over_time(timeline: Timeline, tmp_path: Path):
     with_bytes = replace(timeline, memory=Memory(microbatch_bytes=3e9))
@@ -116,9 +105,3 @@ def test_what_is_live_is_told_over_time(timeline: Timeline, tmp_path: Path):
             assert live["value"][-1] == pytest.approx(0, abs=1e-5 * unit)
             assert min(live["gap"]) >= 0
             assert sum(live["gap"]) * told["tick"] <= timeline.makespan * (1 + 1e-8)
-
-
-def test_bytes_are_shown_only_where_all_timelines_know_them(tmp_path: Path):
-    known = replace(FUSED, memory=Memory(microbatch_bytes=10.0))
-    write_page(tmp_path / "page.html", [Layer.simulated(known), Layer("measured", FUSED)])
-    assert data_of(tmp_path / "page.html")["inBytes"] is False

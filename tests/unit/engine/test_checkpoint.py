@@ -277,18 +277,6 @@ def test_a_checkpoint_whose_files_hold_other_tensors_than_its_manifest_is_a_dama
     assert re.search(reason, checkpointer.refused[newest])
 
 
-def test_whole_numbers_are_not_loaded_as_fractions(tmp_path: Path) -> None:
-    _save(tmp_path, [1])
-    checkpoint = tmp_path / "step-00000001"
-    change_header(_first_file(checkpoint), lambda header: header[OTHER].update(dtype="I32"))
-    forge(checkpoint, lambda content: content["tensors"][OTHER].update(dtype="int32"))
-    checkpointer = _checkpointer(tmp_path)
-    info = checkpointer.latest()
-    assert info is not None
-    with pytest.raises(ValueError, match=r"weight is of torch.float32, but checkpoint .* of int32"):
-        _load(checkpointer, info)
-
-
 @pytest.mark.shows(97)
 def test_damage_to_any_one_file_is_found_however_many_ranks_share_the_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from penstock import PackedBatch
 from penstock.engine import Engine
-from penstock.settings import ConfigError, LearningRate, OptimizerConfig, ParameterGroup, from_dict
+from penstock.settings import LearningRate, OptimizerConfig, ParameterGroup
 from tests.dist.users_optimizers import ScheduleFree, Shampoo
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -175,19 +175,3 @@ def test_a_rate_that_is_given_counts_also_where_it_is_the_usual_one() -> None:
 def test_what_no_engine_can_step_with_is_refused_by_name(optimizer: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         opened(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ({"groups": [{"patern": "*"}]}, "optimizer.groups has no 'patern'"),
-        ({"groups": [{"weight_decay": 0.0}]}, "needs a pattern"),
-        ({"groups": [{"pattern": "*", "beta1": 1.0}]}, "beta1 = 1.0"),
-        ({"groups": [{"pattern": "*", "name": "lbfgs"}]}, "groups.name = 'lbfgs': expected"),
-        ({"groups": 3}, "optimizer.groups = 3: expected list"),
-        ({"arguments": 3}, "optimizer.arguments = 3: expected dict"),
-    ],
-)
-def test_wrong_tables_are_refused_by_name(table: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        from_dict({"optimizer": table})

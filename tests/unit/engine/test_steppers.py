@@ -14,8 +14,6 @@ from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.optimizer.steppers import DIVISIONS, STEPPERS, Block, FlatStepper, Values
 from penstock.parallel import GradientBuckets
 from penstock.settings import (
-    Arguments,
-    ConfigError,
     Division,
     LearningRate,
     OptimizerConfig,
@@ -130,10 +128,6 @@ class Declared(Unknown):
     divides = "elements"
 
 
-class Misspelt(Unknown):
-    divides = "tensors"
-
-
 def hooked(groups: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(groups)
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -159,15 +153,6 @@ def test_a_division_is_declared_by_settings_or_class_or_known_of_torchs_classes_
     assert ParameterGroups(OptimizerConfig(factory=factory, **settings)).rules[0].division is expected
 
 
-def test_a_division_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Misspelt\.divides = 'tensors': expected .*\"parameters\""):
-        _ = ParameterGroups(OptimizerConfig(factory=Misspelt)).rules[0].division
-    with pytest.raises(ConfigError, match=r"optimizer\.divides = 'tensors'"):
-        OptimizerConfig(factory=Unknown, divides="tensors")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"optimizer\.divides describes the optimizer of a factory"):
-        OptimizerConfig(divides=Division.MODEL)
-
-
 def test_a_scheduler_changes_its_hyperparameters() -> None:
     def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -175,11 +160,3 @@ def test_a_scheduler_changes_its_hyperparameters() -> None:
     config = OptimizerConfig(LearningRate(RATE), *BETAS, clip_norm=0.0, name=NAME, scheduler=halved)
     values = Optimizer([stage(next(gradients()))], config).rates.at(3)
     assert [(own["lr"], own["betas"]) for own in values] == [(RATE / 4, BETAS)] * 2
-
-
-def test_what_it_does_not_take_is_refused_unless_the_class_of_torch_does() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.eps = 0\.5 has no effect on Lion"):
-        _ = ParameterGroups(OptimizerConfig(name=NAME, eps=0.5)).rules
-    groups = ParameterGroups(OptimizerConfig(name=NAME, arguments=Arguments({"momentum": 0.5})))
-    assert {rule.kind.make for rule in groups.rules} == {torch.optim.SGD}
-    assert groups.rules[0].division is Division.ELEMENTS

@@ -8,20 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
     BartConfig,
     BartForCausalLM,
-    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
 )
 
 from penstock import Engine
-from penstock.cli.main import main
 from penstock.model.hf.files import WeightFiles
 from penstock.model.transformers.model import TransformersModel
 from penstock.model.transformers.skeleton import Skeleton, list_of_layers, uses_outside
@@ -114,45 +107,9 @@ def test_the_length_after_which_factors_change_is_read_where_transformers_has_it
 # ---- models of other kinds, in their folders
 
 
-T5_SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
 BART_SIZES: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2}
 BART_SIZES |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 16)
 BART_SIZES |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
-BAMBA_SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-BAMBA_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 8}
-BAMBA_SIZES |= {"mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}
-BOTH = "has an encoder for what it reads and a decoder for what it answers; possible are models of a decoder alone"
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "words"),
-    [
-        (T5ForConditionalGeneration, T5Config(**T5_SIZES), f"T5ForConditionalGeneration {BOTH}"),
-        (BartForConditionalGeneration, BartConfig(**BART_SIZES), f"BartForConditionalGeneration {BOTH}"),
-        (
-            T5EncoderModel,
-            T5Config(**T5_SIZES),
-            "T5EncoderModel is of the type 't5', of which the library has no causal",
-        ),
-        (
-            BambaForCausalLM,
-            BambaConfig(**BAMBA_SIZES, attn_layer_indices=[1]),
-            "BambaForCausalLM takes 2 values from each of its layers (of the kinds full_attention, linear_attention), "
-            "so it cannot be cut into them; possible are",
-        ),
-    ],
-    ids=["t5", "bart", "t5 encoder", "bamba"],
-)
-def test_a_model_of_another_kind_is_refused_with_what_it_is_and_what_would_be_possible(
-    model: Any, config: Any, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as caught:
-        Engine.from_hf(tmp_path, native="auto")
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-    capfd.readouterr()
-    assert main(["generate", str(tmp_path), "the cat"]) == 2
-    assert words in capfd.readouterr().err
 
 
 def test_the_decoder_of_such_a_model_alone_is_taken(tmp_path: Path) -> None:

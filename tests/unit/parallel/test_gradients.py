@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -143,13 +141,6 @@ def test_gradients_taken_off_between_steps_are_attached_again(dtype: torch.dtype
     assert all(torch.equal(buckets.gradients[name], gradient) for name, gradient in expected.items())
 
 
-def test_gradients_taken_off_at_the_end_have_the_parameters_dtype() -> None:
-    parameters = _make(torch.bfloat16)
-    GradientBuckets(list(parameters.items())).close()
-    _loss(parameters, 0).backward()
-    assert all(own.grad is not None and own.grad.dtype is torch.bfloat16 for own in parameters.values())
-
-
 def test_parameters_that_require_no_gradient_are_left_alone() -> None:
     frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
     storage = frozen.data_ptr()
@@ -163,20 +154,3 @@ def test_names_and_parameters_given_twice_are_refused() -> None:
         GradientBuckets([("a", one), ("a", two)])
     with pytest.raises(ValueError, match="'b' and 'a' are one parameter"):
         GradientBuckets([("a", one), ("b", one)])
-
-
-def test_closing_takes_the_hooks_off() -> None:
-    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    buckets = GradientBuckets([("p", parameter)])
-    buckets.close()
-    parameter.sum().backward()
-    assert parameter.grad is not None and not buckets.gradients["p"].any()
-
-
-def test_nothing_outlives_the_module_and_its_buckets() -> None:
-    module = nn.Linear(4, 4)
-    buckets = GradientBuckets(list(module.named_parameters()))
-    watched = [weakref.ref(bucket.gradients) for bucket in buckets.buckets]
-    del module, buckets
-    gc.collect()
-    assert watched and all(reference() is None for reference in watched)

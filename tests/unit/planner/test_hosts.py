@@ -1,15 +1,12 @@
 """Hosts that differ: said in a cluster's file, planned for with uneven cuts, and refused where they cannot be."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock import planner
-from penstock.cli.main import main
 from penstock.planner.cluster import Cluster, ClusterError
 from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.shape import ModelShape, models
@@ -136,43 +133,3 @@ def test_the_shape_of_a_models_settings_is_the_published_one():
         assert ModelShape.of(config.model).flops_per_token(4096) == pytest.approx(shape.flops_per_token(4096)), name
         written += 1
     assert written >= 8
-
-
-def test_a_shape_that_no_setting_has_is_refused_before_anything_is_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["plan", "--cluster", "h100", "--output", str(tmp_path / "run.toml"), "--model"]
-    assert main([*words, "deepseek-v3"]) == 2
-    assert "a run's layers have none of its latent attention" in capsys.readouterr().err
-    assert main([*words, "llama3-8b", "--precision", "fp8"]) == 2
-    assert "train.precision" in capsys.readouterr().err
-    assert not (tmp_path / "run.toml").exists()
-
-
-def test_the_plan_of_a_folders_model_is_that_of_its_own_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=1024, max_position_embeddings=512)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer = Path("examples/python_tokenizer/tokenizer.json")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    words = ["--cluster", "h100", "--devices", "2", "--effort", "0.01", "--json"]
-    folder = ["--model", str(tmp_path / "model"), "--length", "256", "--sequences", "16"]
-    run = tmp_path / "run.toml"
-    run.write_text(
-        f'[model]\npretrained = "{tmp_path / "model"}"\n[data]\ntokenizer = "bytes"\nsequence_length = 256\n'
-        'num_sequences = 16\n[train]\nprecision = "bf16"\n'
-    )
-    found = []
-    for given in (folder, [str(run)]):
-        assert main(["plan", *given, *words]) == 0
-        found.append(json.loads(capsys.readouterr().out)["best"])
-    wanted = planner.Workload(ModelShape("*-" * 3, 64, 1024, 4, 2, 16, intermediate_size=96, expert_size=128), 256, 16)
-    best = planner.plan(wanted, Cluster.named("h100", 2), effort=0.01).best[0]
-    assert found[0] == found[1] and found[0][0]["step_s"] == pytest.approx(best.step_s)

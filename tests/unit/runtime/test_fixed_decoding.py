@@ -17,7 +17,7 @@ from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_uni
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.runtime import Boundary, DecodeForm, Stage, StageDecoder
 from penstock.schedule import BatchItem
-from penstock.settings import ExpertConfig, ModelConfig, Precision
+from penstock.settings import ModelConfig, Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -208,16 +208,6 @@ def test_weights_that_training_changes_in_place_are_those_that_decode() -> None:
     assert found[0] != found[1]
 
 
-def test_a_model_that_waits_for_its_values_decodes_its_live_rows() -> None:
-    config = replace(CONFIG, experts=ExpertConfig(num_experts=4, num_active=2, intermediate_size=32))
-    engine = Engine(decoder_units(config), config.hidden_size, options=EngineOptions(device="cpu"))
-    prompts = random_prompts([4, 3])
-    expected = [answer.tokens for answer in engine.generate(prompts, SAMPLED)]
-    found = engine.generate(prompts, SAMPLED, GenerateOptions(decode="all-rows"))
-    assert [answer.tokens for answer in found] == expected
-    assert decoders(engine) == []
-
-
 def test_a_window_leaves_every_row_something_to_look_at() -> None:
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(CacheSize(2, 256, torch.float32, torch.device("cpu")), 2, 8)
@@ -226,8 +216,3 @@ def test_a_window_leaves_every_row_something_to_look_at() -> None:
     rows.write(cache, k, v)
     q = torch.randn(2, 4, 8, generator=generator)
     assert AttentionKernel(4, 2, 8, window=3).cached(q, k, v, cache, rows).isfinite().all()
-
-
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"decode = 'fast': expected .live-rows., .all-rows. or .graphs."):
-        GenerateOptions(decode="fast")  # pyright: ignore[reportArgumentType]

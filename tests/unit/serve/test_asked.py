@@ -46,22 +46,6 @@ def chat(**fields: Any) -> CompletionRequest:
     return read_chat(body, model())
 
 
-def test_an_answer_that_is_to_be_longer_than_it_may_be_is_refused() -> None:
-    assert "min_tokens is 60, but max_tokens is 2" in refusal(read, max_tokens=2, min_tokens=60)
-    assert "min_tokens is 17, but max_tokens is 16" in refusal(read, min_tokens=17)
-    assert read(max_tokens=60, min_tokens=60).params.min_new_tokens == 60
-
-
-def test_two_different_greatest_lengths_are_refused() -> None:
-    assert "max_tokens is 3, but max_completion_tokens is 2" in refusal(chat, max_tokens=3, max_completion_tokens=2)
-    assert chat(max_tokens=3, max_completion_tokens=3).params.max_new_tokens == 3
-
-
-def test_what_is_longer_than_the_server_takes_is_not_said_of_the_model() -> None:
-    said = refusal(read, max_tokens=64)
-    assert said.endswith("max_tokens=64 more it would pass the 64 that this server takes (--max-length)")
-
-
 def test_prompt_and_answer_may_fill_what_the_server_takes_and_no_more() -> None:
     assert read(prompt=[7] * 4, max_tokens=60).params.max_new_tokens == 60
     assert read(prompt=[7] * 63, max_tokens=1, min_tokens=1).params.max_new_tokens == 1
