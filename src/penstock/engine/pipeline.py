@@ -54,7 +54,7 @@ from penstock.model.cpu.host_memory import keep_freed_memory
 from penstock.model.cpu.reproducible import check_reproducible
 from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
-from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven, naming_ended_ranks
+from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven
 from penstock.parallel.collectives import observe
 from penstock.parallel.host import gather_json
 from penstock.parallel.renewable import Communicator
@@ -198,7 +198,6 @@ class Pipeline:
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
 
-    @naming_ended_ranks()
     def __init__(
         self,
         units: UnitSource,

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
-from penstock.parallel import connect, naming_ended_ranks
+from penstock.parallel import connect
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import (
     broadcast_value,
@@ -142,7 +142,6 @@ class WeightEndpoint:
 class RemoteEngine(WeightEndpoint):
     """An engine on other ranks of the world, which make it at the same point: it meets others for weights alone."""
 
-    @naming_ended_ranks()
     def __init__(self, layout: Layout, options: EngineOptions) -> None:
         grid = connect(layout, options.device, timedelta(seconds=options.timeout_s))
         super().__init__(layout, options, grid.number)

@@ -2,7 +2,7 @@
 
 from penstock.parallel.collectives import Collectives, Handle, Observer, gather_uneven, observe, share_buffers
 from penstock.parallel.gradients import Bucket, GradientBuckets, Place, Reduction, StateBytes, sum_tied
-from penstock.parallel.grid import Grid, connect, naming_ended_ranks
+from penstock.parallel.grid import Grid, connect
 from penstock.parallel.host import gather_json
 from penstock.parallel.tensor_slice import laid_out
 
@@ -20,7 +20,6 @@ __all__ = [
     "gather_json",
     "gather_uneven",
     "laid_out",
-    "naming_ended_ranks",
     "observe",
     "share_buffers",
     "sum_tied",

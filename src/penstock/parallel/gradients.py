@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,12 @@ class Reduction:
     #: True if the parameter is a copy in another's storage, which is stepped there; only its gradient lies here
     lent: bool = False
 
-    @property
+    @cached_property
     def num_owners(self) -> int:
         """The number of ranks that divide a bucket's elements among them for the optimizer's step."""
         return self.group.size() if self.sharded and self.owner is None and self.group is not None else 1
 
-    @property
+    @cached_property
     def is_mine(self) -> bool:
         """False if another rank of `group` owns the whole parameter."""
         return self.owner is None or self.group is None or self.group.rank() == self.owner
@@ -109,7 +110,7 @@ class Bucket:
         """The parameters' parts of a flat tensor of this bucket's length (parameters, gradients), in their shapes."""
         return {place.name: place.view(flat).view(place.parameter.shape) for place in self.places}
 
-    @property
+    @cached_property
     def owned(self) -> slice:
         """The elements that this rank steps: all, unless ranks with the same parameters divide them (ZeRO-1)."""
         if not self.reduction.is_mine:
@@ -118,7 +119,7 @@ class Bucket:
         rank = self.reduction.group.rank() if self.reduction.num_owners > 1 and self.reduction.group else 0
         return slice(rank * length, (rank + 1) * length)
 
-    @property
+    @cached_property
     def owned_places(self) -> list[Place]:
         """The parameters' elements that this rank steps, placed within `owned`; some parameters may have none."""
         if self.reduction.num_owners == 1:
@@ -367,7 +368,7 @@ class GradientBuckets:
         for handle in gathering:
             handle.wait()
 
-    @property
+    @cached_property
     def owned_gradients(self) -> dict[str, Tensor]:
         """The gradients' elements that this rank steps, by full name, as flat views; absent where it steps none."""
         return {
@@ -384,7 +385,7 @@ class GradientBuckets:
             place.parameter.grad = None
             place.parameter.grad_dtype = place.parameter.dtype
 
-    @property
+    @cached_property
     def places(self) -> list[Place]:
         """All parameters, in the order of the buckets."""
         return [place for bucket in self.buckets for place in bucket.places]

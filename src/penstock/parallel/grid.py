@@ -6,9 +6,7 @@ import contextlib
 import datetime
 import functools
 import os
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,9 +23,6 @@ from penstock.settings import Coordinates, Device, Groups, Layout, TransportKind
 _MEETINGS = "penstock/meetings"
 # How many layouts each has connected.
 _ENGINES = "penstock/engines"
-# How long a rank whose connection broke waits for the others to say that theirs did.
-_ANSWER_S = 2.0
-_ASK_AGAIN_S = 0.05
 
 OUTSIDE = -1
 """The rank of a process on which a layout has none."""
@@ -146,48 +141,13 @@ def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
         # The first rank alone sees at once that another has ended; the rest wait for its word, as long as it lives.
         cut_backends([dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))])
         late = "another rank"
-        if found := re.search(r"Rank (\d+) failed to pass", str(error)):
-            late = f"rank {found[1]}"
-        else:
-            # The barrier saw a connection break. The store ends with the process that holds it.
-            with contextlib.suppress(RuntimeError):
-                counts = {rank: store.add(f"{_MEETINGS}/{rank}", 0) for rank in range(dist.get_world_size())}
-                late = next((f"rank {rank}" for rank, count in counts.items() if count < meeting), late)
+        # The store ends with the process that holds it.
+        with contextlib.suppress(RuntimeError):
+            counts = {rank: store.add(f"{_MEETINGS}/{rank}", 0) for rank in range(dist.get_world_size())}
+            late = next((f"rank {rank}" for rank, count in counts.items() if count < meeting), late)
         raise ProcessEnded(
             f"{late} has ended, or has not reached the construction of the engine in time; its own output says why"
         ) from error
-
-
-@contextlib.contextmanager
-def naming_ended_ranks() -> Iterator[None]:
-    """Within this context, in which all ranks make an engine, a connection that breaks names the rank that has ended.
-
-    Raises: ProcessEnded in place of a backend's own error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        ended = _ended() if type(error) is RuntimeError and "gloo" in str(error) else ""
-        if not ended:
-            raise
-        raise ProcessEnded(
-            f"{ended} has ended, or does not answer, while the engine is made; its own output says why"
-        ) from error
-
-
-def _ended() -> str:
-    """The ranks that do not answer to the others, which all have seen a connection break; empty if all do."""
-    store = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + _ANSWER_S
-    try:
-        meeting = store.add(f"{_MEETINGS}/{dist.get_rank()}", 0)
-        keys = {rank: f"{_MEETINGS}/{meeting}/broken/{rank}" for rank in range(dist.get_world_size())}
-        store.set(keys[dist.get_rank()], "")
-        while time.monotonic() < deadline and not store.check(list(keys.values())):
-            time.sleep(_ASK_AGAIN_S)
-        return ", ".join(f"rank {rank}" for rank, key in keys.items() if not store.check([key]))
-    except RuntimeError:  # the store ends with the process that holds it
-        return "another rank"
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,26 +61,9 @@ def answer_of_store(
     return answers[0] if answers else if_silent
 
 
-def on_all_ranks(
-    act: Callable[[], T],
-    gather: Gather,
-    *kinds: type[Exception],
-    otherwise: type[Exception] = RuntimeError,
-    catch: type[Exception] = Exception,
-    message: str = "rank {rank}: {error}",
-) -> T:
-    """Act, and raise on every rank if any rank's act raised.
-
-    `message` may name the failing `{rank}`, its `{error}`, and the `{kind}` of that error. Errors that are not of the
-    type `catch` pass through at once, unknown to other ranks.
-
-    Raises: the act's own error on this rank. On other ranks, for the first rank whose act raised, the first of `kinds`
-    that its error is an instance of, or else `otherwise`.
-    """
-    result, _ = shown_to_all_ranks(
-        lambda: (act(), None), gather, *kinds, otherwise=otherwise, catch=catch, message=message
-    )
-    return result
+def on_all_ranks(act: Callable[[], T], gather: Gather, *kinds: type[Exception], **settings: Any) -> T:
+    """`shown_to_all_ranks` for an act of which no value is shown; returns its result."""
+    return shown_to_all_ranks(lambda: (act(), None), gather, *kinds, **settings)[0]
 
 
 def shown_to_all_ranks(
@@ -91,9 +74,15 @@ def shown_to_all_ranks(
     catch: type[Exception] = Exception,
     message: str = "rank {rank}: {error}",
 ) -> tuple[T, list[Any]]:
-    """Act, show every rank the JSON value that comes with the act's result, and raise on every rank as `on_all_ranks`.
+    """Act, show every rank the JSON value that comes with the act's result, and raise on all if any rank's act raised.
+
+    `message` may name the failing `{rank}`, its `{error}`, and the `{kind}` of that error. Errors that are not of the
+    type `catch` pass through at once, unknown to other ranks.
 
     Returns the result, and the values by rank.
+
+    Raises: the act's own error on this rank. On other ranks, for the first rank whose act raised, the first of `kinds`
+    that its error is an instance of, or else `otherwise`.
     """
     error: Exception | None = None
     result: T | None = None

@@ -92,22 +92,16 @@ class StepState:
 class Failure:
     """The failure of one rank, as it is announced to all."""
 
-    #: the rank among all, and its coordinates where there are several pipelines
     rank: int
-    place: str
-    step: int
-    #: "in" the action where the rank was, or "between actions"
-    action: str
-    #: type and message of its exception
-    kind: str
-    message: str
+    #: the rank, its place, action and step, and what it raised
+    text: str
     #: True if the rank has left for good
     left: bool = False
     #: True if weights may have been stepped on some ranks
     stepped: bool = False
 
     def __str__(self) -> str:
-        text = f"rank {self.rank}{self.place} failed {self.action}, step {self.step}: {self.kind}: {self.message}"
+        text = self.text
         if self.stepped:
             text += "; it was in the optimizer's step, so weights may differ between ranks: load a checkpoint"
         return f"{text}; that rank has left" if self.left else text
@@ -275,13 +269,12 @@ class Recovery:
         assert self._store is not None
         if self.alarm.failure is not None or self._store.add(f"{self._generation}/claims", 1) > 1:
             return
+        place = self.place and f" ({self.place})"
+        what = "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED]
         failure = Failure(
             self._rank,
-            self.place and f" ({self.place})",
-            self.recorder.step,
-            self.recorder.doing,
-            type(error).__name__,
-            "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED],
+            f"rank {self._rank}{place} failed {self.recorder.doing}, step {self.recorder.step}: "
+            f"{type(error).__name__}: {what}",
             left=not isinstance(error, Exception),
             stepped=self._stepping,
         )

@@ -36,7 +36,7 @@ from penstock.engine.training.microbatches import (
     source_of,
 )
 from penstock.model import kept_random_state
-from penstock.parallel import GradientBuckets, naming_ended_ranks, share_buffers, sum_tied
+from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.parallel.host import gather_json
 from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Action, Op
@@ -115,7 +115,6 @@ class Trainer:
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
-    @naming_ended_ranks()
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._loss, self._put_back = pipeline, False, None, None
         self._parameters = pipeline.parameters()
