@@ -13,7 +13,7 @@ from penstock.model import drain, zip_lanes
 from penstock.model.attention.context_parallel import ContextAttention, RingAttention
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.lanes import Grads, Lane, Segment, State, Undo
-from penstock.model.sequences import ContextCut, Sequences, Spread, cut_sequences
+from penstock.model.sequences import Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import ContextForm
@@ -42,12 +42,11 @@ class Case:
     lengths: tuple[int, ...]
     heads: tuple[int, int]
     window: int | None
-    cut: ContextCut
 
 
 def cases() -> Iterator[Case]:
-    for lengths, heads, window, cut in itertools.product(LENGTHS, HEADS, WINDOWS, ContextCut):
-        yield Case(lengths, heads, window, cut)
+    for lengths, heads, window in itertools.product(LENGTHS, HEADS, WINDOWS):
+        yield Case(lengths, heads, window)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +108,7 @@ def errors_in_float64(rank: int, world: int, form: ContextForm) -> list[float]:
     for case in list(cases())[:: 1 if world == 2 else 3]:
         if form is ContextForm.ALL_TO_ALL and case.heads[1] % world:
             continue
-        spread = Spread(rank, cut_sequences(case.lengths, world, case.cut))
+        spread = Spread(rank, cut_sequences(case.lengths, world))
         rows, *parts = attended(case, spread, form, torch.float64)
         wholes = expected(case)
         found.append(max(float((mine - whole[rows]).abs().max()) for mine, whole in zip(parts, wholes, strict=True)))
@@ -127,7 +126,7 @@ def test_output_and_gradients_are_those_of_full_attention(form: str, world: int)
 def errors_in_16_bit(rank: int, form: ContextForm) -> list[float]:
     found = []
     for lengths, heads in itertools.product(LENGTHS, [(4, 4), (4, 2)]):
-        case = Case(lengths, heads, None, ContextCut.ZIGZAG)
+        case = Case(lengths, heads, None)
         rows, *parts = attended(case, Spread(rank, cut_sequences(lengths, 2)), form, torch.bfloat16)
         for mine, whole in zip(parts, expected(case, torch.bfloat16), strict=True):
             found.append(float((mine - whole[rows]).abs().max() / whole.abs().max()))

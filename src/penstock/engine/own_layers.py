@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
 from penstock.model import (
-    BoundLayer,
     Given,
     Limits,
     Randomness,
@@ -46,7 +45,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
     modules: list[nn.Module] = []
     makers: dict[int, Callable[..., nn.Module]] = {}
     for number, layer in enumerate(layers):
-        if isinstance(layer, partial) and not isinstance(layer.func, nn.Module):
+        if isinstance(layer, partial):
             # What the others know of it: names, shapes and dtypes.
             makers[number] = partial(_made, layer, number)
             layer = makers[number]()
@@ -82,8 +81,6 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
 
 def _prepared(layer: Any, number: int) -> nn.Module:
     """A layer as a module whose linear layers can defer weight gradients."""
-    if isinstance(layer, partial) and isinstance(layer.func, nn.Module):
-        layer = BoundLayer(layer)
     if not isinstance(layer, nn.Module):
         raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
     switch_linears(layer)

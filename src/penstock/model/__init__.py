@@ -3,7 +3,6 @@
 from penstock.model.arguments import (
     NOTHING_GIVEN,
     NUMBERS,
-    BoundLayer,
     Given,
     Labels,
     Parameters,
@@ -70,7 +69,6 @@ __all__ = [
     "NUMBERS",
     "AuxLoss",
     "AuxLosses",
-    "BoundLayer",
     "CacheSize",
     "CachedRows",
     "CachedUnit",

@@ -198,8 +198,6 @@ class Parameters:
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
         """Read them from the signature of `forward`, and of the modules to which a wrapper hands on arguments."""
-        if isinstance(module, BoundLayer):
-            return cls.of(module.layer)._without(module.keywords)
         if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
             return cls.of(compiled)
         own = list(inspect.signature(module.forward).parameters.values())
@@ -294,18 +292,6 @@ def switch_sequentials(module: nn.Module) -> None:
             if any(one.names for one in asked):
                 part.__class__ = KeyedSequential
                 part.__dict__["asked"] = asked
-
-
-class BoundLayer(nn.Module):
-    """A layer of a `functools.partial`: the layer with some of its arguments fixed."""
-
-    def __init__(self, bound: "functools.partial[Any]") -> None:
-        super().__init__()
-        self.layer: nn.Module = bound.func  # pyright: ignore[reportAttributeAccessIssue]
-        self.arguments, self.keywords = bound.args, dict(bound.keywords)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer(*self.arguments, *args, **{**self.keywords, **kwargs})
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:

@@ -114,25 +114,14 @@ Pieces = tuple[tuple[range, ...], ...]
 """The positions that one rank has: by sequence, in runs of ascending order."""
 
 
-class ContextCut(enum.Enum):
-    """The parts of a sequence that a rank has: one, or two whose total cost is equal on all ranks."""
-
-    CONTIGUOUS = "contiguous"
-    ZIGZAG = "zigzag"
-
-
-def cut_sequences(lengths: Sequence[int], num_ranks: int, cut: ContextCut = ContextCut.ZIGZAG) -> tuple[Pieces, ...]:
+def cut_sequences(lengths: Sequence[int], num_ranks: int) -> tuple[Pieces, ...]:
     """Give each rank its positions in sequences of these lengths; of few tokens some ranks get none."""
-    return tuple(tuple(_runs(length, rank, num_ranks, cut) for length in lengths) for rank in range(num_ranks))
+    return tuple(tuple(_runs(length, rank, num_ranks) for length in lengths) for rank in range(num_ranks))
 
 
-def _runs(length: int, rank: int, num_ranks: int, cut: ContextCut) -> tuple[range, ...]:
-    if cut is ContextCut.CONTIGUOUS:
-        parts = (_run(length, rank, num_ranks),)
-    else:
-        parts = tuple(_run(length, part, 2 * num_ranks) for part in (rank, 2 * num_ranks - 1 - rank))
-        if parts[0].stop == parts[1].start:
-            parts = (range(parts[0].start, parts[1].stop),)
+def _runs(length: int, rank: int, num_ranks: int) -> tuple[range, ...]:
+    early, late = (_run(length, part, 2 * num_ranks) for part in (rank, 2 * num_ranks - 1 - rank))
+    parts = (range(early.start, late.stop),) if early.stop == late.start else (early, late)
     return tuple(part for part in parts if part)
 
 

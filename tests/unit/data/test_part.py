@@ -5,7 +5,7 @@ import torch
 
 from penstock.data import NO_LABEL, PackedBatch, part_of
 from penstock.data.packed import Extent
-from penstock.model.sequences import ContextCut, cut_sequences
+from penstock.model.sequences import cut_sequences
 
 
 def example() -> PackedBatch:
@@ -21,11 +21,10 @@ def example() -> PackedBatch:
 
 
 @pytest.mark.shows(82)
-@pytest.mark.parametrize("cut", ContextCut)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_parts_hold_every_row_once_and_labels_reach_across_borders(num_ranks: int, cut: ContextCut) -> None:
+def test_the_parts_hold_every_row_once_and_labels_reach_across_borders(num_ranks: int) -> None:
     batch = example()
-    parts = [part_of(batch, pieces) for pieces in cut_sequences(batch.sequence_lengths("tokens"), num_ranks, cut)]
+    parts = [part_of(batch, pieces) for pieces in cut_sequences(batch.sequence_lengths("tokens"), num_ranks)]
     for key in ("tokens", "labels", "advantages"):
         assert sorted(torch.cat([part[key] for part in parts]).tolist()) == sorted(batch[key].tolist())
     for part in parts:

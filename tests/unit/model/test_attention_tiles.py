@@ -17,7 +17,7 @@ from penstock.model.attention.tiles import (
     merge_part,
     tiles,
 )
-from penstock.model.sequences import ContextCut, cut_sequences
+from penstock.model.sequences import cut_sequences
 
 WINDOWS = [None, 1, 2, 5, 9, 50]
 
@@ -36,10 +36,10 @@ def _sees(query: int, key: int, window: int | None) -> bool:
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_tiles_cover_what_is_seen_once_and_nothing_else(window: int | None, apart: bool) -> None:
     num_tiles = 0
-    for length, ranks, cut in itertools.product((1, 2, 7, 16), (1, 2, 3), ContextCut):
+    for length, ranks in itertools.product((1, 2, 7, 16), (1, 2, 3)):
         if length < ranks:
             continue
-        pieces = cut_sequences([length], ranks, cut)
+        pieces = cut_sequences([length], ranks)
         for (queries,), (keys,) in itertools.product(pieces, pieces):
             if not (queries and keys):
                 continue
@@ -69,13 +69,12 @@ def test_zigzag_costs_every_rank_the_same_and_few_tiles(ranks: int) -> None:
 
 def test_every_length_is_shared_as_evenly_as_tokens_allow() -> None:
     for length, ranks in itertools.product(range(1, 40), (1, 2, 3, 4)):
-        for cut in ContextCut:
-            pieces = cut_sequences([length], ranks, cut)
-            assert len(pieces) == ranks
-            held = sorted(p for (of_rank,) in pieces for piece in of_rank for p in piece)
-            assert held == list(range(length))
-            counts = [sum(map(len, of_rank)) for (of_rank,) in pieces]
-            assert max(counts) - min(counts) <= (2 if cut is ContextCut.ZIGZAG else 1)
+        pieces = cut_sequences([length], ranks)
+        assert len(pieces) == ranks
+        held = sorted(p for (of_rank,) in pieces for piece in of_rank for p in piece)
+        assert held == list(range(length))
+        counts = [sum(map(len, of_rank)) for (of_rank,) in pieces]
+        assert max(counts) - min(counts) <= 2
 
 
 def example(tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

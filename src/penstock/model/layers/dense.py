@@ -8,10 +8,9 @@ vocabulary, U this rank's part of it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorPar
 from penstock.model.linear import (
     Linear,
     Matmul,
-    bare,
     dtype_of_sums,
     joint_output,
     outputs,
@@ -116,9 +114,6 @@ def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -
 @dataclass(frozen=True)
 class GateKernel:
     """The gate of an MLP, silu(gate) * up, as PyTorch computes it; a subclass computes it in another way."""
-
-    #: the rows that generation takes through an MLP at a time; None for all
-    rows_at_once: ClassVar[int | None] = None
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return gated(gate, up)
@@ -302,8 +297,6 @@ class AttentionBlock(nn.Module):
     has_fixed_shapes = True
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
-    #: the units after it, if these are the last of all; see `read_sampled_alone`
-    readers: tuple[nn.Module, ...] = ()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -333,8 +326,6 @@ class AttentionBlock(nn.Module):
         q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
         rows.write(cache, k_THK, v_THK)
         mean_THK = self.attention.cached(q_THK, k_THK, v_THK, cache, rows)
-        if self.readers and rows.num_sampled < len(x_TD) and _are_by_rows((self.output, *self.readers)):
-            x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
         return x_TD + self.summed(self.output(mean_THK.flatten(1)))
 
     def summed(self, y_TD: Tensor) -> Tensor:
@@ -455,15 +446,6 @@ class MLPBlock(nn.Module):
         return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
-        num_rows = self.kernel.rows_at_once
-        if num_rows is None or len(x_TD) <= num_rows or getattr(self.gate, "packed", None) is None:
-            return self._decode_rows(x_TD)
-        if not all(map(bare, (self.norm, self.gate, self.up, self.down))):
-            # A hook sees all rows.
-            return self._decode_rows(x_TD)
-        return torch.cat([self._decode_rows(part_TD) for part_TD in x_TD.split(num_rows)])
-
-    def _decode_rows(self, x_TD: Tensor) -> Tensor:
         gate, up = outputs(self.norm(x_TD), (self.gate, self.up))
         return x_TD + self.summed(self.down(self.kernel.gated_rows(gate, up)))
 
@@ -538,30 +520,3 @@ class TensorParallelHead(TensorParallelUnit, Head):
 def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
     """The head in the form that these groups need."""
     return Head(config, matmul) if groups.tp is None else TensorParallelHead(config, matmul, groups)
-
-
-def read_sampled_alone(units: Sequence[nn.Module]) -> None:
-    """Have the last layer compute in generation only the tokens whose logits are wanted, once it has its attention.
-
-    units: those of a stage; nothing changes unless they end with a layer of this module and the head.
-    """
-    attention, readers = (units[-3] if len(units) > 2 else None), tuple(units[-2:])
-    if isinstance(attention, AttentionBlock) and tuple(map(type, readers)) in _LAST_UNITS:
-        attention.readers = readers
-
-
-_LAST_UNITS = (MLPBlock, Head), (TensorParallelMLPBlock, TensorParallelHead)
-_BY_ROWS = {Linear, RMSNorm, *_LAST_UNITS[0], *_LAST_UNITS[1]}
-
-
-def _are_by_rows(modules: Iterable[nn.Module]) -> bool:
-    """True if each row of the modules' outputs depends on that row alone, to the bit, and nobody watches the others."""
-    # Who puts a function of one's own in the place of a method may look at all rows.
-    return all(
-        type(part) in _BY_ROWS
-        and bare(part)
-        and not any(map(callable, vars(part).values()))
-        and (not isinstance(part, Linear) or part.has_apart_rows)
-        for module in modules
-        for part in module.modules()
-    )

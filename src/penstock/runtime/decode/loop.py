@@ -11,12 +11,10 @@ in which they are awaited, and nothing else is ever sent.
 Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,11 +148,11 @@ class DecodeLoop:
 
         All ranks call it after `run`; `group` carries host memory (None: there is one rank).
         """
-        sequences, leads = self.generation.sequences, self.generation.scheduler is not None
+        sequences = self.generation.sequences
         if group is not None:
-            answers = broadcast_value(_packed_answers(sequences) if leads else None, 0, group)
-            if not leads:
-                _fill_answers(sequences, answers)
+            answers = [[s.ending and s.ending.value, list(map(list, s.generated))] for s in sequences]
+            for sequence, (ending, tokens) in zip(sequences, broadcast_value(answers, 0, group), strict=True):
+                sequence.ending, sequence.generated = ending and Ending(ending), [Token(*token) for token in tokens]
         if any(sequence.params.filter_mask for sequence in sequences):
             none = torch.empty(0, 0, dtype=torch.bool)
             stacked = [torch.stack(masks) if masks else none for masks in self.generation.filter_masks]
@@ -318,30 +316,3 @@ class DecodeLoop:
             if sequence.params.reads_answer:
                 sequence.drawn.append(token)
         return numbers_SW
-
-
-def _packed_answers(sequences: Sequence[schedule.Sequence]) -> dict[str, Any]:
-    """The answers, as `broadcast_value` can send them in few messages."""
-    tokens = [token for sequence in sequences for token in sequence.generated]
-    likeliest = [pair for token in tokens for pair in token.likeliest]
-    return {
-        "lengths": [sequence.num_tokens for sequence in sequences],
-        "endings": [sequence.ending and sequence.ending.value for sequence in sequences],
-        "ids": torch.tensor([token.id for token in tokens], dtype=torch.int64),
-        "log_probs": torch.tensor([(token.log_prob, token.raw_log_prob) for token in tokens], dtype=torch.float64),
-        "versions": torch.tensor([token.version for token in tokens], dtype=torch.int64),
-        "likeliest": torch.tensor([token for token, _ in likeliest], dtype=torch.int64),
-        "likeliest_log_probs": torch.tensor([log_prob for _, log_prob in likeliest], dtype=torch.float64),
-    }
-
-
-def _fill_answers(sequences: Sequence[schedule.Sequence], answers: dict[str, Any]) -> None:
-    tokens = zip(*(answers[kind].tolist() for kind in ("ids", "log_probs", "versions")), strict=True)
-    likeliest = zip(answers["likeliest"].tolist(), answers["likeliest_log_probs"].tolist(), strict=True)
-    for sequence, length, ending in zip(sequences, answers["lengths"], answers["endings"], strict=True):
-        num_likeliest = sequence.params.top_log_probs
-        sequence.generated = [
-            Token(token, drawn, raw, tuple(itertools.islice(likeliest, num_likeliest)), version)
-            for token, (drawn, raw), version in itertools.islice(tokens, length)
-        ]
-        sequence.ending = ending and Ending(ending)
