@@ -21,7 +21,6 @@ from penstock.model import (
     UnitSpec,
     kept_random_state,
     switch_linears,
-    switch_sequentials,
 )
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
@@ -84,7 +83,6 @@ def _prepared(layer: Any, number: int) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
     switch_linears(layer)
-    switch_sequentials(layer)
     # A user has compiled it, or a part of it.
     if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
         keep_linears_eager(layer)

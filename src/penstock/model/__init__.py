@@ -13,7 +13,6 @@ from penstock.model.arguments import (
     numbers_asked,
     random_numbers,
     reduction_of_labels,
-    switch_sequentials,
 )
 from penstock.model.decoder import decoder_units
 from penstock.model.kv_cache import (
@@ -122,7 +121,6 @@ __all__ = [
     "share_casts",
     "spare_position",
     "switch_linears",
-    "switch_sequentials",
     "token_log_probs",
     "token_statistics",
     "whole_logits",

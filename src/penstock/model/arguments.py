@@ -2,8 +2,8 @@
 
 A parameter called `sequences`, or annotated `Sequences`, gets the microbatch's sequences. Any other that bears the name
 of a key of the batch gets this microbatch's part of it, and one of `NUMBERS` says which microbatch it is of which step.
-All others keep their defaults. A wrapper with `**kwargs`, or with nothing but `*args`, asks for what the modules inside
-it ask for, and so does an `nn.Sequential`. A loss or hook is given these numbers, too.
+All others keep their defaults. A wrapper with `**kwargs` asks for what the modules inside it ask for. A loss or hook is
+given these numbers, too.
 
 In training a unit also draws its random numbers, such as dropout's, from a seed of its own.
 """
@@ -12,9 +12,9 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -183,7 +183,7 @@ NOTHING_GIVEN = Given()
 class Parameters:
     """The parameters of a unit's `forward` after the first, by which it is called.
 
-    A wrapper's `*args` and `**kwargs` stand for what the modules inside it ask for.
+    A wrapper's `**kwargs` stand for what the modules inside it ask for.
     """
 
     #: names that may be given, in the order of the signature
@@ -192,48 +192,32 @@ class Parameters:
     required: frozenset[str]
     #: the names that get the sequences
     sequences: frozenset[str] = frozenset()
-    #: False where a wrapper passes on positional arguments alone
-    by_keyword: bool = True
 
     @classmethod
     def of(cls, module: nn.Module) -> "Parameters":
-        """Read them from the signature of `forward`, and of the modules to which a wrapper hands on arguments."""
+        """Read them from the signature of `forward`, and of the modules to which a wrapper hands on keywords."""
         if isinstance(compiled := getattr(module, "_orig_mod", None), nn.Module):
             return cls.of(compiled)
-        own = list(inspect.signature(module.forward).parameters.values())
-        named = [p for p in own[1:] if p.kind in _NAMED]
+        every = list(inspect.signature(module.forward).parameters.values())
+        bound = module.forward.keywords if isinstance(module.forward, functools.partial) else ()
+        named = [p for p in every[1:] if p.kind in _NAMED and p.name not in bound]
         # An annotation may be a text, a class or a union.
         annotated = {p.name: getattr(p.annotation, "__name__", str(p.annotation)) for p in named}
         sequences = frozenset(
             name for name, text in annotated.items() if name == "sequences" or re.search(r"\bSequences\b", text)
         )
         required = frozenset(p.name for p in named if p.default is p.empty) - sequences
-        found = cls(tuple(p.name for p in named), required, sequences)._with_inner(module, own)
-        bound = module.forward.keywords if isinstance(module.forward, functools.partial) else ()
-        return found._without(bound)
-
-    def _with_inner(self, module: nn.Module, own: Sequence[inspect.Parameter]) -> "Parameters":
-        """These together with those of the modules inside, where `forward` hands on what it is given."""
-        kinds = {p.kind for p in own}
-        by_keyword, by_position = inspect.Parameter.VAR_KEYWORD in kinds, inspect.Parameter.VAR_POSITIONAL in kinds
-        if not (by_keyword or (by_position and not self.names)):
-            return self
+        asked = cls(tuple(annotated), required, sequences)
+        if all(p.kind is not p.VAR_KEYWORD for p in every):
+            return asked
         inner = [found for found in map(Parameters.of, _inside(module)) if found.names]
-        if not by_keyword and len(inner) != 1:
-            return self
         # A wrapper with parameters of its own may fill those of the modules inside by itself.
-        hands_on_all = isinstance(module, KeyedSequential) or (len(inner) == 1 and not kinds & set(_NAMED))
-        return Parameters(
-            tuple(dict.fromkeys(name for found in (self, *inner) for name in found.names)),
-            self.required.union(*(found.required for found in inner if hands_on_all)),
-            self.sequences.union(*(found.sequences for found in inner)),
-            by_keyword and not (by_position and any(not found.by_keyword for found in inner)),
+        hands_on_all = len(inner) == 1 and all(p.kind not in _NAMED for p in every)
+        return cls(
+            tuple(dict.fromkeys(name for found in (asked, *inner) for name in found.names)),
+            inner[0].required if hands_on_all else required,
+            sequences.union(*(found.sequences for found in inner)),
         )
-
-    def _without(self, bound: Iterable[str]) -> "Parameters":
-        """The parameters that are left once the `bound` ones are fixed."""
-        names = tuple(name for name in self.names if name not in set(bound))
-        return replace(self, names=names, required=self.required & set(names), sequences=self.sequences & set(names))
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -252,46 +236,13 @@ class Parameters:
         for key, value in (*given.numbers.items(), *given.keys.items()):
             if key in self.keys:
                 named[key] = value
-        if not isinstance(x, Tensor):
-            if isinstance(x, Mapping):
-                return (), {**named, **x}
-            for name in self.names[: len(x) - 1]:
-                named.pop(name, None)
-            return (x, named) if self.by_keyword else ((*x, *self.in_order(named, len(x) - 1)), {})
-        return ((x,), named) if self.by_keyword else ((x, *self.in_order(named)), {})
-
-    def in_order(self, named: Mapping[str, Any], num_taken: int = 0) -> list[Any]:
-        """The arguments by position, as far as each is given."""
-        found = []
-        for name in self.names[num_taken:]:
-            if name not in named:
-                break
-            found.append(named[name])
-        return found
-
-
-class KeyedSequential(nn.Sequential):
-    """An `nn.Sequential` that hands each of its modules what that one asks for by name."""
-
-    #: what each of its modules asks for
-    asked: Sequence[Parameters]
-
-    def forward(self, input: Any, **given: Any) -> Any:
-        for module, asked in zip(self, self.asked, strict=True):
-            own = {name: given[name] for name in asked.names if name in given}
-            input = module(input, **own) if asked.by_keyword else module(input, *asked.in_order(own))
-        return input
-
-
-def switch_sequentials(module: nn.Module) -> None:
-    """Let every plain `nn.Sequential` inside hand on what its modules ask for; called with x alone it is as before."""
-    # From the inside out: what is inside determines what is asked for.
-    for part in reversed(list(module.modules())):
-        if type(part) is nn.Sequential:
-            asked = [Parameters.of(inner) for inner in part]
-            if any(one.names for one in asked):
-                part.__class__ = KeyedSequential
-                part.__dict__["asked"] = asked
+        if isinstance(x, Tensor):
+            return (x,), named
+        if isinstance(x, Mapping):
+            return (), {**named, **x}
+        for name in self.names[: len(x) - 1]:
+            named.pop(name, None)
+        return x, named
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:
