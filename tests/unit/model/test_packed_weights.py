@@ -15,7 +15,7 @@ from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.linear import outputs
-from penstock.settings import ModelConfig, Precision, Quantize
+from penstock.settings import ModelConfig, Precision
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
