@@ -367,7 +367,9 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """The output in the dtype of x, keeping nothing for a backward."""
-        weight = self.weight.to(x.dtype) if self.casts is None else self.casts.of(self.weight, x.dtype)
+        weight = self.weight
+        if weight.dtype is not x.dtype:
+            weight = weight.to(x.dtype) if self.casts is None else self.casts.of(weight, x.dtype)
         return self.matmul.output(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 

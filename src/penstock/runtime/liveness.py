@@ -9,7 +9,7 @@ import enum
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -141,18 +141,17 @@ def listen() -> socket.socket:
             # Nothing is sent: this only makes the system choose the route.
             probe.connect(target)
             address = probe.getsockname()[0]
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.setblocking(False)
-    return listener
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def answer(listener: socket.socket, presence: Presence) -> None:
-    """Answer a query; never blocks."""
+def answer(listener: socket.socket, presence: Callable[[], Presence]) -> None:
+    """Answer queries until the listener is shut down."""
     with contextlib.suppress(OSError):
-        connection, _ = listener.accept()
-        with connection:
-            connection.setblocking(False)
-            connection.send(json.dumps(presence).encode())
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.setblocking(False)
+                connection.send(json.dumps(presence()).encode())
 
 
 def ask(processes: Sequence[Process]) -> dict[int, Presence | Absence]:

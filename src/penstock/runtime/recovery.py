@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Self
 
 import torch
@@ -444,9 +445,8 @@ class Watchdog:
     end: Callable[[int], object] = os._exit
     #: when signals asked the rank to end; those within a second of each other count as one
     _signalled_at: list[float] = field(default_factory=list, init=False)
-    #: when peers were last asked, and those that did not answer, in words
+    #: when peers were last asked
     _asked_at: float = field(default=-math.inf, init=False)
-    _absent: str = field(default="", init=False)
     #: a pair of sockets by which signals wake the thread
     _reader: socket.socket = field(init=False)
     _writer: socket.socket = field(init=False)
@@ -497,10 +497,10 @@ class Watchdog:
         """
         if group is None:
             return
-        listener = listen()
+        self._listener = listener = listen()
         self.recorder.processes = Processes.of(listener, group, pipeline)
-        self._listener = listener
-        self._writer.send(b"\0")
+        answers = partial(answer, listener, lambda: self.recorder.presence)
+        threading.Thread(target=answers, name="penstock answers", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching."""
@@ -509,22 +509,22 @@ class Watchdog:
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
-        for end in (self._reader, self._writer, self._listener):
-            if end is not None:
-                end.close()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        self._reader.close()
+        self._writer.close()
         self.recorder.processes = None
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            sockets = [self._reader] if self._listener is None else [self._reader, self._listener]
-            readable, _, _ = select.select(sockets, [], [], min(1.0, self.timeout_s / 4))
-            if self._reader in readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
+            readable, _, _ = select.select([self._reader], [], [], min(1.0, self.timeout_s / 4))
+            if readable and set(self._reader.recv(64)) & {signal.SIGTERM, signal.SIGINT}:
                 # A launcher passes on a signal that its workers may have been sent as well.
                 now = time.monotonic()
                 if not self._signalled_at or now > self._signalled_at[-1] + _SAME_SIGNAL_S:
                     self._signalled_at.append(now)
-            if self._listener in readable:
-                answer(self._listener, self.recorder.presence)
             reason = self._reason_to_end()
             if reason is not None and not self._closed.is_set():
                 sys.stderr.write(f"penstock: {self.recorder.where()}; {reason}\n")
@@ -544,16 +544,8 @@ class Watchdog:
             return None
         if len(self._signalled_at) > 1:
             return f"{reason}{self.recorder.missing()}"
-        if self._absent:
-            return f"{reason}; {self._absent}"
         if self.recorder.processes is not None and now > self._asked_at + _ASK_AGAIN_S:
             self._asked_at = now
-            # In a thread of its own: peers that ask at the same time need this one's answers.
-            threading.Thread(target=self._ask, name="penstock asks", daemon=True).start()
+            if absent := self.recorder.processes.absent():
+                return f"{reason}; {absent}"
         return None
-
-    def _ask(self) -> None:
-        processes = self.recorder.processes
-        self._absent = "" if processes is None else processes.absent()
-        with contextlib.suppress(OSError):  # the watchdog may have been closed meanwhile
-            self._writer.send(b"\0")

@@ -180,8 +180,9 @@ class UnitCall:
 
 def _versions(x: Any) -> list[int]:
     """Numbers that change where a tensor of a layer's input is changed in place; those of inference mode have none."""
-    tensors = (x,) if isinstance(x, Tensor) else x if isinstance(x, tuple) else x.values()
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    if isinstance(x, Tensor):
+        return [0 if x.is_inference() else x._version]
+    return [version for tensor in (x if isinstance(x, tuple) else x.values()) for version in _versions(tensor)]
 
 
 _NO_PROFILER = nullcontext()
@@ -211,13 +212,14 @@ class GraphSegment:
 
         An input that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane never yields.
         """
-        roots = [root for root in self.roots if root is not None]
         if grads is None:
+            roots = [root for root in self.roots if root is not None]
             torch.autograd.backward(roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
-        elif roots:
-            enter_graph(roots, [grad for root, grad in zip(self.roots, grads, strict=True) if root is not None])
-        leaves = (leaf for leaf in self.leaves if leaf is not None)
-        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+        elif kept := [pair for pair in zip(self.roots, grads, strict=True) if pair[0] is not None]:
+            enter_graph(*zip(*kept, strict=True))  # pyright: ignore[reportArgumentType]
+        return tuple(
+            [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves if leaf is not None]
+        )
         yield
 
 
@@ -466,9 +468,10 @@ class Stage:
         """A segment's input as its first unit is given it, and the leaves where its gradients end."""
         if tape is None:
             return x, []
-        leaves = [leaf_of(tensor) if _can_have_gradient(tensor) else None for tensor in x.tensors]
-        entered = []
-        for tensor, leaf in zip(x.tensors, leaves, strict=True):
+        leaves, entered = [], []
+        for tensor in x.tensors:
+            leaf = leaf_of(tensor) if _can_have_gradient(tensor) else None
+            leaves.append(leaf)
             if leaf is not None and self.boundary.is_open:
                 # Autograd allows no work in place on a leaf; inside a stage the unit would be given none.
                 entered.append(torch.ops.aten._unsafe_view(leaf, leaf.shape))

@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
     def pull_back(grad: Tensor, x: Tensor, weight_D: Tensor, r_N1: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x and the weight."""
         dtype = dtype_of_sums(x)
-        x_ND, grad_ND = (t.reshape(-1, x.shape[-1]).to(dtype) for t in (x, grad))
+        x_ND, grad_ND = x.reshape(-1, x.shape[-1]).to(dtype), grad.reshape(-1, x.shape[-1]).to(dtype)
         weight = weight_D.to(x_ND.dtype)
         product_ND = grad_ND * x_ND
         # d r / d x_j = -r^3 x_j / D
@@ -115,12 +115,9 @@ def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -
 class GateKernel:
     """The gate of an MLP, silu(gate) * up, as PyTorch computes it; a subclass computes it in another way."""
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return gated(gate, up)
-
-    def gated_rows(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The gate in generation."""
-        return self.gated(gate, up)
+    gated = staticmethod(gated)
+    #: in generation
+    gated_rows = gated
 
 
 def gated_joint(gate_up: Tensor) -> Tensor:
@@ -317,7 +314,7 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.heads(self.norm(x_TD), sequences)
-        return self.add_output(x_TD, self.attention.packed(*qkv, sequences))
+        return x_TD + self.output(self.attention.packed(*qkv, sequences).flatten(1))
 
     def new_cache(self, size: CacheSize) -> KVCache:
         return self.attention.new_cache(size)
@@ -350,10 +347,6 @@ class AttentionBlock(nn.Module):
             q_THK, k_THK = self.q_norm(q_THK), self.k_norm(k_THK)
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
 
-    def add_output(self, x_TD: Tensor, mean_THK: Tensor) -> Tensor:
-        """The residual stream after the block, from the heads' means."""
-        return x_TD + self.output(mean_THK.flatten(1))
-
 
 class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
     """The attention block where several ranks hold parts of each sequence; plain attention for whole sequences."""
@@ -369,7 +362,7 @@ class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
         return [
             Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
             *self.context.segments(sequences, self.attention),
-            Compute("add output", lambda mean_THK, x_TD: (self.add_output(x_TD, mean_THK),)),
+            Compute("add output", lambda mean_THK, x_TD: (x_TD + self.output(mean_THK.flatten(1)),)),
         ]
 
 
