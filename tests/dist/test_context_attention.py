@@ -119,7 +119,7 @@ def errors_in_float64(rank: int, world: int, form: ContextForm) -> list[float]:
 @pytest.mark.parametrize(("form", "world"), [("ring", 2), ("ring", 3), ("ring", 4), ("all-to-all", 2)])
 def test_output_and_gradients_are_those_of_full_attention(form: str, world: int) -> None:
     for errors in run_ranks(world, errors_in_float64, world, ContextForm(form)):
-        assert len(errors) >= 40
+        assert len(errors) >= 20
         assert max(errors) < 1e-10
 
 

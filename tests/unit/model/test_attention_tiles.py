@@ -53,7 +53,7 @@ def test_tiles_cover_what_is_seen_once_and_nothing_else(window: int | None, apar
                 assert tile.relation is not Relation.FULL or bool(tile.mask(torch.device("cpu")).all())
                 num_tiles += 1
             assert torch.equal(count, seen(queries, keys, window).long())
-    assert num_tiles > 25
+    assert num_tiles > 20
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
