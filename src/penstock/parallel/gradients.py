@@ -163,19 +163,11 @@ def fill_buckets(
 ) -> tuple[Bucket, ...]:
     """Move those parameters that require a gradient into buckets, in order, with one open bucket of each kind.
 
-    Raises: ValueError for a name or a parameter given twice, and for a dtype in which no gradient can be summed.
+    Raises: ValueError for a dtype in which no gradient can be summed.
     """
-    names: set[str] = set()
-    seen: dict[int, str] = {}
     filled: list[tuple[BucketKind, list[tuple[str, nn.Parameter]]]] = []
     open_bucket: dict[BucketKind, tuple[list[tuple[str, nn.Parameter]], int]] = {}
     for name, parameter in parameters:
-        if name in names:
-            raise ValueError(f"two parameters of one stage have the name {name!r}")
-        if id(parameter) in seen:
-            raise ValueError(f"{name!r} and {seen[id(parameter)]!r} are one parameter; give it once, or tie two copies")
-        names.add(name)
-        seen[id(parameter)] = name
         if not parameter.requires_grad:
             continue
         if parameter.dtype not in _TRAINED:
@@ -254,8 +246,6 @@ class GradientBuckets:
     anywhere in between. If ranks share the step (ZeRO-1), `gather` follows it, and `settle` before parameters are read.
 
     `observer` sees each reduction that is launched.
-
-    Raises: ValueError for a name or a parameter given twice.
     """
 
     #: flat parameters and gradients, in the order in which their reductions are launched

@@ -235,8 +235,8 @@ class Recovery:
             if failure is None:
                 self.state.restore()
                 if self._store is None:
-                    self._call(self._undo)
-                    self._call(self._redo)
+                    for act in (*self._undo, *self._redo):
+                        act()
                 raise
             if not isinstance(error, Exception):
                 raise
@@ -315,7 +315,8 @@ class Recovery:
 
     def _recover(self, failure: Failure, error: Exception) -> None:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
-        self._call(self._undo)
+        for undo in self._undo:
+            undo()
         self.state.restore()
         if failure.left:
             self.lost = f"this engine cannot go on, since {failure}; start all processes again"
@@ -333,7 +334,8 @@ class Recovery:
         self._is_cut.clear()
         assert self._watch is not None
         self._watch.resumed.set()
-        self._call(self._redo)
+        for redo in self._redo:
+            redo()
         if failure.stepped:
             self.uncertain = str(failure)
 
@@ -348,11 +350,6 @@ class Recovery:
         if self._store.add(f"{self._generation}/renewed", 1) == self._num_ranks:
             self._store.set(f"{self._generation}/all renewed", "")
         self._store.wait([f"{self._generation}/all renewed"], self._limit)
-
-    @staticmethod
-    def _call(actions: list[Callable[[], None]]) -> None:
-        for action in actions:
-            action()
 
 
 # The key of the ranks that have closed the engine, or ended.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ from penstock.runtime.layer_state import BufferHistory, BufferValues
 from penstock.runtime.message import GIVEN, Form, Header, Message
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
-from penstock.settings import ScheduleConfig
 from penstock.settings.declare import type_in_words, words_of
 
 # ---- The call of a unit without collectives: with what its `forward` asks for, from its own random numbers
@@ -227,17 +226,11 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class Entry(Protocol):
-    """A piece of a forward, as it lies on the tape for its backward."""
-
-    def backward(self, grads: Any) -> Lane[Grads]: ...
-
-
 @dataclass(slots=True, weakref_slot=True)
 class Tape:
-    """A microbatch's segments in forward order, and the weight gradients that I left for W."""
+    """A microbatch's segments in forward order, each with a lane `backward`, and the gradients that I left for W."""
 
-    segments: list[Entry] = field(default_factory=list)
+    segments: list[Any] = field(default_factory=list)
     weight_gradients: list[PendingGradient] = field(default_factory=list)
     #: True for all activations, also of units under activation checkpointing
     keeps: bool = False
@@ -297,19 +290,12 @@ class Boundary:
         """The header of a microbatch's message, either way; None where the boundary is open, and it goes ahead."""
         return None if self.is_open else Header.of_tensor(self.shape(num_tokens), self.dtype)
 
-    def decoded_header(self, num_tokens: int) -> Header | None:
-        """The header in generation, where the tokens are few and every rank has all of them; None as `header`."""
-        return None if self.is_open else Header.of_tensor((num_tokens, self.hidden_size), self.dtype)
-
 
 @dataclass(frozen=True)
 class Pairs:
     """The turns that the two actions of a fused pair take on a rank.
 
     The program and the bits are the same either way.
-
-    Raises:
-        ValueError: `early_release` without `overlap`.
     """
 
     #: one half computes while the other's collectives are under way; otherwise the forward runs, then the backward
@@ -317,10 +303,6 @@ class Pairs:
     #: a layer's backward ends before the forward's experts compute: its activations are freed by then, but the exchange
     #: of its tokens' gradients is not hidden
     early_release: bool = False
-
-    def __post_init__(self) -> None:
-        # These settings refuse what excludes each other.
-        ScheduleConfig(overlap=self.overlap, early_release=self.early_release)
 
 
 ALONE = Pairs(overlap=False)
@@ -506,11 +488,6 @@ class Stage:
     def new_caches(self, size: CacheSize) -> list[Any]:
         """Each unit's memory of the tokens that it has read, such as a KV cache, to be given to `decode`."""
         return [module.new_cache(size) for _, module in self.units]  # pyright: ignore[reportCallIssue]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(weight.nbytes for _, module in self.units for weight in module.parameters())
 
     def pack_weights(self, casts: WeightCasts) -> None:
         """Pack the weights that `decode` reads, but where autocast makes others of them."""

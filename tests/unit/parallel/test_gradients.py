@@ -146,11 +146,3 @@ def test_parameters_that_require_no_gradient_are_left_alone() -> None:
     storage = frozen.data_ptr()
     buckets = GradientBuckets([("frozen", frozen), ("trained", trained)])
     assert list(buckets.gradients) == ["trained"] and frozen.data_ptr() == storage
-
-
-def test_names_and_parameters_given_twice_are_refused() -> None:
-    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="'a'"):
-        GradientBuckets([("a", one), ("a", two)])
-    with pytest.raises(ValueError, match="'b' and 'a' are one parameter"):
-        GradientBuckets([("a", one), ("b", one)])

@@ -17,7 +17,6 @@ from penstock.cli.train import read_arguments
 from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.runs import to_toml
 from penstock.engine.options import EngineOptions
-from penstock.runtime import Pairs
 from penstock.schedule import builders
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import (
@@ -234,7 +233,10 @@ def has_most(bounds: Bounds) -> bool:
         (lambda: LearningRate(0.1, initial=1), r"optimizer\.initial = 1\.0 is above optimizer\.learning_rate = 0\.1"),
         (lambda: WeightDecay(0.1, 0.2, num_steps=-5), r"optimizer\.num_steps = -5 .* at least 1"),
         (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0), r"optimizer\.num_steps = 0 .* at least 1"),
-        (lambda: Pairs(overlap=False, early_release=True), "schedule.early_release = true .* schedule.overlap = false"),
+        (
+            lambda: ScheduleConfig(overlap=False, early_release=True),
+            "schedule.early_release = true .* schedule.overlap = false",
+        ),
         (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0.5), "optimizer.num_steps = 0.5: expected int"),
         (lambda: OptimizerConfig(learning_rate="x"), "optimizer.learning_rate = .*: expected .* or float"),
     ],

@@ -226,7 +226,8 @@ class Decoders:
     def pack_weights(self, casts: WeightCasts) -> None:
         """Pack all weights until `casts` drops them."""
         if self.device.type == "cpu":
-            prepare_large_pages(sum(stage.weight_bytes for stage in self.stages))
+            weights = [weight for stage in self.stages for _, weight in stage.named_parameters()]
+            prepare_large_pages(sum(weight.nbytes for weight in weights))
         for stage in self.stages:
             stage.pack_weights(casts)
 

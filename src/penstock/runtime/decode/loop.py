@@ -252,7 +252,9 @@ class DecodeLoop:
         boundary, receipt = decoder.stage.boundary, None
         channel = self._wires[decoder.stage.index].arriving
         if channel is not None and local.batch.items:
-            receipt = self.ring.transport.receive(channel, boundary.decoded_header(local.batch.num_tokens))
+            # The tokens are few, and every rank has all of them.
+            header = boundary.header(local.batch.num_tokens * boundary.num_sharing)
+            receipt = self.ring.transport.receive(channel, header)
         self._compute_prepared()
         self._prepared = partial(self._compute, decoder, local, receipt)
 
