@@ -56,18 +56,19 @@ from penstock.model.linear import Pack
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven
 from penstock.parallel.collectives import observe
 from penstock.parallel.host import gather_json
-from penstock.parallel.renewable import Communicator
 from penstock.runtime import (
     Boundary,
+    DistributedTransport,
     Executor,
     Feed,
+    InProcessHub,
+    InProcessTransport,
     Line,
     Pairs,
     Recorder,
     Recovery,
     Stage,
     Transport,
-    open_transport,
 )
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
@@ -263,11 +264,12 @@ class Pipeline:
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
+        if (group := self.grid.pp_control) is None:
+            return InProcessTransport(InProcessHub(), 0)
         is_staged = self.grid.is_staged and device == self.device
         is_open = self.boundary.is_open and isinstance(lines, Placement)
-        transport = open_transport(lines, self.grid.pp_control, device, self.options.timeout_s, is_staged, is_open)
-        if isinstance(transport, Communicator):
-            self.recovery.covers(transport)
+        transport = DistributedTransport(lines, group, device, self.options.timeout_s, is_staged, is_open)
+        self.recovery.covers(transport)
         return transport
 
     def _build_stages(self) -> None:

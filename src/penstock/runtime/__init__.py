@@ -16,7 +16,6 @@ from penstock.runtime.transport import (
     InProcessTransport,
     Line,
     Transport,
-    open_transport,
 )
 
 __all__ = [
@@ -52,6 +51,5 @@ __all__ = [
     "UnitCall",
     "Watchdog",
     "host_channels",
-    "open_transport",
     "run_together",
 ]

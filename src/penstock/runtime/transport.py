@@ -335,23 +335,6 @@ class DistributedTransport:
             link.sends.close()
 
 
-def open_transport(
-    lines: Placement | Sequence[Line],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    timeout_s: float,
-    is_staged: bool = False,
-    is_open: bool = False,
-) -> Transport:
-    """The transport of a rank whose pipeline is `group`: in process where that is None, and the rank is alone.
-
-    Arguments and errors are those of `DistributedTransport`.
-    """
-    if group is None:
-        return InProcessTransport(InProcessHub(), 0)
-    return DistributedTransport(lines, group, device, timeout_s, is_staged, is_open)
-
-
 @dataclass(eq=False, slots=True)
 class _PostedReceive:
     """A posted receive; that of a message whose header goes ahead gets its tensors' once the header is read.
