@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ class SegmentedUnit(nn.Module):
         raise NotImplementedError
 
     def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
-        """Walk the row; append its backward to the tape, if there is one."""
+        """Walk the row as a lane of detached data; append its backward to the tape, if there is one."""
         return walk(self.segments(sequences), tape, x)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
@@ -278,22 +278,11 @@ def recomputed(unit: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(unit, *arguments, use_reentrant=False, preserve_rng_state=preserve)
 
 
-@runtime_checkable
-class LaneUnit(Protocol):
-    """A unit with collectives inside: its forward is a lane that records its own segments.
-
-    `forward_lane(tape, x, sequences)` takes and returns detached data and appends entries to `tape` whose `backward`
-    lanes undo it; where `tape` is None it records nothing.
-    """
-
-    def forward_lane(self, tape: Any, x: Tensor, sequences: Sequences) -> Lane[Tensor]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class RecomputedLane:
     """A unit whose forward is a lane that backward runs again, including its exchanges."""
 
-    unit: LaneUnit
+    unit: SegmentedUnit
 
     def forward_lane(self, tape: Tape | None, x: Tensor, sequences: Sequences) -> Lane[Tensor]:
         y = yield from self.unit.forward_lane(None, x, sequences)
@@ -307,7 +296,7 @@ class RecomputedLane:
 class RecomputedEntry:
     """The entry on a tape of a unit that is computed again in backward."""
 
-    unit: LaneUnit
+    unit: SegmentedUnit
     x: Tensor
     sequences: Sequences
     autocast: Callable[[], AbstractContextManager[object]]

@@ -191,10 +191,6 @@ class ModelGroups:
         return 1 if self.cp is None else self.cp.size()
 
     @property
-    def cp_rank(self) -> int:
-        return 0 if self.cp is None else self.cp.rank()
-
-    @property
     def ep_size(self) -> int:
         return 1 if self.ep is None else self.ep.size()
 

@@ -1,6 +1,5 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
-from penstock.model import LaneUnit
 from penstock.runtime.decode.graphs import DecodeForm, Decoders, StageDecoder
 from penstock.runtime.decode.loop import DecodeLoop, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
@@ -34,7 +33,6 @@ __all__ = [
     "Header",
     "InProcessHub",
     "InProcessTransport",
-    "LaneUnit",
     "Line",
     "Message",
     "Pairs",

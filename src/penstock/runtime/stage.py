@@ -23,11 +23,11 @@ from penstock.model import (
     Driven,
     Given,
     Lane,
-    LaneUnit,
     Parameters,
     PendingGradient,
     RecomputedEntry,
     RecomputedLane,
+    SegmentedUnit,
     Sequences,
     SlotRows,
     Turn,
@@ -336,7 +336,7 @@ class Stage:
     autocast: Callable[[], AbstractContextManager[Any]]
     #: the units as they are called: one with collectives alone, by its name, as it runs where all activations are kept
     #: and where not, the others in runs as long as possible
-    _runs: list[tuple[str, LaneUnit, LaneUnit] | list[UnitCall]]
+    _runs: list[tuple[str, SegmentedUnit, SegmentedUnit | RecomputedLane] | list[UnitCall]]
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class Stage:
         self.units = tuple(units)
         self._runs = []
         for name, module in units:
-            if isinstance(module, LaneUnit):
+            if isinstance(module, SegmentedUnit):
                 self._runs.append((name, module, RecomputedLane(module) if name in recompute else module))
                 continue
             if not self._runs or not isinstance(self._runs[-1], list):
