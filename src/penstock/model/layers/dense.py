@@ -332,7 +332,7 @@ class AttentionBlock(nn.Module):
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
         num_q, num_k, layers = self.attention.num_heads, self.attention.num_kv_heads, (self.q, self.k, self.v)
-        joint_TX, tables = joint_output(h_TD, layers), self.rotary.tables(sequences)
+        tables, joint_TX = self.rotary.tables(sequences), joint_output(h_TD, layers)
         if joint_TX is None:
             parts_TX = [layer(h_TD) for layer in layers]
             q_THK, k_THK, v_THK = [part_TX.unflatten(-1, (-1, self.attention.head_dim)) for part_TX in parts_TX]
