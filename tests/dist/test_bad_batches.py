@@ -98,7 +98,7 @@ def batches() -> Iterator[tuple[str, Callable[[], Any], str]]:
 
 def arguments() -> Iterator[tuple[str, Call, str]]:
     """Kind of mistake, the call that makes it, and what the refusal says."""
-    yield "normalize", lambda e: e.train_batch(batch_of(), normalize="tokens"), "normalize must be one of"
+    yield "normalize", lambda e: e.train_batch(batch_of(), normalize="tokens"), "normalize = 'tokens': expected"
     yield "loss", lambda e: e.train_batch(batch_of(), loss_fn="mse"), "loss_fn='mse' is a str"  # type: ignore[arg-type]
     yield "no loss", lambda e: e.train_batch(batch_of(), loss_fn=None), "loss_fn=None is a NoneType"  # type: ignore[arg-type]
     yield "weight", lambda e: e.train_batch(batch_of(), loss_weight_fn=2.0), "loss_weight_fn=2.0 is a float"  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ def refusals(rank: int) -> list[tuple[type, str]]:
         except (ValueError, PipelineError) as error:
             raised.append((type(error), str(error)))
         assert engine.train_batch(good, micro_batches=MicroBatchSpec(num=2)).success
-    with pytest.raises(ValueError, match="normalize must be one of"):
+    with pytest.raises(ValueError, match="normalize = 'mean': expected"):
         engine.train_batch(good, normalize="mean")
     engine.close()
     engine.grid.close()

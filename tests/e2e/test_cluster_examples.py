@@ -13,7 +13,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from penstock.cli.train import read_arguments
 from penstock.engine.folders.run_check import check_run
-from penstock.settings import RunConfig, check_world
+from penstock.settings import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples/slurm/train.sbatch"
@@ -41,7 +41,7 @@ def assert_keeps_its_word(launch: Any, config: RunConfig, notice_s: int) -> None
     for num_hosts in range(launch.min_nodes, launch.max_nodes + 1):
         world_size = num_hosts * launch.nproc_per_node
         fitted = check_run(config.fit(world_size))
-        check_world(fitted, world_size, "torchrun")
+        fitted.parallel.check(world_size)
         assert fitted.parallel.pp == config.parallel.pp
     assert config.parallel.world_size == launch.max_nodes * launch.nproc_per_node
     assert FINISH_S <= launch.shutdown_timeout <= notice_s - END_S

@@ -19,7 +19,7 @@ from penstock.cli.processes.machine import check_training
 from penstock.cli.processes.meeting import Group, find_group
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import check_folder, check_libraries
-from penstock.settings import SETTINGS, ConfigError, RunConfig, check_world
+from penstock.settings import SETTINGS, ConfigError, RunConfig
 from penstock.settings.declare import nearest, parts_of
 from penstock.settings.run import from_values, read_values, section_summaries
 
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
 def _refuse_sizes(group: Group | None, config: RunConfig) -> None:
     """Refuse another number of processes than there is, and what this machine cannot hold if it holds all of them."""
     if group is not None:
-        check_world(config, group.world_size, group.origin)
+        config.parallel.check(group.world_size)
     if group is None or group.is_on_one_host:
         check_training(config)
 

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from penstock.settings.run import WatchConfig as WatchConfig
     from penstock.settings.run import check_rates as check_rates
     from penstock.settings.run import check_sections as check_sections
-    from penstock.settings.run import check_world as check_world
     from penstock.settings.run import differences as differences
     from penstock.settings.run import from_dict as from_dict
     from penstock.settings.run import read_config as read_config

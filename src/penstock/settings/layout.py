@@ -62,9 +62,7 @@ class Layout(Settings, section="parallel"):
     `ranks`, such as `range(2, 4)`, are the processes of the world on which the grid lies, None for all: so engines can
     live on different processes of one script. Everywhere else a rank is counted among those of the grid.
 
-    Raises:
-        ConfigError: a size below one, an ep that does not divide dp * cp, an order that does not name each axis once,
-            ranks that are not ascending or not as many as the grid has.
+    Raises: ConfigError for sizes, an order or ranks that cannot be.
 
     >>> layout = Layout(pp=2, dp=2)
     >>> layout.world_size, str(layout.coordinates(3)), layout.groups("pp")
@@ -91,13 +89,11 @@ class Layout(Settings, section="parallel"):
             raise ConfigError(
                 f"parallel.order = {self.order!r} must name each of dp, pp, cp and tp once, such as dp-pp-cp-tp"
             )
-        if self.ranks is not None and list(self.ranks) != sorted(set(self.ranks)):
-            raise ConfigError(f"ranks = {list(self.ranks)} must be ascending, such as range(2, 4)")
         if self.world_size > (limit := _PROCESSES.limit or 0):
             raise ConfigError(f"{self.product} is {self.world_size} processes; at most {limit} are possible")
         refuse_divisor("parallel.ep", self.ep, "parallel.dp x parallel.cp", self.dp * self.cp)
-        if self.ranks is not None and len(self.ranks) != self.world_size:
-            raise ConfigError(f"{self} is {self.world_size} processes, but ranks names {len(self.ranks)}")
+        if self.ranks is not None and (len(self.ranks), list(self.ranks)) != (self.world_size, sorted(set(self.ranks))):
+            raise ConfigError(f"{self} must name {self.world_size} ranks, ascending, such as range(2, 4)")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -153,9 +149,6 @@ class Layout(Settings, section="parallel"):
 
         Members are sorted, and groups by their first members.
         """
-        for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
         others = [axis for axis in AXES if axis not in axes]
         members = self.offsets(*axes)
         return tuple(tuple(first + member for member in members) for first in self.offsets(*others))
@@ -198,19 +191,19 @@ class Layout(Settings, section="parallel"):
     def check(self, world_size: int) -> None:
         """Refuse a number of processes that the layout does not fill exactly.
 
-        Raises: ValueError naming every size, and the nearest of the layouts that would fit.
+        Raises: ConfigError naming every size, and the nearest of the layouts that would fit.
         """
         if self.ranks is not None:
             if self.ranks[-1] >= world_size:
-                raise ValueError(f"the layout {self} names rank {self.ranks[-1]}, but there are {world_size} processes")
-            return
-        if world_size == self.world_size:
-            return
-        offered = itertools.islice(self.fitting(world_size), _NUM_OFFERED)
-        raise ValueError(
-            f"the layout {self} needs {self.world_size} processes, but there are {world_size}; "
-            f"{world_size} would fit {', or '.join(str(other) for other in offered)}"
-        )
+                raise ConfigError(
+                    f"the layout {self} names rank {self.ranks[-1]}, but there are {world_size} processes"
+                )
+        elif world_size != self.world_size:
+            offered = itertools.islice(self.fitting(world_size), _NUM_OFFERED)
+            raise ConfigError(
+                f"the layout {self} needs {self.world_size} processes, but there are {world_size}; "
+                f"{world_size} would fit {', or '.join(map(str, offered))}"
+            )
 
     def fitting(self, world_size: int) -> "Iterator[Layout]":
         """The layouts of `world_size` processes, nearest to this one first."""

@@ -148,7 +148,6 @@ class Decay(NamedValue):
 class Ramp(NamedValue):
     """The course of weight decay from its first value to its last."""
 
-    CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
 
@@ -190,16 +189,12 @@ class LearningRate(Settings, section="optimizer"):
     floor: float = setting(0.0, "The learning rate at the end of the decay.", AT_LEAST_0, key="final_learning_rate")
 
     def _check(self) -> None:
-        if self.floor > self.peak:
-            raise ConfigError(
-                f"optimizer.final_learning_rate = {self.floor} is above optimizer.learning_rate = {self.peak}; "
-                "the rate can only fall"
-            )
-        if self.initial > self.peak:
-            raise ConfigError(
-                f"optimizer.initial = {self.initial} is above optimizer.learning_rate = {self.peak}; the rate can only "
-                "rise in the warm-up"
-            )
+        for name, value in (("final_learning_rate", self.floor), ("initial", self.initial)):
+            if value > self.peak:
+                raise ConfigError(
+                    f"optimizer.{name} = {value} is above optimizer.learning_rate = {self.peak}; the rate can only "
+                    "rise to that and fall from it"
+                )
         end, warmup = self.num_decay_steps, self.num_warmup_steps
         if isinstance(warmup, str) and not _SHARE.fullmatch(warmup):
             raise ConfigError(
@@ -240,7 +235,7 @@ class LearningRate(Settings, section="optimizer"):
             return max(self.floor, self.peak * math.sqrt(first / max(step, first)))
         if end is None or not self.ends:
             return self.peak
-        progress = _progress(step, warmup, end)
+        progress = 1.0 if step >= end else (step - warmup) / (end - warmup)
         if self.decay is Decay.LINEAR:
             return self.floor + (self.peak - self.floor) * (1 - progress)
         return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * progress)) / 2
@@ -251,7 +246,7 @@ class WeightDecay(Settings, section="optimizer"):
     """Weight decay that goes from `first` to `last` by step `num_steps`, and stays there.
 
     With progress x = t / num_steps at step t: linear first + (last - first) x; cosine
-    first + (last - first) (1 - cos(pi x)) / 2. A constant form has `first` alone.
+    first + (last - first) (1 - cos(pi x)) / 2. Without a last value it is constant.
 
     >>> WeightDecay(0.0, 0.4, Ramp.LINEAR, num_steps=4)(1)
     0.1
@@ -264,17 +259,9 @@ class WeightDecay(Settings, section="optimizer"):
         AT_LEAST_0,
         key="final_weight_decay",
     )
-    #: The form; left out, cosine if there is a last value, else constant.
-    ramp: Ramp | None = None
+    ramp: Ramp = Ramp.COSINE
     #: The step at which the last value is reached.
     num_steps: int | None = argument(None, AT_LEAST_1)
-
-    def _check(self) -> None:
-        if self.ramp is Ramp.CONSTANT:
-            if self.last not in (None, self.first):
-                raise ConfigError(f"a constant weight decay of {self.first} cannot end at {self.last}")
-        elif self.ramp is not None and None in (self.last, self.num_steps):
-            raise ConfigError(f"a {self.ramp} weight decay needs its last value and the step of reaching it")
 
     def __call__(self, step: int) -> float:
         """Return the weight decay of step `step` >= 1.
@@ -282,12 +269,12 @@ class WeightDecay(Settings, section="optimizer"):
         Raises:
             ConfigError: it changes, and the step of reaching its last value is left out.
         """
-        if self.last is None or self.ramp is Ramp.CONSTANT:
+        if self.last is None:
             return self.first
         if self.num_steps is None:
             raise ConfigError(f"optimizer.final_weight_decay = {self.last} needs num_steps, the step of reaching it")
-        progress = _progress(step, 0, self.num_steps)
-        if self.ramp is not Ramp.LINEAR:
+        progress = min(1.0, step / self.num_steps)
+        if self.ramp is Ramp.COSINE:
             progress = (1 - math.cos(math.pi * progress)) / 2
         return self.first + (self.last - self.first) * progress
 
@@ -382,11 +369,10 @@ class OptimizerConfig(Settings, section="optimizer"):
             raise ConfigError("optimizer.divides describes the optimizer of a factory, and there is none")
         elif self.learning_rate is None or self.weight_decay is None:
             raise ConfigError("only an optimizer that a factory makes has a learning rate and a weight decay by itself")
-        if self.scheduler is not None and isinstance(self.learning_rate, LearningRate):
-            if self.learning_rate.decay is not Decay.CONSTANT or self.learning_rate.num_warmup_steps:
-                raise ConfigError("the learning rate has a scheduler and a course of its own; only one can set it")
-        elif self.scheduler is not None and self.learning_rate is not None:
-            raise ConfigError("the learning rate has a scheduler and is a function of the step; only one can set it")
+        rate = self.learning_rate
+        stays = isinstance(rate, LearningRate) and rate.decay is Decay.CONSTANT and not rate.num_warmup_steps
+        if self.scheduler is not None and not (stays or rate is None):
+            raise ConfigError("the learning rate has a scheduler and a course of its own; only one can set it")
 
     def __post_init__(self) -> None:
         for name, schedule in (("learning_rate", LearningRate), ("weight_decay", WeightDecay)):
@@ -413,7 +399,3 @@ class OptimizerConfig(Settings, section="optimizer"):
             else rate,
             weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
         )
-
-
-def _progress(step: int, first: int, last: int) -> float:
-    return 1.0 if step >= last else (step - first) / (last - first)

@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.io.files import UnfitFileError, parse_toml, read_text
+from penstock.io.files import parse_toml, read_text
 from penstock.settings.data import DataConfig
 from penstock.settings.declare import (
     ABOVE_0,
@@ -64,24 +64,12 @@ class Normalize(NamedValue):
     GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
     over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
     and ranks; they differ only where context parallelism splits a microbatch's tokens.
-
-    >>> Normalize.parse("microbatch_mean") is Normalize.MICROBATCH_MEAN
-    True
     """
 
     GLOBAL = "global"
     DP = "dp"
     TOKEN_PER_MICROBATCH = "token_per_microbatch"
     MICROBATCH_MEAN = "microbatch_mean"
-
-    @classmethod
-    def parse(cls, mode: "Normalize | str") -> "Normalize":
-        """Find the mode of that name. Raises: ValueError listing the names."""
-        try:
-            return cls({"global_token": "global", "dp_token": "dp"}.get(str(mode), mode))
-        except ValueError:
-            names = ", ".join(repr(m.value) for m in cls)
-            raise ValueError(f"normalize must be one of {names}, not {mode!r}") from None
 
 
 class CompileMode(NamedValue):
@@ -327,22 +315,6 @@ def check_sections(config: RunConfig) -> None:
             raise ConfigError(sentence.format(found=found, **vars(config)))
 
 
-def check_world(config: RunConfig, world_size: int, origin: str) -> None:
-    """Refuse a group of processes of another size than the layout's; `origin` names the group's maker.
-
-    Raises:
-        ConfigError: the message names the nearest layouts that would fit.
-    """
-    ours = config.parallel
-    if world_size == ours.world_size:
-        return
-    nearest = ", or ".join(str(other) for other in itertools.islice(ours.fitting(world_size), 3))
-    raise ConfigError(
-        f"{origin} has {world_size} processes, but {ours.product} is {ours.world_size}; "
-        f"start {ours.world_size} processes, or set {nearest}"
-    )
-
-
 def _no_equal_shares(config: RunConfig) -> tuple[str, str] | None:
     """The numbers of tensor-parallel ranks that can share the model, and layouts with one, if the layout has none."""
     model, layout = config.model, config.parallel
@@ -367,7 +339,6 @@ def _layers_beyond(config: RunConfig) -> tuple[int, int] | None:
     return (wrong[0], last) if wrong else None
 
 
-_NOT_SHARED = " cannot share transformers' own layers, which run {model.pretrained!r}; parallel.pp and parallel.dp can"
 # The conditions under which settings exclude each other, and the sentence about each, in the order of asking. A
 # sentence knows the sections by name, and as `found` the value of its condition.
 _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
@@ -380,12 +351,9 @@ _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
         "train.steps = {train.steps} and train.epochs = {train.epochs:g} both say how long the run is; leave one out",
     ),
     (
-        lambda run: run.model.native is False and run.parallel.cp > 1,
-        "parallel.cp = {parallel.cp}" + _NOT_SHARED,
-    ),
-    (
-        lambda run: run.model.native is False and run.parallel.tp > 1,
-        "parallel.tp = {parallel.tp}" + _NOT_SHARED,
+        lambda run: run.model.native is False and run.parallel.cp * run.parallel.tp > 1,
+        "parallel.cp = {parallel.cp} x parallel.tp = {parallel.tp} cannot share transformers' own layers, which run "
+        "{model.pretrained!r}; parallel.pp and parallel.dp can",
     ),
     (
         lambda run: run.data.sequence_length < run.parallel.cp,
@@ -398,24 +366,15 @@ _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
         "the one or raise the other",
     ),
     (
-        lambda run: run.parallel.ep > 1 and not run.model.experts.num_experts,
-        "parallel.ep = {parallel.ep}, but the model has no experts to share; set experts.num_experts",
-    ),
-    (
         lambda run: run.parallel.ep > max(1, run.model.experts.num_experts),
-        "parallel.ep = {parallel.ep} is more than experts.num_experts = {model.experts.num_experts}; at most "
-        "{model.experts.num_experts} ranks can share them",
+        "parallel.ep = {parallel.ep} ranks cannot share experts.num_experts = {model.experts.num_experts}; at most as "
+        "many ranks as experts can",
     ),
     (
         _no_equal_shares,
         "parallel.tp = {parallel.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
         "MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {found[0]}, such as the "
         "layout {found[1]} for {parallel.world_size} processes",
-    ),
-    (
-        lambda run: run.train.num_kept_microbatches and run.train.recompute in ("none", ()),
-        "train.num_kept_microbatches = {train.num_kept_microbatches} spares microbatches from recomputation, but "
-        'train.recompute names nothing to recompute; "full" and a list of layers do',
     ),
     (
         _layers_beyond,
@@ -497,19 +456,14 @@ def read_values(path: str | Path) -> Values:
     Raises:
         ConfigError: as `read_config`, except for bounds and combinations.
     """
-    path = Path(path)
     try:
-        table = parse_toml(read_text(path))
-    except UnfitFileError as error:
-        raise ConfigError(str(error)) from None
+        return _values(parse_toml(read_text(path)))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a run's TOML file") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not TOML of settings: {error}") from None
-    try:
-        return _values(table)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML of settings: {error}") from None
 
 
 def from_dict(table: Mapping[str, Any]) -> RunConfig:

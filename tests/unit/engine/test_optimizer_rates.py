@@ -81,16 +81,14 @@ def test_learning_rates_that_make_no_sense_are_refused(settings: dict[str, Any],
     "settings, named",
     [
         ({"first": -0.1}, "-0.1"),
-        ({"last": 0.3, "ramp": "constant"}, "cannot end at 0.3"),
-        ({"ramp": "linear", "last": 0.3}, "needs its last value"),
-        ({"ramp": "cosine", "num_steps": 3}, "needs its last value"),
+        ({"ramp": "linear", "last": 0.3}, "needs num_steps"),
         ({"ramp": "linear", "last": 0.3, "num_steps": 0}, "at least 1"),
         ({"ramp": "steep"}, "optimizer.ramp = 'steep': expected"),
     ],
 )
 def test_weight_decays_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        WeightDecay(**settings)
+        WeightDecay(**settings)(1)
 
 
 @pytest.mark.shows(92)

@@ -17,7 +17,6 @@ from penstock.settings import (
     SETTINGS,
     ConfigError,
     RunConfig,
-    check_world,
     differences,
     from_dict,
     read_config,
@@ -236,7 +235,7 @@ IMPOSSIBLE = {
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),
     "all warm-up": ({"optimizer": {"num_warmup_steps": 100}}, "leaves nothing of the 100 steps"),
-    "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only fall"),
+    "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only rise to that"),
     "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 never forgets"),
     "share": ({"data": {"validation_fraction": 1.0}}, "leaves no text"),
 }
@@ -250,12 +249,10 @@ def test_an_impossible_combination_is_refused_in_one_sentence(table: dict[str, A
 
 
 def test_the_world_must_fit_the_layout():
-    config = from_dict({"parallel": {"pp": 2, "dp": 3}})
-    check_world(config, 6, "torchrun")
-    with pytest.raises(ConfigError, match=r"torchrun has 4 .*dp = 3 x .*pp = 2 x .*is 6; .* set dp=2 x pp=2 x"):
-        check_world(config, 4, "torchrun")
-    with pytest.raises(ConfigError, match=r"start 6 processes, or set dp=7"):
-        check_world(config, 7, "torchrun")
+    layout = from_dict({"parallel": {"pp": 2, "dp": 3}}).parallel
+    layout.check(6)
+    with pytest.raises(ConfigError, match=r"dp=3 x pp=2 x .* needs 6 processes, .* 4; 4 would fit dp=2 x pp=2 x"):
+        layout.check(4)
 
 
 @pytest.mark.parametrize(
