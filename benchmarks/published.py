@@ -112,7 +112,7 @@ class ShapedRun(PublishedRun):
         return estimate(self.workload, candidate, self.cluster, Constants()).peak_bytes
 
     def memory_bytes(self) -> float:
-        return self.cluster.device.memory_bytes
+        return self.cluster.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -265,19 +265,18 @@ class _Reader:
         name = next((name for name in sorted(hosts(), key=len, reverse=True) if name in hardware), None)
         if name is None:
             raise NotPredicted(f"hardware {self.row['hardware']!r} is not known")
-        found, gpus = hosts()[name], self.count("gpus")
-        per_host = found.devices_per_host
+        (found,), gpus = Cluster.named(name).kinds, self.count("gpus")
+        per_host = min(found.devices_per_host, gpus)
         if gpus > per_host and gpus % per_host:
             # Equal parts of as few of the larger domains as there are.
             per_host = next(size for size in range(per_host, 0, -1) if gpus % size == 0)
-        found = replace(found, devices_per_host=per_host, num_devices=gpus)
         device = found.device
         if (memory := re.search(r"(\d+)gb\b", hardware)) and "gb200" not in hardware:
             device = replace(device, memory_bytes=float(memory[1]) * 2**30)
         if "h100 96gb" in hardware:
             # Those of torchtitan's table have HBM2e, as its page says.
             device = replace(device, memory_bandwidth=2.4e12)
-        return replace(found, device=device)
+        return Cluster(name, (replace(found, number=gpus // per_host, devices_per_host=per_host, device=device),))
 
     @cached_property
     def shape(self) -> ModelShape:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.io.files import parse_toml, read_text
-from penstock.settings.declare import suggestion
+from penstock.settings.declare import match, mismatch, suggestion
 
 _GIB = 2**30
 
@@ -100,37 +100,16 @@ class Cluster:
     """
 
     name: str
-    num_devices: int
-    devices_per_host: int
-    device: Device
-    #: between devices of a host
-    host: DeviceLink
-    #: between hosts
-    network: DeviceLink
-    source: str = ""
-    #: the hosts in order, where they differ; the values above are then those of the first
-    differing: tuple[Hosts, ...] = ()
+    #: the hosts in order, by kind
+    kinds: tuple[Hosts, ...]
 
     def __post_init__(self) -> None:
-        for key, number in (("devices_per_host", self.devices_per_host), ("num_devices", self.num_devices)):
-            if number > MOST_DEVICES:
-                raise ClusterError(f"{key} is too large; the planner takes at most {MOST_DEVICES} devices")
-        if self.num_devices < 1:
-            raise ClusterError(f"a cluster has at least 1 device, not {self.num_devices}")
-        if not self.differing and self.num_devices > self.devices_per_host and self.num_devices % self.devices_per_host:
-            raise ClusterError(
-                f"{self.num_devices} devices do not fill hosts of {self.devices_per_host}; "
-                f"{self.num_devices // self.devices_per_host * self.devices_per_host} or "
-                f"{-(-self.num_devices // self.devices_per_host) * self.devices_per_host} would"
-            )
+        if not 0 < self.num_devices <= MOST_DEVICES:
+            raise ClusterError(f"a cluster has 1 to {MOST_DEVICES} devices, not {self.num_devices}")
 
     @property
-    def kinds(self) -> tuple[Hosts, ...]:
-        """The hosts in order, by kind."""
-        if self.differing:
-            return self.differing
-        per_host = min(self.num_devices, self.devices_per_host)
-        return (Hosts(self.num_devices // per_host, per_host, self.device, self.host, self.network),)
+    def num_devices(self) -> int:
+        return sum(kind.num_devices for kind in self.kinds)
 
     @property
     def num_hosts(self) -> int:
@@ -156,10 +135,7 @@ class Cluster:
 
         Raises: ClusterError naming the nearest known host.
         """
-        known = hosts()
-        if name not in known:
-            raise unknown(name, known, "host")
-        return replace(known[name], num_devices=known[name].devices_per_host if num_devices is None else num_devices)
+        return from_table({"host_type": name}, name, num_devices)
 
     @classmethod
     def read(cls, path: str | Path, num_devices: int | None = None) -> Cluster:
@@ -168,20 +144,13 @@ class Cluster:
         Raises: ClusterError for a file that cannot be read, an unknown key, or a number that cannot be.
         """
         try:
-            table = parse_toml(read_text(path))
+            return from_table(parse_toml(read_text(path)), Path(path).stem, num_devices)
         except OSError as error:
             raise ClusterError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-        except ValueError as error:
-            raise ClusterError(f"{path} is not TOML: {error}") from None
-        try:
-            found = from_table(table, Path(path).stem, num_devices)
-            known = sorted({dtype for host in hosts().values() for dtype in host.device.peak_flops} | {"fp64"})
-            for dtype in (dtype for kind in found.kinds for dtype in kind.device.peak_flops):
-                if dtype not in known:
-                    raise unknown(dtype, known, "dtype of device.peak_tflops")
-            return found
         except ClusterError as error:
             raise ClusterError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise ClusterError(f"{path} is not TOML: {error}") from None
 
 
 def unknown(name: str, known: Iterable[str], what: str) -> ClusterError:
@@ -192,21 +161,25 @@ def unknown(name: str, known: Iterable[str], what: str) -> ClusterError:
 
 
 @cache
-def hosts() -> dict[str, Cluster]:
-    """The hosts that are built in, by name, each as a cluster of one."""
-    table = tomllib.loads((files("penstock.planner") / "hosts.toml").read_text(encoding="utf-8"))
-    return {name: from_table(own, name) for name, own in table.items()}
+def hosts() -> dict[str, dict[str, Any]]:
+    """The hosts that are built in: by name their values, by dotted names."""
+    tables = tomllib.loads((files("penstock.planner") / "hosts.toml").read_text(encoding="utf-8"))
+    return {name: _values(table, _OF_CLUSTER) for name, table in tables.items()}
 
 
-_Sections = Mapping[str, Mapping[str, type]]
-_HOST: _Sections = {
-    "device": {"memory_gib": float, "memory_bandwidth_gb_s": float, "peak_tflops": dict},
-    "host": {"bandwidth_gb_s": float, "latency_us": float, "shared_by": int},
-    "network": {"bandwidth_gb_s": float, "latency_us": float, "shared_by": int},
+_LINK = {"bandwidth_gb_s": float, "latency_us": float, "shared_by": int}
+# The values of a host, by dotted names, with their types; those of a cluster alone, and of tables [[hosts]] alone.
+_OF_HOST: dict[str, Any] = {
+    "host_type": str,
+    "devices_per_host": int,
+    "device.memory_gib": float,
+    "device.memory_bandwidth_gb_s": float,
+    "device.peak_tflops": Mapping,
+    **{f"{part}.{key}": kind for part in ("host", "network") for key, kind in _LINK.items()},
 }
-_SECTIONS: _Sections = {"": {"host_type": str, "num_devices": int, "devices_per_host": int, "source": str}, **_HOST}
-# Of one of the tables [[hosts]].
-_HOSTS: _Sections = {"": {"number": int, "host_type": str, "devices_per_host": int}, **_HOST}
+_OF_CLUSTER = {**_OF_HOST, "num_devices": int, "source": str}
+_OF_HOSTS = {**_OF_HOST, "number": int}
+_DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8", "fp4")
 
 
 def from_table(table: Mapping[str, Any], name: str, num_devices: int | None = None) -> Cluster:
@@ -217,28 +190,20 @@ def from_table(table: Mapping[str, Any], name: str, num_devices: int | None = No
 
     Raises: ClusterError for an unknown key, one that is missing, or a value that cannot be.
     """
-    values = _values({key: value for key, value in table.items() if key != "hosts"}, _SECTIONS)
-    if "hosts" not in table:
-        return _of_values(values, name, num_devices)
-    tables = table["hosts"]
-    if not isinstance(tables, list) or not tables or not all(isinstance(own, Mapping) for own in tables):
+    values = _values({key: value for key, value in table.items() if key != "hosts"}, _OF_CLUSTER)
+    tables = table.get("hosts", [{}])
+    if not isinstance(tables, list) or not tables or not all(isinstance(one, Mapping) for one in tables):
         raise ClusterError(f"hosts takes tables [[hosts]] with a number of hosts and what differs, not {tables!r}")
-    found: list[Hosts] = []
-    for own in tables:
-        changed = _values(own, _HOSTS)
-        alike = {key: value for key, value in {**values, **changed}.items() if key != "num_devices"}
-        one = _of_values(alike, name)
-        found.append(Hosts(changed.get("number", 1), one.devices_per_host, one.device, one.host, one.network))
-    whole = sum(kind.num_devices for kind in found)
-    wanted: int = num_devices or values.get("num_devices", whole)
-    if whole > MOST_DEVICES or not (first := _first(found, wanted)):
-        raise ClusterError(
-            f"{wanted} devices do not fill hosts of {', '.join(str(kind.devices_per_host) for kind in found)} in "
-            f"their order, of which there are {sum(kind.number for kind in found)} with {whole} devices"
-        )
-    one = first[0]
-    source = values.get("source", "")
-    return Cluster(name, wanted, one.devices_per_host, one.device, one.host, one.network, source, first)
+    kinds = [_hosts({**values, **_values(one, _OF_HOSTS)}) for one in tables]
+    wanted: int = num_devices or values.get("num_devices", sum(kind.num_devices for kind in kinds))
+    if "hosts" not in table:
+        kinds = [replace(kinds[0], number=-(-wanted // kinds[0].devices_per_host))]
+    if first := _first(kinds, wanted):
+        return Cluster(name, first)
+    raise ClusterError(
+        f"{wanted} devices do not fill hosts of {', '.join(str(kind.devices_per_host) for kind in kinds)} in their "
+        f"order, which have {sum(kind.num_devices for kind in kinds)} devices"
+    )
 
 
 def _first(kinds: Iterable[Hosts], num_devices: int) -> tuple[Hosts, ...]:
@@ -258,68 +223,55 @@ def _first(kinds: Iterable[Hosts], num_devices: int) -> tuple[Hosts, ...]:
     return () if num_devices else tuple(found)
 
 
-def _of_values(values: Mapping[str, Any], name: str, num_devices: int | None = None) -> Cluster:
-    """Make a cluster of equal hosts of a table's values."""
-    base = Cluster.named(values["host_type"]) if "host_type" in values else None
-
-    def value(key: str, default: Any) -> Any:
-        if key in values:
-            return values[key]
-        if default is None:
+def _hosts(values: Mapping[str, Any]) -> Hosts:
+    """Make equal hosts of a table's values, and where it names a built-in host, of that one's others."""
+    base: Mapping[str, Any] = {}
+    if (host_type := values.get("host_type")) is not None:
+        if host_type not in hosts():
+            raise unknown(host_type, hosts(), "host")
+        base = hosts()[host_type]
+    peaks = {**base.get("device.peak_tflops", {}), **values.get("device.peak_tflops", {})}
+    values = {**base, **values}
+    for key in _OF_HOST:
+        if key not in values and not key.endswith(("host_type", "shared_by")):
             raise ClusterError(f"{key} is missing; give it, or host_type = one of {', '.join(hosts())}")
-        return default
-
-    def link(section: str, own: DeviceLink | None) -> DeviceLink:
-        return DeviceLink(
-            value(f"{section}.bandwidth_gb_s", own and own.bandwidth / 1e9) * 1e9,
-            value(f"{section}.latency_us", own and own.latency_s * 1e6) * 1e-6,
-            value(f"{section}.shared_by", own.shared_by if own else 1),
+    link, network = (
+        DeviceLink(
+            values[f"{part}.bandwidth_gb_s"] * 1e9,
+            values[f"{part}.latency_us"] * 1e-6,
+            values.get(f"{part}.shared_by", 1),
         )
-
-    device = base and base.device
-    peaks = {key: flops * 1e12 for key, flops in values.get("device.peak_tflops", {}).items()}
-    devices_per_host = value("devices_per_host", base and base.devices_per_host)
-    return Cluster(
-        name,
-        num_devices or value("num_devices", devices_per_host),
-        devices_per_host,
-        Device(
-            {**(device.peak_flops if device else {}), **peaks} or value("device.peak_tflops", None),
-            value("device.memory_gib", device and device.memory_bytes / _GIB) * _GIB,
-            value("device.memory_bandwidth_gb_s", device and device.memory_bandwidth / 1e9) * 1e9,
-        ),
-        link("host", base and base.host),
-        link("network", base and base.network),
-        value("source", base.source if base else ""),
+        for part in ("host", "network")
     )
+    device = Device(
+        {dtype: tflops * 1e12 for dtype, tflops in peaks.items()},
+        values["device.memory_gib"] * _GIB,
+        values["device.memory_bandwidth_gb_s"] * 1e9,
+    )
+    return Hosts(values.get("number", 1), values["devices_per_host"], device, link, network)
 
 
-def _values(table: Mapping[str, Any], sections: _Sections) -> dict[str, Any]:
+def _values(table: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The table's values by dotted name, each of its type and above 0."""
     found: dict[str, Any] = {}
-    for key, given in table.items():
-        if key in sections and key and not isinstance(given, Mapping):
-            raise ClusterError(f"{key} takes a section [{key}] with values of its own, not {given!r}")
-        section = key if key in sections and isinstance(given, Mapping) else ""
-        for inner, value in given.items() if section else ((key, given),):
-            if inner not in sections[section]:
-                known = sections[section] if section else {**sections[""], **dict.fromkeys(list(sections)[1:])}
-                raise unknown(inner, known, f"key of {section or 'a cluster'}")
-            full = f"{section}.{inner}" if section else inner
-            found[full] = _checked(full, value, sections[section][inner])
+    for key, value in table.items():
+        inner = value.items() if key in ("device", "host", "network") and isinstance(value, Mapping) else None
+        found |= {key: value} if inner is None else {f"{key}.{name}": one for name, one in inner}
+    for name, value in found.items():
+        if name not in kinds:
+            raise unknown(name, kinds, "key of a cluster")
+        found[name] = _checked(name, value, kinds[name])
+    for dtype, peak in found.get("device.peak_tflops", {}).items():
+        if dtype not in _DTYPES:
+            raise unknown(dtype, _DTYPES, "dtype of device.peak_tflops")
+        _checked(f"device.peak_tflops.{dtype}", peak, float)
     return found
 
 
-def _checked(name: str, value: Any, kind: type) -> Any:
-    if kind is dict:
-        if not isinstance(value, Mapping) or not value:
-            raise ClusterError(f"{name} takes a table of peaks by dtype, such as {{bf16 = 989.0}}, not {value!r}")
-        return {key: _checked(f"{name}.{key}", one, float) for key, one in value.items()}
-    if kind is str:
-        if not isinstance(value, str):
-            raise ClusterError(f"{name} takes a text, not {value!r}")
-        return value
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole or (kind is float and isinstance(value, float))) or not (0 < value < math.inf):
-        raise ClusterError(f"{name} takes {'a whole number' if kind is int else 'a number'} above 0, not {value!r}")
-    return kind(value)
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    matches, taken = match(kind, value)
+    if not matches:
+        raise ClusterError(mismatch(name, value, kind))
+    if isinstance(taken, int | float) and not 0 < taken < math.inf:
+        raise ClusterError(f"{name} takes a number above 0, not {value!r}")
+    return taken

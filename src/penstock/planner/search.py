@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from penstock.planner.cluster import MOST_DEVICES, Cluster
+from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, state_bytes, unit_size
 from penstock.planner.footprint import Footprint, footprints
 from penstock.planner.links import wiring
@@ -63,7 +63,7 @@ _MARGIN = 1.05
 _NUM_ACTIONS = 500_000
 _NUM_ACTIONS_OF_ONE = 60_000
 _MICROBATCHES = (1, 2, 4, 8)
-_ALONE, _LEAST = Footprint("1f1b", 1), Footprint("v-min", 2)  # of one rank, and what keeps the least
+_ALONE = Footprint("1f1b", 1)  # of one rank
 _LEAST_TOKENS = 1024  # of a sequence on a context-parallel rank
 _MOST_RANKS = 512  # of one pipeline
 _SEARCHED_RANKS, _SEARCHED_MICROBATCHES = 16, 64  # up to which `auto` takes seconds
@@ -303,40 +303,11 @@ class _Search:
             smallest = min(self.tried, key=lambda one: one.peak_bytes)
             needed, candidate = smallest.peak_bytes, smallest.candidate
         have = max(kind.device.memory_bytes for kind in self.cluster.kinds)
-        enough = 0 if self.cluster.differing else self._enough(needed / have)
         return (
             f"no layout of {self.cluster.num_devices} devices fits: the least that one needs is {needed / 2**30:,.1f} "
-            f"GiB on its fullest rank ({candidate}), and {'the largest' if self.cluster.differing else 'a'} device has "
-            f"{have / 2**30:,.1f} GiB; "
-            + (f"{enough} devices would do, or devices of that size" if enough else "devices of that size would do")
+            f"GiB on its fullest rank ({candidate}), and the largest device has {have / 2**30:,.1f} GiB; devices of "
+            "that size would do, or more of these"
         )
-
-    def _enough(self, times: float) -> int:
-        """A number of devices on which a layout fits, from so many times as many on; 0 if none is found."""
-        host = self.cluster.devices_per_host
-        first = math.ceil(min(times * self.cluster.num_devices, MOST_DEVICES) / host)
-        for hosts in (-(-first * quarters // 4) for quarters in (4, 5, 6, 8, 12, 16)):
-            if hosts * host > MOST_DEVICES:
-                break
-            more = replace(self.cluster, num_devices=hosts * host)
-            candidates = [self._smallest(layout, more) for layout in layouts(self.workload, more) if layout.pp > 1]
-            needed, _, candidate = min(candidates, default=(math.inf, "", None))
-            if candidate is not None and needed <= more.device.memory_bytes and self._fits(candidate, more):
-                return hosts * host
-        return 0
-
-    def _smallest(self, layout: Layout, cluster: Cluster) -> tuple[float, str, Candidate]:
-        """The order of a layout that keeps the least, with full recomputation, and its expected bytes."""
-        num, zero = self.workload.num_sequences // layout.dp, int(layout.dp * layout.cp > 1)
-        candidate = Candidate(layout, _LEAST.schedule, _LEAST.stages, 1, num, zero, RecomputedPart.FULL)
-        rank = _RankCosts.of(self.workload, candidate, cluster, self.constants)
-        return rank.state_bytes + _LEAST.live(layout.pp, num) * rank.kept_bytes, str(candidate), candidate
-
-    def _fits(self, candidate: Candidate, cluster: Cluster) -> bool:
-        try:
-            return estimate(self.workload, candidate, cluster, self.constants).fits
-        except ValueError:
-            return False
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def test_a_blocks_messages_are_those_of_a_rehearsal(name: str, left_out: float):
 def test_gradients_take_the_time_of_the_all_reduces_of_a_rehearsal():
     config = from_values(RUN | {"parallel.dp": 2, "data.num_sequences": 8})
     cluster = Cluster.named("h100", 2)
-    cluster = replace(cluster, host=replace(cluster.host, latency_s=0.0))
+    cluster = replace(cluster, kinds=(replace(cluster.kinds[0], host=replace(cluster.kinds[0].host, latency_s=0.0)),))
     found = stage_costs(_workload_of(config), candidate_of(config), cluster, Constants())
     reduced = (one for one in rehearse_run(config).collectives if one.kind is CollectiveKind.ALL_REDUCE)
-    expected_s = sum(map(sent_bytes, reduced)) / (Constants().links * cluster.host.bandwidth)
+    expected_s = sum(map(sent_bytes, reduced)) / (Constants().links * cluster.kinds[0].host.bandwidth)
     assert found.costs.reduce == pytest.approx(expected_s, rel=0.02)

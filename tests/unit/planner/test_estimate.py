@@ -55,7 +55,7 @@ def test_tokens_of_a_device_and_mfu_count_every_device(layout: Layout):
     found = estimate(workload, _candidate(layout), cluster, Constants())
     assert found.tokens_s_device * layout.world_size * found.step_s == pytest.approx(64 * 2048)
     flops = 64 * 2048 * SHAPE.flops_per_token(2048) / found.step_s
-    assert found.mfu == pytest.approx(flops / (layout.world_size * cluster.device.peak("bf16")))
+    assert found.mfu == pytest.approx(flops / (layout.world_size * cluster.kinds[0].device.peak("bf16")))
 
 
 @pytest.mark.parametrize(("host", "reserved"), [("h100", RESERVED_BYTES), ("cpu", 0)])
@@ -71,7 +71,8 @@ def test_an_all_reduce_takes_twice_a_scatter_and_a_message_its_latency():
     layout = Layout(pp=2, dp=2)
     plain, scattered = (stage_costs(workload, _candidate(layout, zero), cluster, Constants()).costs for zero in (0, 1))
     assert plain.reduce == pytest.approx(2 * scattered.reduce) and plain.reduce > 0
-    late = replace(cluster, host=replace(cluster.host, latency_s=cluster.host.latency_s + 1.0))
+    (kind,) = cluster.kinds
+    late = replace(cluster, kinds=(replace(kind, host=replace(kind.host, latency_s=kind.host.latency_s + 1.0)),))
     slower = stage_costs(workload, _candidate(layout), late, Constants()).costs
     assert isinstance(plain.transfer, tuple) and len(plain.transfer) == 2
     assert slower.transfer == pytest.approx([latency + 1.0 for latency in plain.transfer])
@@ -81,7 +82,7 @@ def test_the_ring_of_context_parallelism_takes_what_attention_does_not_hide():
     cluster, constants = Cluster.named("h100", 4), Constants()
     clock = Clock(wiring(cluster, Layout(cp=4)).places[0], constants, "bf16")
     (alone_s, _), sent = clock.pass_time(Work(core_flops=1e12)), 1e9
-    ring_s = sent / (constants.links * cluster.host.bandwidth) + 3 * cluster.host.latency_s
+    ring_s = sent / (constants.links * cluster.kinds[0].host.bandwidth) + 3 * cluster.kinds[0].host.latency_s
     assert clock.pass_time(Work(context_bytes=sent))[1] == {MessageKind.CONTEXT: pytest.approx(ring_s)}
     both_s, _ = clock.pass_time(Work(core_flops=1e12, context_bytes=sent))
     assert 0 < alone_s < ring_s == pytest.approx(both_s)

@@ -37,7 +37,7 @@ def estimated(candidate: planner.Candidate, cluster: Cluster) -> planner.Estimat
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_a_slower_device_gets_fewer_layers_wherever_its_host_stands(tmp_path: Path, schedule: str, stages: int):
     cluster = read(tmp_path, TWO_KINDS)
-    turned = replace(cluster, differing=cluster.kinds[::-1])
+    turned = replace(cluster, kinds=cluster.kinds[::-1])
     candidate = replace(HALVES, schedule=schedule, stages_per_rank=stages)
     for on, slower in ((cluster, 1), (turned, 0)):
         found = estimated(candidate, on)
@@ -67,7 +67,7 @@ def test_a_plan_of_hosts_that_differ_is_the_fastest_that_was_tried_and_fits_each
     assert best.step_s < 0.8 * estimated(alone, cluster).step_s
     # Each is judged by its own device.
     small = replace(cluster.kinds[1], device=replace(cluster.kinds[1].device, memory_bytes=12 * 2**30))
-    tight = replace(cluster, differing=(cluster.kinds[0], small))
+    tight = replace(cluster, kinds=(cluster.kinds[0], small))
     one = estimated(replace(HALVES, schedule="1f1b"), tight)
     assert one.memory.device == 12 * 2**30 and one.fits == (one.peak_bytes <= 12 * 2**30)
     # Their peak is that of all of them.
@@ -102,12 +102,12 @@ def test_equal_hosts_said_one_by_one_are_planned_for_as_before(tmp_path: Path):
         ("hosts = 3", None, "hosts takes tables [[hosts]]"),
         ("hosts = []", None, "hosts takes tables [[hosts]]"),
         ('[[hosts]]\nhost_type = "h10"', None, "no host is called 'h10'; did you mean 'h100'"),
-        ('[[hosts]]\nnumber = 0\nhost_type = "h100"', None, "number takes a whole number above 0, not 0"),
+        ('[[hosts]]\nnumber = 0\nhost_type = "h100"', None, "number takes a number above 0, not 0"),
         ('[[hosts]]\nnum_devices = 8\nhost_type = "h100"', None, "no key of a cluster is called 'num_devices'"),
         ("[[hosts]]\nnumber = 2", None, "devices_per_host is missing"),
-        (TWO_KINDS, 12, "12 devices do not fill hosts of 8, 8 in their order, of which there are 2 with 16 devices"),
+        (TWO_KINDS, 12, "12 devices do not fill hosts of 8, 8 in their order, which have 16 devices"),
         (TWO_KINDS, 24, "24 devices do not fill hosts of 8, 8"),
-        (f'[[hosts]]\nnumber = {10**20}\nhost_type = "h100"', None, "devices do not fill hosts of 8"),
+        (f'[[hosts]]\nnumber = {10**20}\nhost_type = "h100"', None, "a cluster has 1 to 10000000 devices"),
         ('[[hosts]]\nhost_type = "h100"\ndevice = {peak_tflops = {bf61 = 9}}', None, "no dtype of device.peak_tflops"),
     ],
 )

@@ -38,11 +38,11 @@ def cluster_of(hosts: tuple[int, ...], slow: tuple[int, str] | None = None) -> C
     """Hosts of so many devices each; `slow` is a host's number and which of its links is slow."""
     kinds = []
     for number, size in enumerate(hosts):
-        own = Hosts(1, size, ONE.device, ONE.host, ONE.network)
+        own = replace(ONE.kinds[0], devices_per_host=size)
         if slow is not None and slow[0] == number:
             own = replace(own, **{slow[1]: replace(getattr(own, slow[1]), bandwidth=1e3)})
         kinds.append(own)
-    return replace(ONE, num_devices=sum(hosts), devices_per_host=hosts[0], differing=tuple(kinds))
+    return replace(ONE, kinds=tuple(kinds))
 
 
 def talking(layout: Layout, schedule: str) -> Iterator[tuple[int, int]]:
@@ -90,9 +90,10 @@ def test_hosts_that_are_filled_alike_cost_what_each_of_them_costs():
     for pp, dp, cp, tp, order in itertools.product((1, 2, 4), (1, 4), (2, 3), (1, 3), orders):
         layout = Layout(pp=pp, dp=dp, cp=cp, tp=tp, ep=cp, order=order)
         for per_host in (size for size in (2, 4, 8) if layout.world_size % size == 0):
-            network = replace(ONE.network, shared_by=8)
-            alike = replace(ONE, num_devices=layout.world_size, devices_per_host=per_host, network=network)
-            apart = replace(alike, differing=(replace(alike.kinds[0], number=1),) * alike.num_hosts)
+            network = replace(ONE.kinds[0].network, shared_by=8)
+            kind = Hosts(layout.world_size // per_host, per_host, ONE.kinds[0].device, ONE.kinds[0].host, network)
+            alike = replace(ONE, kinds=(kind,))
+            apart = replace(alike, kinds=(replace(alike.kinds[0], number=1),) * alike.num_hosts)
             for folded_ep in (0, cp * tp):
                 assert wiring(alike, layout, folded_ep) == wiring(apart, layout, folded_ep)
 
@@ -106,8 +107,9 @@ def test_a_pipeline_over_hosts_takes_at_least_what_its_slowest_edge_needs():
         within = estimate(workload, pipeline, hosts, Constants()).step_s
         over = replace(pipeline, layout=replace(pipeline.layout, order="pp-dp-cp-tp"))
         for bandwidth in (1e9, 1e6):
-            network = replace(hosts.network, bandwidth=bandwidth)
-            found = estimate(workload, over, replace(hosts, network=network), Constants()).step_s
+            (kind,) = hosts.kinds
+            slower = replace(kind, network=replace(kind.network, bandwidth=bandwidth))
+            found = estimate(workload, over, replace(hosts, kinds=(slower,)), Constants()).step_s
             # Of each microbatch, every edge carries as many activations as a rank has stages, and a gradient of each.
             least_s = 4 * stages * message / (Constants().links * bandwidth)
             assert found >= least_s
@@ -117,7 +119,7 @@ def test_a_pipeline_over_hosts_takes_at_least_what_its_slowest_edge_needs():
 
 @pytest.mark.shows(171)
 def test_ranks_that_send_at_once_share_their_adapter_and_a_lone_one_has_it():
-    shared = replace(Cluster.named("h100", 16), network=DeviceLink(8e9, 0.0, shared_by=8))
+    shared = replace(ONE, kinds=(replace(ONE.kinds[0], number=2, network=DeviceLink(8e9, 0.0, shared_by=8)),))
 
     def prices(layout: Layout) -> list[float]:
         return [edge.byte_s * 8e9 for edge in wiring(shared, layout).edges]
@@ -133,11 +135,11 @@ def test_ranks_that_send_at_once_share_their_adapter_and_a_lone_one_has_it():
     # Two pipelines side by side cross at the same edges; their gradients go within the host.
     assert prices(Layout(pp=8, dp=2, order="pp-dp-cp-tp"))[3] == pytest.approx(2)
     two = wiring(shared, Layout(pp=8, dp=2, order="pp-dp-cp-tp")).places[0]
-    assert two.gradients.byte_s == pytest.approx(1 / shared.host.bandwidth)
+    assert two.gradients.byte_s == pytest.approx(1 / shared.kinds[0].host.bandwidth)
     # Gradients go round the ranks of both axes, of which each host here has two, with an adapter each.
-    pairs = replace(Cluster.named("h100"), num_devices=4, devices_per_host=2)
+    pairs = replace(ONE, kinds=(replace(ONE.kinds[0], number=2, devices_per_host=2),))
     both = wiring(pairs, Layout(dp=2, cp=2)).places[0]
-    assert both.gradients.byte_s == pytest.approx(1 / (2 * pairs.network.bandwidth))
+    assert both.gradients.byte_s == pytest.approx(1 / (2 * pairs.kinds[0].network.bandwidth))
     # The members of a ring on a host use its adapter together; in a ring of messages, one of them sends out.
     rings = wiring(shared, Layout(dp=16)).places[0], wiring(shared, Layout(cp=16)).places[0]
     assert rings[0].gradients.byte_s * 8e9 == pytest.approx(1) == rings[1].context.byte_s * 8e9
@@ -146,7 +148,7 @@ def test_ranks_that_send_at_once_share_their_adapter_and_a_lone_one_has_it():
 def test_an_exchange_takes_the_network_for_what_leaves_the_host():
     cluster = Cluster.named("h100", 16)
     experts = wiring(cluster, Layout(dp=16, ep=16)).places[0].experts
-    assert experts.byte_s == pytest.approx(8 / 15 / cluster.network.bandwidth)
-    assert experts.latency_s == pytest.approx(2 * math.log2(16) * cluster.network.latency_s)
+    assert experts.byte_s == pytest.approx(8 / 15 / cluster.kinds[0].network.bandwidth)
+    assert experts.latency_s == pytest.approx(2 * math.log2(16) * cluster.kinds[0].network.latency_s)
     near = wiring(cluster, Layout(dp=16, ep=8)).places[0].experts
-    assert near.byte_s == pytest.approx(1 / cluster.host.bandwidth)
+    assert near.byte_s == pytest.approx(1 / cluster.kinds[0].host.bandwidth)

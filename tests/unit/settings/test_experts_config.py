@@ -59,7 +59,7 @@ def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
         ({"experts": {"num_experts": 4, "scores": "tanh"}}, r"experts\.scores .*softmax"),
         ({"experts": {"num_expert": 4}}, r"experts\.num_expert; the nearest one is experts\.num_experts"),
         ({"experts": {"num_experts": 3}, "parallel": {"dp": 4, "ep": 4}}, r"parallel\.ep = 4 .*num_experts = 3"),
-        ({"parallel": {"dp": 2, "ep": 2}}, r"parallel\.ep = 2, but the model has no experts"),
+        ({"parallel": {"dp": 2, "ep": 2}}, r"parallel\.ep = 2 ranks cannot share experts\.num_experts = 0"),
         ({"experts": {"num_experts": 4}, "parallel": {"dp": 4, "ep": 3}}, r"parallel\.ep = 3 does not divide"),
     ],
 )
