@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from statistics import correlation
 from typing import Any
 
 from benchmarks.common import main, new_parser, progress
 from benchmarks.published import PublishedRun, TimedRun, read_runs
 from penstock.cli.options import Parser
 from penstock.cli.output import print_table
-from penstock.planner.calibrate import LinearStep, fit, spearman
+from penstock.planner.calibrate import LinearStep, fit
 from penstock.planner.cluster import unknown
 from penstock.planner.times import Constants
 
@@ -157,7 +158,7 @@ def summary(group: tuple[str, str], predictions: Sequence[Prediction]) -> dict[s
         "predicted": len(errors),
         "mean_error": sum(errors) / len(errors) if errors else None,
         "worst_error": max(errors, default=None),
-        "rank_correlation": spearman(
+        "rank_correlation": rank_correlation(
             [one.run.tokens / one.predicted_s for one in predictions],
             [one.run.tokens / one.run.measured_s for one in predictions],
         ),
@@ -165,6 +166,12 @@ def summary(group: tuple[str, str], predictions: Sequence[Prediction]) -> dict[s
         "pairs_of_schedules": all_pairs,
         "too_big": sum(one.too_big for one in predictions),
     }
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's: the correlation of two lists' ranks, ties at their mean rank; None if one has a single rank."""
+    a, b = ([sum((other < value) + (other <= value) for other in each) for value in each] for each in (first, second))
+    return correlation(a, b) if len({*a}) > 1 and len({*b}) > 1 else None
 
 
 def _faster(predictions: Sequence[Prediction]) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from typing import TypeVar
 from penstock import schedule
 from penstock.io.files import read_text
 from penstock.planner.cluster import Cluster, hosts
-from penstock.planner.estimate import Candidate, Style, Workload, estimate, fullest, stage_costs
+from penstock.planner.estimate import Candidate, Workload, estimate, fullest, stage_costs
 from penstock.planner.links import wiring
-from penstock.planner.model_costs import RecomputedPart
+from penstock.planner.model_costs import RecomputedPart, Style
 from penstock.planner.shape import ModelShape, find_model
 from penstock.planner.times import Constants, Order, simulate_step
 from penstock.settings import Layout

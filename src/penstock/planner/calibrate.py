@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import fsum, sqrt
+from math import fsum
 
 from penstock import schedule
 from penstock.planner.cluster import Cluster
@@ -80,23 +80,6 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return fsum(x * y for x, y in zip(a, b, strict=True))
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The rank correlation of two lists, ties at their mean rank; None if one has a single rank.
-
-    >>> spearman([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
-    0.5
-    """
-    a, b = _centred_ranks(first), _centred_ranks(second)
-    size = sqrt(_dot(a, a) * _dot(b, b))
-    return _dot(a, b) / size if size else None
-
-
-def _centred_ranks(values: Sequence[float]) -> list[float]:
-    below = [sum(other < value for other in values) for value in values]
-    equal = [sum(other == value for other in values) for value in values]
-    return [low + (same - 1) / 2 - (len(values) - 1) / 2 for low, same in zip(below, equal, strict=True)]
-
-
 # ---- The cost model's free constants from runs on the machines at hand: the settings and step times of each
 
 
@@ -165,24 +148,20 @@ def calibrate(
 
     Raises: ValueError for a run whose schedule the planner cannot build, and for steps that no constants explain.
     """
+
+    def step_of(run: MeasuredRun) -> Predict:
+        machines = cluster(run.candidate.layout.world_size)
+        return lambda constants: estimate(run.workload, run.candidate, machines, constants).step_s
+
     constants = start or Constants()
     # A step is a longest path, which the constants move: the slopes are taken anew where the last ones led.
     for _ in range(3):
-        rows = [_row(run, cluster(run.candidate.layout.world_size), constants) for run in runs]
-        constants = fit(rows, constants)
+        constants = fit([LinearStep.around(step_of(run), constants, run.step_s) for run in runs], constants)
     for run in runs:
-        found_s = _predict(run, cluster(run.candidate.layout.world_size), constants)
+        found_s = step_of(run)(constants)
         if not 1 / _MOST_ERROR < run.step_s / found_s < _MOST_ERROR:
             raise ValueError(
                 f"a step of {run.candidate} took {run.step_s:.3g} s, and the constants that fit best make it "
                 f"{found_s:.3g} s; calibrate on runs that these very devices trained"
             )
     return constants
-
-
-def _predict(run: MeasuredRun, cluster: Cluster, constants: Constants) -> float:
-    return estimate(run.workload, run.candidate, cluster, constants).step_s
-
-
-def _row(run: MeasuredRun, cluster: Cluster, constants: Constants) -> LinearStep:
-    return LinearStep.around(lambda own: _predict(run, cluster, own), constants, run.step_s)

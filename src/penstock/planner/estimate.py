@@ -10,7 +10,7 @@ from functools import lru_cache
 from penstock import schedule
 from penstock.planner.cluster import Cluster
 from penstock.planner.links import wiring
-from penstock.planner.model_costs import MessageKind, RecomputedPart, UnitCosts, UnitSize, unit_costs
+from penstock.planner.model_costs import MessageKind, RecomputedPart, Style, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
 from penstock.planner.times import Clock, Constants, Order, SimulatedStep, simulate_step
 from penstock.settings import Layout
@@ -104,31 +104,6 @@ class Workload:
     def optimizer_bytes(self) -> int:
         """The bytes of a parameter's state in the optimizer."""
         return _MOMENTS + (0 if self.parameter_bytes == 4 else _MASTER)
-
-
-@dataclass(frozen=True)
-class Style:
-    """The ways of an engine; the defaults are this engine's, the others those of published runs."""
-
-    early_gradients: bool = True
-    sequence_parallel: bool = True
-    fused_attention: bool = True
-    fused_elements: bool = True
-    fused_loss: bool = True
-    own_engine: bool = True
-    #: True if tensor-parallel messages are in flight while products compute
-    overlapped_tensor: bool = False
-    #: False where the operands of 8-bit products are scaled and cast by kernels of their own
-    fused_casts: bool = True
-    #: False where a round of the ring takes as long as all scores between the queries of a rank and the keys of another
-    balanced_ring: bool = True
-    #: the share of the peak that attention's own products reach; 0 for what follows from the constants
-    attention: float = 0.0
-    #: ranks that share experts, if ranks of tp are among them
-    folded_ep: int = 0
-    #: bytes of a parameter and of its gradient between steps; 0 for this engine's
-    parameter_bytes: int = 0
-    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,10 +231,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     size = unit_size(workload, candidate)
     units = unit_costs(workload.shape, size)
     wires, placement = wiring(cluster, layout, style.folded_ep), candidate.order.placement
-    clocks = {
-        place: Clock(place, constants, workload.dtype, style.overlapped_tensor, style.attention)
-        for place in dict.fromkeys(wires.places)
-    }
+    clocks = {place: Clock(place, constants, workload.dtype, style) for place in dict.fromkeys(wires.places)}
     once = {id(unit): unit for unit in units}
     timed = {
         place: {key: _PassTimes.of(unit, clock, candidate, workload) for key, unit in once.items()}
@@ -309,6 +281,8 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
 def unit_size(workload: Workload, candidate: Candidate) -> UnitSize:
     """The size of a candidate's units on one rank."""
     layout, style = candidate.layout, candidate.style
+    if workload.dtype not in ("fp8", "fp4"):
+        style = replace(style, fused_casts=True)
     return UnitSize(
         workload.seq_len,
         candidate.microbatch,
@@ -316,14 +290,8 @@ def unit_size(workload: Workload, candidate: Candidate) -> UnitSize:
         layout.cp,
         style.folded_ep or layout.ep,
         candidate.recompute,
-        style.sequence_parallel,
-        style.fused_attention,
-        style.fused_elements,
-        style.fused_loss,
-        style.own_engine,
+        style,
         workload.element_bytes,
-        style.fused_casts or workload.dtype not in ("fp8", "fp4"),
-        style.balanced_ring,
         workload.label_share,
     )
 
@@ -358,11 +326,10 @@ class _PassTimes:
     @classmethod
     def of(cls, unit: UnitCosts, clock: Clock, candidate: Candidate, workload: Workload) -> _PassTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
-        waits: dict[MessageKind, float] = {}
-        for _, own in passes:
-            for kind, wait in own.items():
-                waits[kind] = waits.get(kind, 0.0) + wait
         forward, inputs, weights = (seconds for seconds, _ in passes)
+        waits: dict[MessageKind, float] = {}
+        for kind in {kind: None for _, of_pass in passes for kind in of_pass}:
+            waits[kind] = sum(of_pass.get(kind, 0.0) for _, of_pass in passes)
         if candidate.zero == 3:
             # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
             size, copies = workload.parameter_bytes * unit.parameters, candidate.copies

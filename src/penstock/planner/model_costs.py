@@ -92,15 +92,10 @@ class UnitCosts:
 
 
 @dataclass(frozen=True)
-class UnitSize:
-    """The size of a microbatch, and how many ranks share a unit."""
+class Style:
+    """The ways of an engine; the defaults are this engine's, the others those of published runs."""
 
-    seq_len: int
-    microbatch: int
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    recompute: RecomputedPart = RecomputedPart.NONE
+    early_gradients: bool = True
     #: False where every tensor-parallel rank keeps the whole residual stream
     sequence_parallel: bool = True
     #: False where attention writes its scores, as before FlashAttention
@@ -111,12 +106,34 @@ class UnitSize:
     fused_loss: bool = True
     #: True for what this engine keeps: no logits in fp32, and with tensor parallelism the stream once more
     own_engine: bool = True
-    #: of a parameter and of an activation
-    element_bytes: int = 2
-    #: False where products' operands are scaled and cast by kernels of their own
+    #: True if tensor-parallel messages are in flight while products compute
+    overlapped_tensor: bool = False
+    #: False where the operands of 8-bit products are scaled and cast by kernels of their own
     fused_casts: bool = True
     #: False where a round of the ring takes as long as all scores between the queries of a rank and the keys of another
     balanced_ring: bool = True
+    #: the share of the peak that attention's own products reach; 0 for what follows from the constants
+    attention: float = 0.0
+    #: ranks that share experts, if ranks of tp are among them
+    folded_ep: int = 0
+    #: bytes of a parameter and of its gradient between steps; 0 for this engine's
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The size of a microbatch, and how many ranks share a unit."""
+
+    seq_len: int
+    microbatch: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute: RecomputedPart = RecomputedPart.NONE
+    style: Style = Style()
+    #: of a parameter and of an activation
+    element_bytes: int = 2
     #: of tokens with a label, which alone have logits
     label_share: float = 1.0
 
@@ -137,7 +154,7 @@ def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
 
 def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:
     """The bytes of the residual stream that a rank keeps of a microbatch."""
-    shared = size.tp if size.sequence_parallel else 1
+    shared = size.tp if size.style.sequence_parallel else 1
     return shape.stream_bytes(size.tokens, size.element_bytes) / shared
 
 
@@ -177,12 +194,12 @@ class _BlockSizes:
 def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     """Turn a block's sizes into passes: a backward reads what forward did and the gradients of its outputs."""
     # Operands, about half of it, are read for their scales, read again, written as they are cast, and read in 8 bits.
-    casts = Work(traffic_bytes=0.0 if size.fused_casts else block.linear.traffic_bytes + block.weight_bytes)
+    casts = Work(traffic_bytes=0.0 if size.style.fused_casts else block.linear.traffic_bytes + block.weight_bytes)
     linear = block.linear + casts + Work(traffic_bytes=block.weight_bytes)
-    others = block.other_bytes * (1 if size.fused_elements else 2)
+    others = block.other_bytes * (1 if size.style.fused_elements else 2)
     forward = linear + Work(traffic_bytes=others) + block.core + block.messages
     own = block.parameters + block.expert_parameters
-    shared = size.own_engine and size.tp > 1
+    shared = size.style.own_engine and size.tp > 1
     gathered_bytes = size.tp * stream_bytes if shared else 0.0
     inputs = linear + Work(traffic_bytes=1.5 * others) + block.core.times(_CORE_BACKWARD) + block.messages
     weights = block.linear + casts + Work(traffic_bytes=_GRADIENT * own)
@@ -192,14 +209,14 @@ def _unit(block: _BlockSizes, stream_bytes: float, size: UnitSize) -> UnitCosts:
     transient = block.kept_bytes + stream_bytes + 2 * gathered_bytes
     if size.recompute is RecomputedPart.FULL:
         # The input alone is kept until the backward, whose I recomputes the rest; others keep that of a whole layer.
-        is_input_kept = size.own_engine or block.begins_layer
+        is_input_kept = size.style.own_engine or block.begins_layer
         inputs, kept, transient = inputs + forward, stream_bytes if is_input_kept else 0.0, transient + kept
     elif size.recompute is RecomputedPart.ALTERNATE:
         again = block.linear.times(0.5) + Work(traffic_bytes=others)
         inputs, kept, transient = inputs + again, block.alternate_bytes, transient + kept - block.alternate_bytes
     elif size.recompute is RecomputedPart.CORE:
         inputs, kept, transient = inputs + block.core, kept - block.core_kept_bytes, transient + block.core_kept_bytes
-    if not size.own_engine:
+    if not size.style.own_engine:
         # Many sources do not say what is recomputed, and are judged by what is needed in any case.
         transient = 0.0
     parameters = block.parameters, block.expert_parameters
@@ -215,9 +232,9 @@ def _product(tokens: float, parameters: float, narrowest: float, traffic_bytes: 
 def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     tokens, tp = size.tokens, size.tp
     context = min(size.seq_len, shape.window or size.seq_len)
-    fused = size.fused_attention
+    fused = size.style.fused_attention
     # A fused kernel skips what causality masks; in a ring out of balance, that of a rank's own keys alone.
-    masked = 0.0 if not fused else 0.5 if size.balanced_ring else 0.5 / size.cp
+    masked = 0.0 if not fused else 0.5 if size.style.balanced_ring else 0.5 / size.cp
     core_flops = 2 * tokens * context * (shape.query_width + shape.output_width) / tp * (1 - masked)
     widths = (shape.query_width + shape.kv_width + shape.output_width) / tp
     qkv_bytes = size.element_bytes * tokens * widths
@@ -227,6 +244,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     hidden, out = shape.hidden_size, shape.hidden_size * shape.output_width / tp
     gathered = size.element_bytes * tokens * hidden
     # Each round of the ring sends the rank's keys and values; backward sends them and their gradients, here in fp32.
+    directions = 2.0 if size.style.own_engine else 1.5
     ring = (size.cp - 1) * size.element_bytes * tokens * shape.kv_width / tp
     block = _BlockSizes(
         "attention",
@@ -243,7 +261,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
         # Scores are written and read by the product, softmax, dropout and the second product: 13 bytes.
         core=Work(core_flops=core_flops, traffic_bytes=qkv_bytes + 13 * scores),
         core_kept_bytes=5 * scores,
-        messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=(2.0 if size.own_engine else 1.5) * ring),
+        messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=directions * ring),
     )
     return _unit(block, stream, size)
 
@@ -265,7 +283,7 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
         inputs_bytes=stream + inner,
         kept_bytes=stream + ups * inner,
         # The last product's output is needed by no backward, which only a compiler sees.
-        alternate_bytes=ups * inner / 2 + (0.0 if size.fused_elements else stream),
+        alternate_bytes=ups * inner / 2 + (0.0 if size.style.fused_elements else stream),
         parameters=weights,
         begins_layer=False,
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
@@ -314,7 +332,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
     stream = _stream_bytes(shape, size)
     # Others send a token once to each rank that has some of its experts, here those of chance.
     num_ranks = size.ep * (1 - (1 - 1 / size.ep) ** shape.num_active)
-    sent_share = 1.0 if size.own_engine else num_ranks / shape.num_active
+    sent_share = 1.0 if size.style.own_engine else num_ranks / shape.num_active
     block = _BlockSizes(
         "experts",
         linear=shared.linear
@@ -324,7 +342,7 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         other_bytes=shared.other_bytes + 8 * rows + (ups + 1) * inner,
         inputs_bytes=shared.inputs_bytes + rows + inner,
         # Rows are kept in their own order and in that of the experts.
-        kept_bytes=shared.kept_bytes + ups * inner + (2 if size.own_engine else 1) * rows,
+        kept_bytes=shared.kept_bytes + ups * inner + (2 if size.style.own_engine else 1) * rows,
         alternate_bytes=shared.alternate_bytes + ups * inner / 2 + rows,
         parameters=shared.parameters,
         expert_parameters=own,
@@ -338,7 +356,7 @@ def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
     stream, weights = _stream_bytes(shape, size), shape.vocab_size * shape.hidden_size / size.tp
     looked_up = size.element_bytes * size.tokens * shape.hidden_size
     passed = Work(traffic_bytes=2 * looked_up, tensor_bytes=_tensor_bytes(shape, size) / 2)
-    if size.own_engine:
+    if size.style.own_engine:
         # Nothing is kept but the tokens; the table's gradient is made in the table's dtype.
         gradient = size.element_bytes * weights
         return UnitCosts("embedding", passed, Work(), passed.times(2), 0.0, 0.0, weights, transient_bytes=gradient)
@@ -356,14 +374,14 @@ def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:
     loss = Work(traffic_bytes=_LOGIT * logits)
     logits_bytes = size.element_bytes * logits
     kept, transient = logits_bytes + 4 * logits, logits_bytes
-    if not size.fused_loss:
+    if not size.style.fused_loss:
         # Kept are the log-probabilities, and the allocator keeps the block of the logits, which is too small for them.
         # The gradients of either, and with tensor parallelism a sum of two, come besides. The gathered input of the
         # product is kept, and the block in which its parts came, which are then put in order.
         shared = tp > 1
         kept = kept + 2 * stream + (2 * gathered if shared else 0.0)
         transient = (12 if shared else 8) * logits
-    if size.own_engine:
+    if size.style.own_engine:
         # The loss needs the logits' gradient besides, and blocks of rows in fp32. A block is made before the last
         # is freed, and tensor-parallel ranks have their exchange's too.
         more, block = (logits > _LOSS_BLOCK) + (tp > 1), 4 * min(logits, _LOSS_BLOCK)

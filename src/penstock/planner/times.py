@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock import schedule
 from penstock.planner.links import PipelinePlace, Price
-from penstock.planner.model_costs import MessageKind, Work
+from penstock.planner.model_costs import MessageKind, Style, Work
 from penstock.schedule import builders
 from penstock.schedule.actions import COMPUTE, parts
 
@@ -74,9 +74,7 @@ class Clock:
     constants: Constants
     #: the dtype of products with weights
     dtype: str
-    overlapped_tensor: bool = False
-    #: the share of the peak that attention's own products reach; 0 for what follows from the constants
-    attention: float = 0.0
+    style: Style = Style()
 
     def pass_time(self, work: Work) -> tuple[float, dict[MessageKind, float]]:
         """The seconds of a pass, and those of them in which it waits for messages, by kind.
@@ -85,13 +83,13 @@ class Clock:
         """
         device, ours = self.place.device, self.constants
         wide = "fp32" if self.dtype == "fp32" else "bf16" if "bf16" in device.peak_flops else self.dtype
-        core_s = work.core_flops / ((self.attention or ours.attention * ours.compute) * device.peak(wide))
+        core_s = work.core_flops / ((self.style.attention or ours.attention * ours.compute) * device.peak(wide))
         products = work.flops + ours.width * work.narrow_flops
         compute_s = products / (ours.compute * device.peak(self.dtype)) + core_s
         compute_s += work.traffic_bytes / (ours.memory * device.memory_bandwidth)
         tensor_s = self.message_s(work.tensor_bytes, self.place.tensor, num_messages=2)
         waits = {
-            MessageKind.TENSOR: max(0.0, tensor_s - compute_s) if self.overlapped_tensor else tensor_s,
+            MessageKind.TENSOR: max(0.0, tensor_s - compute_s) if self.style.overlapped_tensor else tensor_s,
             MessageKind.CONTEXT: max(0.0, self.message_s(work.context_bytes, self.place.context) - core_s),
             MessageKind.EXPERTS: self.message_s(work.expert_bytes, self.place.experts),
         }

@@ -8,7 +8,7 @@ import pytest
 from penstock import schedule
 from penstock.planner.cluster import Cluster, ClusterError
 from penstock.planner.links import wiring
-from penstock.planner.model_costs import RecomputedPart, UnitSize, unit_costs
+from penstock.planner.model_costs import RecomputedPart, Style, UnitSize, unit_costs
 from penstock.planner.shape import ModelShape, find_model, models, published_model
 from penstock.planner.times import Order, _simulated, simulate_step
 from penstock.schedule import builders
@@ -43,7 +43,7 @@ def test_the_formulas_count_every_parameter_once_and_all_arithmetic():
 
 def test_ranks_share_arithmetic_and_memory():
     shape = models()["llama3-8b"]
-    alone, shared = (unit_costs(shape, UnitSize(8192, 1, tp=tp, own_engine=False)) for tp in (1, 8))
+    alone, shared = (unit_costs(shape, UnitSize(8192, 1, tp=tp, style=Style(own_engine=False))) for tp in (1, 8))
     for one, part in zip(alone, shared, strict=True):
         assert part.forward.flops == pytest.approx(one.forward.flops / 8)
         assert part.kept_bytes == pytest.approx(one.kept_bytes / 8)
@@ -53,7 +53,8 @@ def test_ranks_share_arithmetic_and_memory():
 def test_recomputation_keeps_less_and_computes_more():
     shape = models()["gpt3-20b"]
     kinds = {
-        kind: unit_costs(shape, UnitSize(2048, 1, recompute=kind, fused_attention=False))[1] for kind in RecomputedPart
+        kind: unit_costs(shape, UnitSize(2048, 1, recompute=kind, style=Style(fused_attention=False)))[1]
+        for kind in RecomputedPart
     }
     none, core, full = kinds[RecomputedPart.NONE], kinds[RecomputedPart.CORE], kinds[RecomputedPart.FULL]
     assert none.kept_bytes > core.kept_bytes > full.kept_bytes
