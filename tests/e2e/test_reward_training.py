@@ -162,7 +162,7 @@ def test_what_gives_no_pairs_or_learns_from_none_is_refused(
     (tmp_path / "a.txt").write_text("the cat sat")
     corpus = write(tmp_path / "pairs.jsonl", FORMS["texts with a prompt"])
     for given, more, told in (
-        (tmp_path / "a.txt", [], "has no rows; a line of data.corpus is"),
+        (tmp_path / "a.txt", [], "has no rows; examples are in files that end in"),
         (corpus, ["--adapter.rank", "4"], "a reward model is trained whole; leave the settings of adapter out"),
         (corpus, ["--data.cross_documents", "true"], "but examples and pairs are never packed across documents"),
     ):

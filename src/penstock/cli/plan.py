@@ -180,7 +180,7 @@ def _workload_of(config: RunConfig) -> planner.Workload:
         # A tokenizer decides it.
         from penstock.data.tokenizer import load_tokenizer
 
-        vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token or False).vocab_size
+        vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token).vocab_size
     model = config.model.whole(vocab_size)
     precision = config.train.precision or Precision.FP32
     autocast = precision is Precision.BF16_AUTOCAST

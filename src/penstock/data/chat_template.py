@@ -94,12 +94,10 @@ class ChatTemplate:
         Raises:
             ValueError: the folder's tokenizer or the file cannot be read.
         """
-        source = None
-        if file is not None:
-            try:
-                source = read_text(file)
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"the chat template {file} cannot be read ({error})") from None
+        try:
+            source = None if file is None else read_text(file)
+        except OSError as error:
+            raise ValueError(f"the chat template {file} cannot be read ({error})") from None
         if folder is None:
             return None if source is None else cls(source)
         config = folder / "tokenizer_config.json"

@@ -195,12 +195,11 @@ class CorpusSpec:
     source, validation_source: "stdlib" (the source of Python's own standard library), a file, a folder, or a pattern;
     text, JSONL, Parquet, Arrow or CSV. Rows without the text field may be examples instead (`ExampleReader`).
     validation_fraction: the part of the documents kept for validation, chosen by a hash of their names; unused if
-    validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the token put after
-    every document (its text; for bytes True), False for none; with False, examples end with the tokenizer's own, and
-    with "" they have none either. ends_rows: without an end token, rows of text end with the tokenizer's own as well,
-    as in TRL. special_tokens: with those that the
-    tokenizer itself puts around a text. max_example_tokens: the most tokens of an example.
-    pairs: rows are pairs of texts, for a reward model whose padding is `pad_token` (`PairReader`).
+    validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the text of the token
+    put after every document (any text for bytes); with None, examples end with the tokenizer's own, and with "" they
+    have none either. ends_rows: without an end token, rows of text end with the tokenizer's own as well, as in TRL.
+    special_tokens: with those that the tokenizer itself puts around a text. max_example_tokens: the most tokens of an
+    example. pairs: rows are pairs of texts, for a reward model whose padding is `pad_token` (`PairReader`).
     """
 
     source: str = BUILT_IN
@@ -208,16 +207,12 @@ class CorpusSpec:
     validation_fraction: float = 0.1
     text_field: str = "text"
     tokenizer: str = "bytes"
-    end_token: str | bool = False
+    end_token: str | None = None
     special_tokens: bool = True
     max_example_tokens: int | None = None
     ends_rows: bool = False
     pairs: bool = False
     pad_token: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.validation_fraction < 1:
-            raise CorpusError(f"validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,15 +272,13 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
     Raises: `CorpusError` if it is missing, empty, unreadable, or of an unknown kind.
     """
     source = find_source(spec.source, spec.text_field)
-    if spec.validation_source is not None:
-        # find both before reading either
-        other = find_source(spec.validation_source, spec.text_field)
-        reader = _reader(spec, source)
-        training, _ = _stores(source, reader, 0.0, cache_folder)
+    # Both are found before either is read.
+    other = None if spec.validation_source is None else find_source(spec.validation_source, spec.text_field)
+    reader, fraction = _reader(spec, source), spec.validation_fraction if other is None else 0.0
+    training, validation = _stores(source, reader, fraction, cache_folder)
+    if other is not None:
         return Corpus(training, _stores(other, _reader(spec, other), 0.0, cache_folder)[0], reader.vocab_size)
-    reader = _reader(spec, source)
-    training, validation = _stores(source, reader, spec.validation_fraction, cache_folder)
-    if spec.validation_fraction == 0:
+    if fraction == 0:
         return Corpus(training, None, reader.vocab_size)
     if not (training.num_tokens and validation.num_tokens):
         whole = training if training.num_tokens else validation
@@ -296,8 +289,7 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
 def _reader(spec: CorpusSpec, source: Source) -> Reader:
     """The reader of the kind of rows that the source begins with."""
     if spec.pairs or source.holds_examples():
-        end = spec.end_token if isinstance(spec.end_token, str) else None
-        given = spec.tokenizer, spec.max_example_tokens, end, spec.special_tokens
+        given = spec.tokenizer, spec.max_example_tokens, spec.end_token, spec.special_tokens
         return PairReader.load(*given, pad_token=spec.pad_token) if spec.pairs else ExampleReader.load(*given)
     tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
     ends = spec.ends_rows and not spec.end_token and source.files[0].suffix in ROW_ENDINGS

@@ -18,13 +18,13 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.data.chat_template import ChatTemplate, Rendering, TransformersTokenizer
-from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Row, Source
+from penstock.data.sources import CorpusError, EncodedDocument, Row, Source
 from penstock.data.tokenizer import TokenizationError, ended
 from penstock.io.files import parse_json
 
-FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
+FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} of texts or lists of messages, or {"text": ...}'
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MESSAGE = 'a message is an object with a "role" and a "content"'
+_MESSAGE = 'a message is an object with a "role" and a "content", which is a text or a list of parts'
 
 Message = dict[str, Any]
 
@@ -56,7 +56,14 @@ class ExampleReader:
 
         Raises: `CorpusError` if it is none of transformers, or lacks the end token.
         """
-        tokenizer = _load(name)
+        if name == "bytes":
+            raise CorpusError("examples need a model's tokenizer, not 'bytes'; give data.tokenizer or model.pretrained")
+        path = Path(name).expanduser()
+        folder = path if path.is_dir() else path.parent
+        try:
+            tokenizer = TransformersTokenizer.load(folder)
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {error}") from None
         if end and not tokenizer.has(end):
             raise CorpusError(f"the tokenizer {name!r} has no token {end!r} to end examples with")
         return cls(name, tokenizer, max_tokens, tokenizer.end if end is None else end, special_tokens, **own)
@@ -82,30 +89,22 @@ class ExampleReader:
 
     def encode(self, row: Row, text_field: str = "text") -> list[EncodedDocument]:
         """Tokenise an example, or each answer of a conversation where that must be read apart. Raises: as `read`."""
-        where, example = row.where, row.value
-        if not isinstance(example, dict):
-            raise CorpusError(f"{where}: is a JSON {type(example).__name__}; a line is {FORMS}")
-        if example.get("prompt") is not None and example.get("completion") is not None:
-            prompt, completion = example["prompt"], example["completion"]
-            if isinstance(prompt, str) and isinstance(completion, str):
-                if not completion:
-                    raise CorpusError(f"{where}: its completion is empty; give at least one character to learn")
-                before = self.tokenise(where, prompt)
-                tokens = self.tokenise(where, prompt + ended(completion, self.end))
-                parts = [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
-            elif isinstance(prompt, list) and isinstance(completion, list):
-                first, second = (messages_of(where, name, example) for name in ("prompt", "completion"))
-                parts = self._conversation(where, example, [*first, *second], len(first))
-            else:
-                raise CorpusError(f"{where}: its prompt and its completion must be two texts or two lists of messages")
+        where, example = row.where, row.value if isinstance(row.value, dict) else {}
+        prompt, completion, text = (example.get(name) for name in ("prompt", "completion", text_field))
+        if isinstance(prompt, str) and isinstance(completion, str) and completion:
+            before = self.tokenise(where, prompt)
+            tokens = self.tokenise(where, prompt + ended(completion, self.end))
+            parts = [(tokens, np.arange(len(tokens)) >= _common(before, tokens))]
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            first, second = (messages_of(where, name, example) for name in ("prompt", "completion"))
+            parts = self._conversation(where, example, [*first, *second], len(first))
         elif example.get("messages") is not None:
             parts = self._conversation(where, example, messages_of(where, "messages", example))
-        elif isinstance(example.get(text_field), str):
-            tokens = self.tokenise(where, ended(example[text_field], self.end))
+        elif isinstance(text, str):
+            tokens = self.tokenise(where, ended(text, self.end))
             parts = [(tokens, np.ones(len(tokens), np.bool_))]
         else:
-            fields = ", ".join(map(repr, example)) or "no field"
-            raise CorpusError(f"{where}: has {fields}; a line is {FORMS}")
+            raise CorpusError(f"{where}: is no example but {str(row.value)[:60]!r}; a line is {FORMS}")
         for tokens, learned in parts:
             self.check_length(where, tokens)
             if not learned[1:].any():
@@ -130,13 +129,11 @@ class ExampleReader:
         Some templates write an answer otherwise once others follow, such as without what was thought before it. There
         each answer is learned as it was given: at the end of a conversation of its own.
         """
-        said = [message for message in messages[num_prompt:] if message["role"] == "assistant"]
-        if not said:
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= num_prompt]
+        if not answers or not all(any(_besides_role(messages[number])) for number in answers):
             raise CorpusError(
-                f'{where}: the assistant says nothing; give it a message of the role "assistant" to learn'
+                f'{where}: the assistant says nothing; give it messages of the role "assistant" to learn, none empty'
             )
-        if not all(any(value for key, value in message.items() if key != "role") for message in said):
-            raise CorpusError(f"{where}: a message of the assistant is empty; give it at least one character to learn")
         chat = Chat(self, where, template_options(where, example))
         if _MARKS.search(chat.template) is not None:
             tokens, learned = chat.marked(messages)
@@ -144,7 +141,6 @@ class ExampleReader:
                 before = chat.tokenise(chat.render(messages[:num_prompt], answer_follows=True))
                 learned &= np.arange(len(tokens)) >= _common(before, tokens)
             return [(tokens, learned)]
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= num_prompt]
         if (whole := chat.with_answers(messages, answers)) is not None:
             return [whole]
         alone = (chat.with_answers(messages[: number + 1], [number]) for number in answers)
@@ -214,8 +210,7 @@ class Chat:
         return tokens, learned
 
     def _rendered(self, messages: Sequence[Message], **arguments: Any) -> Rendering:
-        tokenizer = self.reader.tokenizer
-        template = ChatTemplate(self.template, tokenizer.special_tokens)
+        template = ChatTemplate(self.template, self.reader.tokenizer.special_tokens)
         try:
             return template.rendered(messages, self.options, **arguments)
         except TokenizationError as error:
@@ -241,19 +236,6 @@ def encoding_of(
         raise CorpusError(f"{where}: the tokenizer {str(tokenizer.folder)!r} fails ({error})") from None
 
 
-def _load(name: str) -> TransformersTokenizer:
-    path = Path(name).expanduser()
-    folder = path if path.is_dir() else path.parent
-    if name == "bytes":
-        raise CorpusError("examples need a model's tokenizer, not 'bytes'; give data.tokenizer or model.pretrained")
-    if not path.exists():
-        raise CorpusError(f"no tokenizer at {str(path)!r}; give the folder of one")
-    try:
-        return TransformersTokenizer.load(folder)
-    except ValueError as error:
-        raise CorpusError(f"transformers finds no tokenizer in {str(folder)!r}: {error}") from None
-
-
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
     pairs = enumerate(zip(first, second, strict=False))
@@ -266,18 +248,19 @@ def messages_of(where: str, name: str, example: Mapping[str, Any]) -> list[Messa
     if not isinstance(messages, list) or not messages:
         raise CorpusError(f"{where}: its {name!r} must be a list of one message or more; {_MESSAGE}")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise CorpusError(f"{where}: message {number} of its {name!r} is {str(message)[:40]!r}; {_MESSAGE}")
-        if not isinstance(message.get("role"), str):
-            raise CorpusError(f"{where}: message {number} of its {name!r} has no role; {_MESSAGE}")
-        if not isinstance(content := message.get("content"), str | list | None):
-            raise CorpusError(
-                f"{where}: the content of message {number} is {str(content)[:40]!r}; give a text or a list of parts"
-            )
-        # Calls of tools and what was thought stand beside a content that is null.
-        if message.get("role") != "assistant" and all(own is None for key, own in message.items() if key != "role"):
-            raise CorpusError(f"{where}: message {number} of its {name!r} has no content, or null; {_MESSAGE}")
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str | list | None)
+            # Calls of tools and what was thought stand beside a content that is null.
+            and (message["role"] == "assistant" or any(value is not None for value in _besides_role(message)))
+        ):
+            raise CorpusError(f"{where}: message {number} of its {name!r} is {str(message)[:60]!r}; {_MESSAGE}")
     return messages
+
+
+def _besides_role(message: Message) -> list[Any]:
+    return [value for key, value in message.items() if key != "role"]
 
 
 def template_options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +279,7 @@ def template_options(where: str, example: Mapping[str, Any]) -> dict[str, Any]:
 # ---- Pairs of texts, of which one is better: the examples that a reward model learns from
 
 
-PAIR = '{"chosen": ..., "rejected": ...} with or without a "prompt", each a text or a list of messages'
+PAIR = '{"chosen": ..., "rejected": ...} with or without a "prompt", all texts or all lists of messages'
 
 
 @dataclass(frozen=True)
@@ -316,39 +299,23 @@ class PairReader(ExampleReader):
         text = f"{super().fingerprint} {self.pad_token}"
         return f"pairs-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
-    def read(self, source: Source) -> Iterator[list[EncodedDocument]]:
-        """Yield the source's pairs.
-
-        Raises: `CorpusError` naming file and line of what is no pair, and what would be possible.
-        """
-        if source.files[0].suffix not in ROW_ENDINGS:
-            raise CorpusError(
-                f"a reward model learns from pairs, but the corpus {source.name!r} has no rows; a line of data.corpus "
-                f"is {PAIR}"
-            )
-        yield from super().read(source)
-
     def encode(self, row: Row, text_field: str = "text") -> list[EncodedDocument]:
         """Tokenise a pair. Raises: as `read`."""
-        where, pair = row.where, row.value
-        if not isinstance(pair, dict):
-            raise CorpusError(f"{where}: is a JSON {type(pair).__name__}; a line is {PAIR}")
-        if lacking := [name for name in ("chosen", "rejected") if pair.get(name) is None]:
-            raise CorpusError(f"{where}: has no {lacking[0]!r}, but a reward model learns from pairs; a line is {PAIR}")
+        where, pair = row.where, row.value if isinstance(row.value, dict) else {}
+        prompt = () if pair.get("prompt") is None else (pair["prompt"],)
+        parts = [*prompt, pair.get("chosen"), pair.get("rejected")]
+        if not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
+            raise CorpusError(
+                f"{where}: is no pair, from which a reward model learns, but {str(row.value)[:60]!r}; a line is {PAIR}"
+            )
         if pair.get("margin") is not None:
             raise CorpusError(
                 f"{where}: has a 'margin', which the loss of penstock train does not know; leave it out, or begin with "
                 "examples/reward_model.py, whose loss does"
             )
-        parts = [part for name in ("prompt", "chosen", "rejected") if (part := pair.get(name)) is not None]
-        if not any(all(isinstance(part, kind) for part in parts) for kind in (str, list)):
-            these = "its 'chosen' and its 'rejected'" if len(parts) == 2 else "its prompt and both answers"
-            raise CorpusError(f"{where}: {these} must all be texts, or lists of messages")
         documents = []
         for name in ("chosen", "rejected"):
             tokens = self._tokens(where, pair, name)
-            if not tokens:
-                raise CorpusError(f"{where}: its {name!r} has no token to rate; give at least one character")
             self.check_length(where, tokens)
             learned = np.zeros(len(tokens), np.bool_)
             learned[rated_place(tokens, self.pad_token)] = True
@@ -363,7 +330,7 @@ class PairReader(ExampleReader):
                 raise CorpusError(f"{where}: its {name!r} is empty; give at least one character")
             return self.tokenise(where, (prompt or "") + ended(answer, self.end))
         messages = [*(messages_of(where, "prompt", pair) if prompt else []), *messages_of(where, name, pair)]
-        if not any(value for key, value in messages[-1].items() if key != "role"):
+        if not any(_besides_role(messages[-1])):
             raise CorpusError(f"{where}: the last message of its {name!r} is empty; give at least one character")
         chat = Chat(self, where, template_options(where, pair))
         return chat.tokenise(chat.render(messages))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from penstock.io.files import lines_of, open_file, parse_json
-from penstock.settings.declare import type_in_words
 
 BUILT_IN = "stdlib"
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".rst", ".py"})
@@ -88,13 +87,7 @@ class Source:
 
         Raises: `CorpusError` if it is a pair, from which only a reward model learns.
         """
-        if self.files[0].suffix not in ROW_ENDINGS:
-            return False
-        try:
-            row = next(self.rows(), None)
-        except CorpusError:
-            # whoever reads it as text says what is wrong
-            return False
+        row = next(self.rows(), None) if self.files[0].suffix in ROW_ENDINGS else None
         if row is None or not isinstance(row.value, dict) or isinstance(row.value.get(self.text_field), str):
             return False
         if not {"messages", "completion"}.isdisjoint(row.value):
@@ -126,15 +119,11 @@ class Source:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
 
     def _text_of(self, row: Row) -> str:
-        if not isinstance(row.value, dict):
-            raise CorpusError(f"{row.where}: is a JSON {type(row.value).__name__}; a line is one JSON object")
-        text = row.value.get(self.text_field)
+        text = row.value.get(self.text_field) if isinstance(row.value, dict) else None
         if not isinstance(text, str):
-            if text is not None:
-                raise CorpusError(f"{row.where}: {self.text_field!r} is {type_in_words(text)}; a text is expected")
             raise CorpusError(
-                f"{row.where}: has no text in the field {self.text_field!r}; "
-                f"its fields are {sorted(row.value)}, and examples have 'messages', or 'prompt' and 'completion'"
+                f"{row.where}: has no text in the field {self.text_field!r} but {str(row.value)[:60]!r}; "
+                "examples have 'messages', or 'prompt' and 'completion'"
             )
         return text
 

@@ -134,14 +134,14 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer:
+def load_tokenizer(name: str | None, end_token: str | None = None) -> Tokenizer:
     """Load the tokenizer "bytes" (or None), a `tokenizer.json`, or one from a folder that holds such a file.
 
-    end_token: the text of the token to put after every document (for bytes: True); False for none.
+    end_token: the text of the token to put after every document (any text for bytes); None or "" for none.
 
     Raises: `CorpusError` if there is no such file, it is no tokenizer, or it lacks the end token.
     """
-    if name in (None, "bytes"):
+    if name is None or name == "bytes":
         return ByteTokenizer(end_token=bool(end_token))
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
@@ -164,11 +164,9 @@ def load_tokenizer(name: str | None, end_token: str | bool = False) -> Tokenizer
             inner.no_padding()
         # The largest id decides, since added tokens may leave gaps.
         vocab_size = max(inner.get_vocab().values(), default=-1) + 1
-        end_token_id = inner.token_to_id(end_token) if isinstance(end_token, str) and end_token else None
+        end_token_id = inner.token_to_id(end_token) if end_token else None
     except (OSError, ValueError) as error:
         raise CorpusError(f"{str(path)!r} is no Hugging Face tokenizer file: {error}") from error
-    if end_token is True:
-        raise CorpusError(f"name the end token's text: {str(path)!r} does not say which of its tokens it is")
     if end_token and end_token_id is None:
         raise CorpusError(f"the tokenizer {str(path)!r} has no token {end_token!r} to end documents with")
     fingerprint = hashlib.blake2b(content + str(end_token_id).encode(), digest_size=16).hexdigest()

@@ -146,7 +146,7 @@ def test_validation_may_have_a_source_of_its_own(tmp_path: Path):
 
 def test_bytes_may_end_documents_with_a_token_of_their_own(tmp_path: Path):
     (tmp_path / "a.txt").write_text("ä")
-    corpus = load_corpus(CorpusSpec(source=str(tmp_path / "a.txt"), validation_fraction=0, end_token=True))
+    corpus = load_corpus(CorpusSpec(source=str(tmp_path / "a.txt"), validation_fraction=0, end_token="end"))
     assert corpus.training.tokens.tolist() == [0xC3, 0xA4, 256]
     assert corpus.vocab_size == 257
 
@@ -236,14 +236,12 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path):
         ({"a.txt": b""}, {"source": "{0}/a.txt"}, "is empty"),
         ({"a.txt": b"x"}, {"source": "{0}/a.txt"}, "too few"),
         ({"a.txt": b"ab\xff"}, {"source": "{0}"}, "a.txt' is not UTF-8 .byte 2"),
-        ({"a.jsonl": b'{"body": "x"}\n'}, {}, "line 1: has no text in the field 'text'; its fields are .'body'."),
-        ({"a.jsonl": b'{"text": 3}\n'}, {}, "a.jsonl, line 1: 'text' is an int; a text is expected"),
-        ({"a.jsonl": b'{"text": "x"}\nnull'}, {}, "a.jsonl, line 2: is a JSON NoneType"),
+        ({"a.jsonl": b'{"body": "x"}\n'}, {}, "line 1: has no text in the field 'text' but .*body"),
+        ({"a.jsonl": b'{"text": 3}\n'}, {}, "a.jsonl, line 1: has no text in the field 'text' but"),
+        ({"a.jsonl": b'{"text": "x"}\nnull'}, {}, "a.jsonl, line 2: has no text in the field 'text' but 'None'"),
         ({"a.jsonl": b'{"text": \n'}, {}, "a.jsonl, line 1: is not JSON"),
         ({"a.parquet": b"nonsense"}, {}, "cannot read .*a.parquet' as parquet"),
         ({"a.txt": b"text"}, {"validation_source": "{0}/b.txt"}, "there is no corpus at .*b.txt"),
-        ({"a.txt": b"text"}, {"validation_fraction": 1.0}, "validation_fraction is 1.0"),
-        ({"a.txt": b"text"}, {"validation_fraction": -0.1}, "validation_fraction is -0.1"),
         ({"a.txt": b"text"}, {"tokenizer": "{0}/b.json"}, "no tokenizer at .*give 'bytes'"),
         ({"a.txt": b"text", "tokenizer.json": b"{}"}, {"tokenizer": "{0}"}, "is no Hugging Face tokenizer file"),
         ({"a.txt": b"text", "tokenizer.model": b""}, {"tokenizer": "{0}"}, "tokenizer.model but no tokenizer.json"),
@@ -260,7 +258,6 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, files, change, messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("end_token", ["<missing>", True])
-def test_an_end_token_must_be_in_the_tokenizer(tokenizer_file: Path, end_token):
-    with pytest.raises(CorpusError, match="end"):
-        load_tokenizer(str(tokenizer_file), end_token)
+def test_an_end_token_must_be_in_the_tokenizer(tokenizer_file: Path):
+    with pytest.raises(CorpusError, match="has no token '<missing>' to end documents with"):
+        load_tokenizer(str(tokenizer_file), "<missing>")

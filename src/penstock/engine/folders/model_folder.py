@@ -570,7 +570,7 @@ class RunFolder(ModelFolder):
     @cached_property
     def _in_training(self) -> Tokenizer:
         """The tokenizer of the run's own texts, which may put an end token after each."""
-        return load_tokenizer(self.tokenizer_name, self.run.data.end_token or False)
+        return load_tokenizer(self.tokenizer_name, self.run.data.end_token)
 
     @cached_property
     def vocab_size(self) -> int:

@@ -52,7 +52,7 @@ def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
         ValueError: the settings cannot go together.
     """
     settings = with_steps(check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config)))
-    tokenizer = load_tokenizer(tokenizer_of(settings), settings.data.end_token or False)
+    tokenizer = load_tokenizer(tokenizer_of(settings), settings.data.end_token)
     return engine_arguments(settings, tokenizer.vocab_size)
 
 
@@ -137,7 +137,7 @@ class RunData:
             validation_fraction=data.validation_fraction,
             text_field=data.text_field,
             tokenizer=tokenizer_of(config),
-            end_token=False if data.end_token is None else data.end_token,
+            end_token=data.end_token,
             ends_rows=config.model.pretrained is not None and data.end_token is None,
             special_tokens=data.special_tokens,
             max_example_tokens=config.model.max_length,

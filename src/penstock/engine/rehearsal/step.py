@@ -240,7 +240,7 @@ class RehearsedRun:
             raise ConfigError("a rehearsal knows native layers alone, but transformers' own run this model; train it")
         vocab_size = config.model.vocab_size or vocab_size
         if not vocab_size:
-            vocab_size = load_tokenizer(tokenizer_of(config), config.data.end_token or False).vocab_size
+            vocab_size = load_tokenizer(tokenizer_of(config), config.data.end_token).vocab_size
         found = engine_arguments(config, vocab_size)
         device = device or found.options.device
         options = replace(found.options, device="cuda" if device == "auto" else device)
