@@ -1,8 +1,6 @@
 """The process grid as arithmetic: the sizes of its axes, the place of each rank, and the groups of ranks."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,7 +15,6 @@ from penstock.settings.declare import (
 )
 
 AXES = ("dp", "pp", "cp", "tp")
-_NUM_OFFERED = 5
 # More than any machine has, and few enough to list their groups.
 _PROCESSES = Bounds(least=1, limit=2**20)
 # Processes cannot even greet each other in much less than a second. A clock counts nanoseconds in 64 bits: 68 years.
@@ -191,7 +188,7 @@ class Layout(Settings, section="parallel"):
     def check(self, world_size: int) -> None:
         """Refuse a number of processes that the layout does not fill exactly.
 
-        Raises: ConfigError naming every size, and the nearest of the layouts that would fit.
+        Raises: ConfigError naming every size.
         """
         if self.ranks is not None:
             if self.ranks[-1] >= world_size:
@@ -199,27 +196,10 @@ class Layout(Settings, section="parallel"):
                     f"the layout {self} names rank {self.ranks[-1]}, but there are {world_size} processes"
                 )
         elif world_size != self.world_size:
-            offered = itertools.islice(self.fitting(world_size), _NUM_OFFERED)
             raise ConfigError(
-                f"the layout {self} needs {self.world_size} processes, but there are {world_size}; "
-                f"{world_size} would fit {', or '.join(map(str, offered))}"
+                f"the layout {self} needs {self.world_size} processes, but there are {world_size}; start as many, or "
+                f"let {' x '.join(AXES)} be {world_size}"
             )
-
-    def fitting(self, world_size: int) -> "Iterator[Layout]":
-        """The layouts of `world_size` processes, nearest to this one first."""
-        found = []
-        for sizes in _factors(world_size, len(AXES)):
-            by_axis = dict(zip(AXES, sizes, strict=True))
-            ep = max(ep for ep in _divisors(by_axis["dp"] * by_axis["cp"]) if ep <= self.ep)
-            found.append(Layout(**by_axis, ep=ep, order=self.order))
-        yield from sorted(found, key=self._distance)
-
-    def _distance(self, other: "Layout") -> tuple[float, ...]:
-        """The distance between sizes, in doublings; ties go to layouts that keep tp, cp and pp."""
-        *steps, of_ep = [
-            abs(math.log2(getattr(other, axis) / getattr(self, axis))) for axis in ("tp", "cp", "pp", "dp", "ep")
-        ]
-        return (round(sum(steps), 9), *steps, of_ep)
 
 
 @dataclass(frozen=True)
@@ -251,18 +231,3 @@ class ParallelConfig(Layout, section="parallel"):
         _TIMEOUT,
     )
     elastic: bool = setting(False, "Run on as many pipelines as the group of processes has room for, regardless of dp.")
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of `count` factors."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in _divisors(number):
-        for others in _factors(number // first, count - 1):
-            yield (first, *others)

@@ -258,17 +258,6 @@ class ModelConfig(Settings, section="model"):
                 f"model.head_dim = {self.head_size}: a head's width of {self.head_size} is odd; "
                 "rotary positions turn pairs, so it must be even"
             )
-        beyond = [layer for layer in self.experts.dense_layers if layer >= self.num_layers]
-        if beyond:
-            raise ConfigError(
-                f"experts.dense_layers names layer {beyond[0]}, but the model's {self.num_layers} layers are 0 to "
-                f"{self.num_layers - 1}"
-            )
-        if self.num_full_layers > self.num_layers:
-            raise ConfigError(
-                f"model.num_full_layers = {self.num_full_layers} is more than model.num_layers = {self.num_layers}; "
-                "at most that is possible"
-            )
 
     @property
     def vocabulary(self) -> int:

@@ -20,11 +20,10 @@ from penstock.settings.declare import (
     Bounds,
     ConfigError,
     NamedValue,
+    Setting,
     Settings,
     TableValue,
     argument,
-    match,
-    mismatch,
     setting,
 )
 
@@ -107,16 +106,11 @@ class ParameterGroup(Settings, TableValue, section="optimizer.groups"):
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def _check(self) -> None:
-        found, name = match(OptimizerName | None, self.name)
-        if not found:
-            raise ConfigError(mismatch(f"{self.section}.name", self.name, OptimizerName | None))
-        object.__setattr__(self, "name", name)
+        own = Setting(section=self.section, key="name", type=OptimizerName | None)
+        object.__setattr__(self, "name", own.matched(self.name))
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Self:
-        known = [own.name for own in dataclasses.fields(cls)]
-        if unknown := sorted(table.keys() - set(known)):
-            raise ConfigError(f"optimizer.groups has no {unknown[0]!r}; possible are {', '.join(known)}")
         if "pattern" not in table:
             raise ConfigError('a table of optimizer.groups needs a pattern, such as "*.norm.*"')
         return cls(**cast(dict[str, Any], dict(table)))

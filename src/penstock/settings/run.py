@@ -3,7 +3,6 @@
 An error is one sentence that names the cure."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -315,14 +314,12 @@ def check_sections(config: RunConfig) -> None:
             raise ConfigError(sentence.format(found=found, **vars(config)))
 
 
-def _no_equal_shares(config: RunConfig) -> tuple[str, str] | None:
-    """The numbers of tensor-parallel ranks that can share the model, and layouts with one, if the layout has none."""
-    model, layout = config.model, config.parallel
-    if model.can_share(layout.tp):
+def _no_equal_shares(config: RunConfig) -> str | None:
+    """The numbers of tensor-parallel ranks that can share the model, if the layout's cannot."""
+    model = config.model
+    if model.can_share(config.parallel.tp):
         return None
-    possible = ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.can_share(n))
-    fitting = (str(other) for other in layout.fitting(layout.world_size) if model.can_share(other.tp))
-    return possible, ", or ".join(itertools.islice(fitting, 2))
+    return ", ".join(str(n) for n in range(1, model.num_heads + 1) if model.can_share(n))
 
 
 def _no_equal_batches(config: RunConfig) -> str | None:
@@ -330,13 +327,6 @@ def _no_equal_batches(config: RunConfig) -> str | None:
     sequences, dp = config.data.num_sequences, config.parallel.dp
     low = sequences // dp * dp
     return (f"{low} or {low + dp}" if low else str(dp)) if sequences % dp else None
-
-
-def _layers_beyond(config: RunConfig) -> tuple[int, int] | None:
-    """The first layer to recompute that the model lacks, and the model's last, if it lacks one."""
-    layers, last = config.train.recompute, config.model.num_layers - 1
-    wrong = [] if isinstance(layers, str) else [layer for layer in layers if layer > last]
-    return (wrong[0], last) if wrong else None
 
 
 # The conditions under which settings exclude each other, and the sentence about each, in the order of asking. A
@@ -373,12 +363,7 @@ _EXCLUDING: tuple[tuple[Callable[[RunConfig], Any], str], ...] = (
     (
         _no_equal_shares,
         "parallel.tp = {parallel.tp} cannot share {model.num_heads} query heads, {model.key_heads} key heads and an "
-        "MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {found[0]}, such as the "
-        "layout {found[1]} for {parallel.world_size} processes",
-    ),
-    (
-        _layers_beyond,
-        "train.recompute names layer {found[0]}, but the model's {model.num_layers} layers are 0 to {found[1]}",
+        "MLP of model.intermediate_size = {model.intermediate_size} evenly; possible are {found}",
     ),
     (
         _no_equal_batches,

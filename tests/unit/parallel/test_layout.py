@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def test_by_default_tp_is_fastest_and_dp_slowest() -> None:
 
 @pytest.mark.shows(83)
 @pytest.mark.parametrize("world_size", range(1, 13))
-def test_a_wrong_world_is_refused_with_all_sizes_and_layouts_that_fit(world_size: int) -> None:
+def test_a_wrong_world_is_refused_with_all_sizes(world_size: int) -> None:
     for sizes in SIZES:
         layout = Layout(**sizes)
         if world_size == layout.world_size:
@@ -89,35 +88,9 @@ def test_a_wrong_world_is_refused_with_all_sizes_and_layouts_that_fit(world_size
             continue
         with pytest.raises(ValueError) as caught:
             layout.check(world_size)
-        wanted, offered = str(caught.value).split(";")
         for axis, size in sizes.items():
-            assert f"{axis}={size}" in wanted
-        assert f"needs {layout.world_size} processes, but there are {world_size}" in wanted
-        products = [math.prod(map(int, re.findall(r"[a-z]p=(\d+)", text))) for text in offered.split(", or ")]
-        assert products and set(products) == {world_size}
-        every = list(layout.fitting(world_size))
-        assert len(set(every)) == len(every) == len(list(_ordered_products(world_size)))
-
-
-def _ordered_products(number: int) -> list[tuple[int, ...]]:
-    return [sizes for sizes in itertools.product(range(1, number + 1), repeat=4) if math.prod(sizes) == number]
-
-
-@pytest.mark.parametrize(
-    ("layout", "world_size", "nearest"),
-    [
-        (Layout(pp=4, dp=3), 8, Layout(pp=4, dp=2)),
-        (Layout(pp=2, dp=2, tp=2), 16, Layout(pp=2, dp=4, tp=2)),
-        (Layout(dp=4, tp=2, ep=4), 4, Layout(dp=2, tp=2, ep=2)),
-        (Layout(pp=2, tp=2), 5, Layout(pp=5)),
-    ],
-)
-def test_the_layout_nearest_to_the_one_wanted_is_offered_first(
-    layout: Layout, world_size: int, nearest: Layout
-) -> None:
-    assert next(layout.fitting(world_size)) == nearest
-    with pytest.raises(ValueError, match=rf"{world_size} would fit {re.escape(str(nearest))}(, or|$)"):
-        layout.check(world_size)
+            assert f"{axis}={size}" in str(caught.value)
+        assert f"needs {layout.world_size} processes, but there are {world_size}" in str(caught.value)
 
 
 def test_experts_that_the_ranks_cannot_share_are_refused() -> None:

@@ -185,11 +185,11 @@ IMPOSSIBLE = {
     "heads that tp cannot share": (
         {"model": {"num_heads": 4, "intermediate_size": 48}, "parallel": {"tp": 3, "dp": 2}},
         "parallel.tp = 3 cannot share 4 query heads, 4 key heads and an MLP of model.intermediate_size = 48 evenly; "
-        "possible are 1, 2, 4, such as the layout dp=3 x pp=1 x cp=1 x tp=2",
+        "possible are 1, 2, 4",
     ),
     "a width that tp cannot share": (
         {"model": {"num_heads": 4, "intermediate_size": 50}, "parallel": {"tp": 4}},
-        "an MLP of model.intermediate_size = 50 evenly; possible are 1, 2, such as the layout",
+        "an MLP of model.intermediate_size = 50 evenly; possible are 1, 2",
     ),
     "uneven dp": ({"parallel": {"dp": 3}}, "8 cannot be shared evenly by parallel.dp = 3; 6 or 9 can"),
     "microbatches": ({"train": {"num_microbatches": 9}}, "9 is more than the 8 sequences.*at most 8"),
@@ -198,7 +198,6 @@ IMPOSSIBLE = {
         "8 is more than the 4 sequences",
     ),
     "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
-    "recompute": ({"train": {"recompute": [0, 4]}}, "layer 4, .* 0 to 3"),
     "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "1 stages.*2 stages 10 units"),
     "cut that loses a unit": (
         {"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}},
@@ -222,10 +221,6 @@ IMPOSSIBLE = {
     ),
     "unknown schedule": ({"schedule": {"name": "1b1f"}}, "'1b1f' is none of .*1f1b"),
     "no training schedule": ({"schedule": {"name": "inference"}}, "cannot train"),
-    "a dense layer that is none": (
-        {"experts": {"dense_layers": [1, 4]}},
-        "experts.dense_layers names layer 4, but the model's 4 layers are 0 to 3",
-    ),
     "more processes than any machine has": (
         {"parallel": {"pp": 2**11, "dp": 2**10}},
         "parallel.dp = 1024 x parallel.pp = 2048 x .* is 2097152 processes; at most 1048576 are possible",
@@ -251,7 +246,7 @@ def test_an_impossible_combination_is_refused_in_one_sentence(table: dict[str, A
 def test_the_world_must_fit_the_layout():
     layout = from_dict({"parallel": {"pp": 2, "dp": 3}}).parallel
     layout.check(6)
-    with pytest.raises(ConfigError, match=r"dp=3 x pp=2 x .* needs 6 processes, .* 4; 4 would fit dp=2 x pp=2 x"):
+    with pytest.raises(ConfigError, match=r"dp=3 x pp=2 x .* needs 6 processes, .* 4; start as many"):
         layout.check(4)
 
 
