@@ -63,6 +63,9 @@ class Normalize(NamedValue):
     GLOBAL: the sum of w over all microbatches and data-parallel ranks. DP: the sum of w on the rank, then the mean
     over ranks. TOKEN_PER_MICROBATCH and MICROBATCH_MEAN: the microbatch's own w, then the mean over microbatches
     and ranks; they differ only where context parallelism splits a microbatch's tokens.
+
+    >>> TrainConfig(normalize="microbatch_mean").normalize is Normalize.MICROBATCH_MEAN
+    True
     """
 
     GLOBAL = "global"
