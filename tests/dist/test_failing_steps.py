@@ -81,7 +81,7 @@ def raise_fault(kind: str, times: list[float]) -> None:
 
 def break_step(engine: Engine, place: int, kind: str, times: list[float]) -> Callable[[], None]:
     """Let one action of this rank fail in the next step, before, within or after its work; returns what mends it."""
-    executor = engine.pipeline.executor(NUM_MICROBATCHES, engine.trainer.start_reduction)
+    executor = engine.pipeline.executor(NUM_MICROBATCHES, training=True)
     place %= len(executor._steps)
     step, handler = executor._steps[place]
 

@@ -29,7 +29,7 @@ from penstock.engine.training.trainer import Trainer
 from penstock.engine.watch import Watchers
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
-from penstock.runtime import Feed, InProcessHub, InProcessTransport, Transport
+from penstock.runtime import Executor, Feed, InProcessHub, InProcessTransport, Transport
 from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
@@ -246,8 +246,8 @@ class TrainerInTurn(Trainer):
     losses: list[Tensor]
     computed: dict[str, Tensor]
 
-    def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
-        self.losses = super().run(feeds, num)
+    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
+        self.losses = super().run(executor, feeds)
         views = (view for buckets in self.gradients.values() for view in buckets.gradients.items())
         self.computed = {name: view.clone() for name, view in views}
         return self.losses

@@ -34,7 +34,7 @@ class ModelState:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken so far."""
+        """The number of the last step, skipped ones included; 0 before the first."""
         return self.pipeline.step
 
     @property

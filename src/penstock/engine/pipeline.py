@@ -83,9 +83,6 @@ OutputFn = Callable[[Any, PackedBatch, Mapping[str, int]], Tensor]
 For training, this is the scaled scalar loss.
 """
 
-StartReduction = Callable[[int], None]
-"""Starts summing the gradients of a local stage, given by number, over ranks; does not wait."""
-
 _MAX_EXECUTORS = 64
 """Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
 
@@ -189,7 +186,9 @@ class Pipeline:
     transport: Transport
     #: lets a failure on one rank end the step on all, and undoes it
     recovery: Recovery
-    #: optimizer steps taken so far; records bear this number
+    #: starts summing a local stage's gradients, given by its number, over ranks, without waiting; set by the trainer
+    start_reduction: Callable[[int], None]
+    #: the number of the last step, skipped ones included, 0 before the first; records bear it
     step: int
     #: True if this rank has callbacks, which see steps and evaluations
     is_watched: bool
@@ -222,6 +221,7 @@ class Pipeline:
         self.cut, self.choice = self._cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
+        self.start_reduction = lambda stage: None
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
@@ -389,7 +389,7 @@ class Pipeline:
     ) -> Feed:
         """The executor's view of a microbatch: tokens and `output_fn` only where this rank holds that end.
 
-        `place`: its `NUMBERS`, on which random numbers depend in training.
+        `place`: its `NUMBERS`, on which random numbers depend in training: a step has the same whenever it is taken.
 
         Here alone a microbatch is cut: among context-parallel ranks, and where `output_fn` reads labelled tokens alone
         (`labelled`), to those of them with a label. `output_fn` gets that part and its logits; where ranks share the
@@ -411,7 +411,7 @@ class Pipeline:
         randomness, numbers = None, dict[str, int](zip(NUMBERS, place, strict=True))
         if training:
             shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-            randomness = Randomness(self.options.seed, self.step, shard, numbers["microbatch"], self.device)
+            randomness = Randomness(self.options.seed, numbers["step"] - 1, shard, numbers["microbatch"], self.device)
         present, read = self.units[-1].present, part
         # A layer of a user's own computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
@@ -438,18 +438,18 @@ class Pipeline:
             return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
         return forward_only(self.placement, num_microbatches)
 
-    def executor(self, num_microbatches: int, reduce: StartReduction | None = None) -> Executor:
-        """The executor of a step, or without `reduce` of forwards alone; proved once and kept while in use."""
-        key = (reduce is not None, num_microbatches)
+    def executor(self, num_microbatches: int, training: bool = False) -> Executor:
+        """The executor of a step, or of forwards alone; proved once and kept while in use."""
+        key = (training, num_microbatches)
         found = self._executors.pop(key, None)
         if found is None:
-            program = self.program(num_microbatches, training=reduce is not None)
+            program = self.program(num_microbatches, training)
             found = Executor(
                 program,
                 {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
                 self.transport,
                 self.recorder,
-                reduce=reduce or (lambda stage: None),
+                reduce=self.start_reduction,
                 pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
             )
             found.alarm = self.recovery.alarm
@@ -463,12 +463,12 @@ class Pipeline:
         self.step = step
         self.recovery.uncertain = None
 
-    def sum_over_ranks(self, *values: float) -> list[float]:
-        """The sums of the ranks' values, on every rank; exact where all but one rank give zero."""
+    def sum_over_ranks(self, what: str, *values: float) -> list[float]:
+        """The sums of the ranks' values, on every rank; exact where all but one give zero. what: for the record."""
         if self.grid.control is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with self.recorder.collective("add up the loss"):
+        with self.recorder.collective(what):
             dist.all_reduce(tensor, group=self.grid.control)
         return tensor.tolist()
 

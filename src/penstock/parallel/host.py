@@ -118,6 +118,11 @@ def refuse_other_software(gather: Gather) -> None:
             )
 
 
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks of the group are here, which raises on each where one has failed on its way."""
+    gather_json(None, group)
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Give every rank the list of all ranks' values, in the order of the group's ranks.
 

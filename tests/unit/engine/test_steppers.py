@@ -90,7 +90,7 @@ def test_it_steps_resumes_and_is_put_back_and_its_state_is_named_and_counted() -
             torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-12, atol=1e-14)
     assert optimizer.state().keys() == {f"optimizer.exp_avg.{name}" for name in SHAPES}
     assert optimizer.state_bytes == 8 * sum(bucket.parameters.numel() for bucket in buckets.buckets)
-    assert not optimizer.is_own
+    assert not optimizer.may_fail
 
 
 def test_zero_learns_of_it_from_the_table() -> None:

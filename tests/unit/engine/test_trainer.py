@@ -1,5 +1,6 @@
 """One training step of an engine in this process: the loss scale, the auxiliary losses and the routers' memory."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,6 +56,17 @@ def test_a_microbatch_may_be_given_its_weight_as_a_tensor_of_one_element() -> No
         losses.append(engine.train_batch(batch_of((5, 3, 4)), loss_weight_fn=weight_fn).loss)
         engine.close()
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_random_numbers_depend_on_a_steps_number_and_not_on_the_steps_before() -> None:
+    layers = [torch.nn.Embedding(VOCABULARY, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, VOCABULARY)]
+
+    def first_loss(step: int | None) -> float:
+        engine = Engine.from_layers(copy.deepcopy(layers), hidden_size=8, options=EngineOptions(device="cpu"))
+        return engine.train_batch(batch_of((5, 3, 4)), step=step).loss
+
+    assert first_loss(None) == first_loss(1) and first_loss(7) == first_loss(7)
+    assert len({first_loss(1), first_loss(7), first_loss(100)}) == 3
 
 
 # ---- the loss scale

@@ -20,7 +20,7 @@ from penstock.engine.generation.answers import (
 from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.model import cache_dtype
-from penstock.parallel.host import gather_json, shown_to_all_ranks
+from penstock.parallel.host import gather_json, meet, shown_to_all_ranks
 from penstock.runtime import (
     DecodeLoop,
     Decoders,
@@ -153,7 +153,7 @@ class Generator:
         layout, group = pipeline.layout, pipeline.grid.batch_control
         if layout.tp * layout.cp > 1:
             with pipeline.recorder.collective("end the generation", group):
-                gather_json(None, group)
+                meet(group)
         if isinstance(generation.interrupts, AgreedInterrupt):
             generation.interrupts.forget()
         self._interrupted = None if result.is_complete else (generation, options)

@@ -129,7 +129,7 @@ class Optimizer:
     #: the groups' hyperparameters at any step; a user's own schedule may raise
     rates: Rates
     #: True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step
-    is_own: bool
+    may_fail: bool
     #: the number of the group of matrices that no pattern matches
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
@@ -170,7 +170,7 @@ class Optimizer:
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self.rates = Rates(self.groups)
-        self.is_own = any(rule.kind.stepper is None for rule in self.groups.rules)
+        self.may_fail = any(rule.kind.stepper is None for rule in self.groups.rules)
         self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
         self.aside = SetAside({})
         blocks = [

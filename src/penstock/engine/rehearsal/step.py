@@ -385,16 +385,17 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
     loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
     with explained(pipeline.recorder):
-        feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1))
-        if optimizer.is_own:
+        executor = pipeline.executor(microbatches.num, training=True)
+        feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
+        if optimizer.may_fail:
             # One of torch makes its state in the first step; this is a later one.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
         claim_state(trainer, pipeline.place.meter)
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.place.meter.guarded(never_read):
-            trainer.run(feeds, microbatches.num)
-        trainer.update(feeds, loss_scale, 1, optimizer.rates.at(1))
+            trainer.run(executor, feeds)
+        trainer.step_weights(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds
 
 

@@ -90,7 +90,7 @@ class AuxLossTracker:
             dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
         notes = [note for t in aux_losses for note in t.values.items()]
         rank_sums = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
-        sums = self.pipeline.sum_over_ranks(*rank_sums)
+        sums = self.pipeline.sum_over_ranks("add up the auxiliary losses", *rank_sums)
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
         return AuxLossReport(losses, float(busiest) or None)
 

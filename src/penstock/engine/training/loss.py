@@ -92,7 +92,7 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
     return float((microbatch["labels"] != NO_LABEL).sum())
 
 
-def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
+def check_loss_fn(loss_fn: Any, loss_weight_fn: Any) -> None:
     """Refuse a loss or its weight that cannot be called. Raises: ValueError."""
     check_callable("loss_fn", loss_fn, "output, microbatch")
     if (reduction := reduction_of_labels(loss_fn)) == "":
@@ -109,7 +109,7 @@ def check_loss(loss_fn: Any, loss_weight_fn: Any) -> None:
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
 
-def checked_loss(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """Refuse what no step can learn from. Raises: ValueError unless `loss` is one number with its graph."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
@@ -204,8 +204,12 @@ class StepLoss:
     @cached_property
     def divisor(self) -> Normalize | float:
         """See `divisor_of`. Raises: ValueError for what is no loss, weight or divisor."""
-        check_loss(self.loss_fn, self.loss_weight_fn)
+        check_loss_fn(self.loss_fn, self.loss_weight_fn)
         return divisor_of(self.normalize)
+
+    def check(self) -> None:
+        """Refuse what is no loss, weight or divisor; once for all steps. Raises: ValueError."""
+        _ = self.divisor
 
     @property
     def reads_labels(self) -> bool:
@@ -296,7 +300,7 @@ class StepLoss:
         # Ranks of a tp group have the same ones, which count once.
         if not pipeline.grid.tp_rank:
             sums = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self._metrics)))
-        loss, num_names = pipeline.sum_over_ranks(*sums)
+        loss, num_names = pipeline.sum_over_ranks("add up the loss", *sums)
         return loss, int(num_names)
 
     def reduced(self, pipeline: Pipeline, num_names: int) -> dict[str, float]:

@@ -190,7 +190,8 @@ def source_of(
     Raises: ValueError for what is no batch, list or iterator, does not fit the `spec`, or is no loss.
     """
     if loss is not None:
-        _, reads_labels = loss.divisor, loss.reads_labels
+        loss.check()
+        reads_labels = loss.reads_labels
     if spec is not None and not isinstance(spec, MicroBatchSpec):
         raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
     if isinstance(batch, list | tuple):
@@ -306,7 +307,7 @@ class MicrobatchSource:
         if any(report.drawn for report in self.reports):
             if pipeline.grid.rank in pipeline.output_ranks:
                 totals = sum(self.weights), float(sum(known.num_tokens for known in self.split.microbatches))
-            weight, num_tokens = pipeline.sum_over_ranks(*totals)
+            weight, num_tokens = pipeline.sum_over_ranks("add up the tokens", *totals)
             self._add_up([weight], int(num_tokens))
 
     def __enter__(self) -> Self:

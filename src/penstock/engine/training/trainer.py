@@ -25,8 +25,8 @@ from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,
     StepLoss,
-    checked_loss,
     reads_labelled_rows,
+    scalar_loss,
 )
 from penstock.engine.training.microbatches import (
     BatchReport,
@@ -37,9 +37,9 @@ from penstock.engine.training.microbatches import (
 )
 from penstock.model import kept_random_state
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
-from penstock.parallel.host import gather_json
-from penstock.runtime import Feed, PipelineError
-from penstock.schedule import Action, Op
+from penstock.parallel.host import gather_json, meet
+from penstock.runtime import Executor, Feed, PipelineError
+from penstock.schedule import Action, Op, Program
 from penstock.settings import Normalize, Precision
 
 _NONE_TRAINED = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
@@ -122,6 +122,7 @@ class Trainer:
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
         self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
         self._build({})
+        pipeline.start_reduction = lambda stage: self.gradients[stage].launch()
         pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
 
     def _agree_on_names(self) -> None:
@@ -225,6 +226,7 @@ class Trainer:
     ) -> TrainResult:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
         pipeline, recovery = self.pipeline, self.pipeline.recovery
+        # First of all: a call from within a loss must leave the running step's loss and record as they are.
         recovery.check_usable()
         start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
         number = pipeline.step + 1 if step is None else step
@@ -235,14 +237,16 @@ class Trainer:
         with recovery.joined(), agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
             self._follow_freezing(microbatches.reports)
             with recovery.announcing():
-                feeds = self.feeds(microbatches, step_loss, loss_scale, number)
-                losses = self.run(feeds, microbatches.num)
+                executor = pipeline.executor(microbatches.num, training=True)
+                feeds = self.feeds(microbatches, step_loss, loss_scale, number, executor.program)
+                losses = self.run(executor, feeds)
                 rates = self.optimizer.rates.at(number)
                 # Each rank gives its part when it is through its program: so now none can fail in it any more.
                 loss, num_metrics = step_loss.total(pipeline, losses)
                 microbatches.finished()
+            # What is wrong with them every rank raises alike, so nobody announces it.
             metrics = step_loss.reduced(pipeline, num_metrics)
-            update, aux_losses = self.update(feeds, loss_scale, number, rates)
+            update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
         pipeline.step, step_time_s = number, time.perf_counter() - start
         return TrainResult(
             step=number,
@@ -310,30 +314,29 @@ class Trainer:
         return source
 
     def feeds(
-        self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int
+        self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int, program: Program
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
         labelled = reads_labelled_rows(step_loss.loss_fn)
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
-            loss = checked_loss(step_loss(output, microbatch, numbers))
+            loss = scalar_loss(step_loss(output, microbatch, numbers))
             return loss * (microbatches.factor(numbers["microbatch"]) * loss_scale)
 
         def feed(microbatch: PackedBatch, place: Place) -> Feed:
             return self.pipeline.feed(microbatch, scaled_loss, place, True, labelled)
 
-        program = self.pipeline.executor(microbatches.num, self.start_reduction).program
         feeds = microbatches.feeds(feed, number, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
 
-    def run(self, feeds: Iterable[Feed], num: int) -> list[Tensor]:
+    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
         """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
         self._check_tied()
         for buckets in self.gradients.values():
             buckets.zero_()
         self.pipeline.set_training(True)
         with kept_random_state(self.pipeline.device):
-            return self.pipeline.executor(num, self.start_reduction).run(feeds)
+            return executor.run(feeds)
 
     def _check_tied(self) -> None:
         """Raises: PipelineError naming a tied parameter that has parted from its owner beside it."""
@@ -343,6 +346,55 @@ class Trainer:
                     f"{copy} is tied to {owner}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
                 )
+
+    def step_weights(
+        self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]
+    ) -> tuple[Update, AuxLossReport]:
+        """The optimizer's step, and what follows from it: weights that other ranks have stepped, new casts, routers."""
+        pipeline, aux_losses = self.pipeline, AuxLossReport()
+        record = pipeline.recorder.begin(Action(Op.STEP))
+        update = self._update(self._finish_gradients(), number, rates)
+        with pipeline.recovery.announcing(stepping=True), pipeline.recorder.collective("gather the weights"):
+            self._gather_weights()
+            pipeline.casts.renew()
+            if self.aux_losses is not None:
+                aux_losses = self.aux_losses.report(feeds, loss_scale, learns=update.success)
+        pipeline.recorder.end(record)
+        return update, aux_losses
+
+    def _finish_gradients(self) -> float:
+        """Wait for the reductions that the program started, and add up tied gradients; returns the norm of all."""
+        pipeline = self.pipeline
+        with pipeline.recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
+            gradients: dict[str, Tensor] = {}
+            for buckets in self.gradients.values():
+                buckets.wait()
+                gradients |= buckets.owned_gradients
+            for ties in (pipeline.ties.copies, pipeline.ties.tied):
+                sum_tied(ties, gradients, pipeline.grid.mirror_group)
+            if pipeline.grid.dp_cp_group is not None:
+                share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
+            norm = self.optimizer.gradient_norm()
+            self.optimizer.take_edits()
+        return norm
+
+    def _update(self, norm: float, number: int, rates: Sequence[Values]) -> Update:
+        """Clip the gradients and step the weights; a step that may fail is undone on all ranks if it fails on one."""
+        pipeline, optimizer = self.pipeline, self.optimizer
+        if not optimizer.may_fail:
+            with pipeline.recovery.announcing(stepping=True):
+                return optimizer.update(norm, number, rates)
+        # The copy takes memory while no activation does.
+        with pipeline.recovery.announcing():
+            self._put_back = optimizer.snapshot()
+            update = optimizer.update(norm, number, rates)
+            # Nobody drops the copy before all have stepped.
+            with pipeline.recorder.collective("finish the optimizer's step"):
+                meet(pipeline.grid.control)
+        self._put_back = None
+        return update
+
+    # ---- what recovery calls between steps
 
     def _undo(self) -> None:
         for buckets in self.gradients.values():
@@ -355,53 +407,6 @@ class Trainer:
         """Gather the weights that other ranks have stepped, since messages of the last step were cut too."""
         for buckets in self.gradients.values():
             buckets.gather()
-
-    def start_reduction(self, stage: int) -> None:
-        """Start summing the gradients of a local stage over ranks."""
-        self.gradients[stage].launch()
-
-    def update(
-        self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]
-    ) -> tuple[Update, AuxLossReport]:
-        """The optimizer's step, and what follows from it: weights that other ranks have stepped, routers, new casts."""
-        pipeline, aux_losses = self.pipeline, AuxLossReport()
-        record = pipeline.recorder.begin(Action(Op.STEP))
-        update = self._move_weights(number, rates)
-        with pipeline.recovery.announcing(stepping=True), pipeline.recorder.collective("gather the weights"):
-            self._gather_weights()
-            pipeline.casts.renew()
-            if self.aux_losses is not None:
-                aux_losses = self.aux_losses.report(feeds, loss_scale, learns=update.success)
-        pipeline.recorder.end(record)
-        return update, aux_losses
-
-    def _move_weights(self, number: int, rates: Sequence[Values]) -> Update:
-        """Wait for the reductions that the program started, add up tied gradients, clip them and step the weights."""
-        pipeline, optimizer, recovery = self.pipeline, self.optimizer, self.pipeline.recovery
-        with recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
-            for buckets in self.gradients.values():
-                buckets.wait()
-            gradients: dict[str, Tensor] = {}
-            for buckets in self.gradients.values():
-                gradients |= buckets.owned_gradients
-            for ties in (pipeline.ties.copies, pipeline.ties.tied):
-                sum_tied(ties, gradients, pipeline.grid.mirror_group)
-            if pipeline.grid.dp_cp_group is not None:
-                share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            norm = optimizer.gradient_norm()
-            optimizer.take_edits()
-        if not optimizer.is_own:
-            with recovery.announcing(stepping=True):
-                return optimizer.update(norm, number, rates)
-        # The copy takes memory while no activation does.
-        with recovery.announcing():
-            self._put_back = optimizer.snapshot()
-            update = optimizer.update(norm, number, rates)
-            # Nobody drops the copy before all have stepped.
-            with pipeline.recorder.collective("finish the optimizer's step"):
-                gather_json(None, pipeline.grid.control)
-        self._put_back = None
-        return update
 
 
 def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:
