@@ -169,7 +169,6 @@ def environment(results: Results) -> None:
         "transformers",
         "triton",
         "datasets",
-        "shtab",
         "uvicorn",
         "starlette",
         "peft",

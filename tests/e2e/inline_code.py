@@ -17,7 +17,7 @@ from penstock.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 # What pages name of others: Slurm's, py-spy's, and that of `penstock` and every parser itself.
-OTHERS = {"--signal", "--kill-on-bad-exit", "--pid", "--help", "--version", "--print-completion"}
+OTHERS = {"--signal", "--kill-on-bad-exit", "--pid", "--help", "--version"}
 # A placeholder, as in `--section.name VALUE`.
 PLACEHOLDER = "section.name"
 FILES = {"csv", "json", "jsonl", "py", "toml", "yaml"}

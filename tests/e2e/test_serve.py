@@ -266,8 +266,6 @@ def test_sigterm_finishes_running_answers_refuses_new_ones_and_ends_well(model: 
     assert status == 200
     assert content["usage"]["completion_tokens"] == 8 * 120
     assert ended.exit_code == 0, ended.err
-    # Keys and values of three layers, two heads of 8 numbers each.
-    assert f"a KV cache of {2 * 3 * 2 * 8 * 4 * MAX_LENGTH / 1024:.1f} KiB\n" in ended.out
     assert "ending once the running answers are finished" in ended.err
     # A line for each request: the one that was answered, and the one that was refused.
     lines = re.findall(r"^127.0.0.1 POST /v1/completions (\d+) in [\d.]+ s(.*)$", ended.err, re.MULTILINE)
@@ -295,4 +293,3 @@ def test_a_rank_that_dies_ends_the_server_with_a_word_and_503(model: Path) -> No
     assert got[-1][0] == 503
     assert "the server has failed" in got[-1][1]["error"]["message"]
     assert "rank 1" in ended.err and "SIGKILL" in ended.err
-    assert f"a KV cache of {2 * 2 * 3 * 2 * 8 * 4 * MAX_LENGTH / 1024:.1f} KiB over 2 ranks\n" in ended.out

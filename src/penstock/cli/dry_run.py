@@ -1,7 +1,6 @@
 """`penstock train RUN.toml --dry-run`: the plan of a run, computed without starting it."""
 
-import logging
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -9,7 +8,7 @@ import torch
 
 from penstock import schedule
 from penstock.cli.doctor import group_rows, group_table
-from penstock.cli.output import print_json, print_table, show_log, size_in_words
+from penstock.cli.output import print_json, print_table, show_log, size_in_words, waiting
 from penstock.data import DataShard
 from penstock.engine.build import cut_units
 from penstock.engine.folders.run_parts import RunData
@@ -20,11 +19,6 @@ from penstock.parallel.gradients import StateBytes
 from penstock.schedule import Costs, Op
 from penstock.schedule.rehearsal import STATE, MemoryKind, MemoryPoint, Rehearsal
 from penstock.settings import ConfigError, Precision, RunConfig
-
-# Rehearsals that take longer are counted, for who waits.
-_SILENT_S = 5.0
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,8 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     num_microbatches = len(run.batch.parts.microbatches)
     program = choice.checked_program(ours.pp, num_microbatches, whole_backwards=ours.shares_layers)
     peers = run.peers()
-    rehearsals = _rehearsed(run, sorted(set(peers)))
+    with waiting("rehearsing the ranks", sys.stderr):
+        rehearsals = {rank: run.rehearse(rank) for rank in sorted(set(peers))}
     stages = _stage_plans(run, cut, placement, list(rehearsals.values()))
     costs = replace(
         Costs() if times is None else schedule.costs_of_cut(times, cut),
@@ -131,15 +126,6 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
         peers=tuple(peers),
         is_measured=times is not None,
     )
-
-
-def _rehearsed(run: RehearsedRun, ranks: Sequence[int]) -> dict[int, Rehearsal]:
-    found, begin = {}, time.monotonic()
-    for number, rank in enumerate(ranks, start=1):
-        if time.monotonic() - begin > _SILENT_S:
-            _logger.info("rehearsing rank %d, %d of %d", rank, number, len(ranks))
-        found[rank] = run.rehearse(rank)
-    return found
 
 
 def _state(rehearsal: Rehearsal) -> StateBytes:

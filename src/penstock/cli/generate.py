@@ -245,7 +245,6 @@ class Generate(ModelCommand):
             answers = None
             if reports and pipelines.index == 0:
                 answers = Answers(self, file, len(kept), [len(part) for part in parts])
-                stack.callback(answers.close)
 
             def on_answer(number: int, answer: "schedule.Sequence") -> None:
                 if answers is not None:
@@ -375,7 +374,6 @@ class Answers:
     def report(self, wall_s: float, busy_s: Sequence[float]) -> None:
         """Give the file its name or print all answers, and the speed; `busy_s` is that of each rank."""
         call, num_tokens = self._call, self._num_tokens
-        self.close()
         speed = num_tokens / wall_s if wall_s else 0.0
         idle = 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
         if self._file is not None:
@@ -392,11 +390,6 @@ class Answers:
                 f"{call.num_answers} answers{kept}, {num_tokens:,} tokens, {speed:,.0f} tokens/s, idle {idle:.1%}; "
                 f"wrote {call.output}"
             )
-
-    def close(self) -> None:
-        """Leave the terminal in order."""
-        if self._progress is not None:
-            self._progress.close()
 
     def _look(self) -> None:
         """Take what other pipelines have sent."""

@@ -135,7 +135,7 @@ class InputReader:
         answer_follows: they end where the assistant is to speak.
         """
         if self.model.tokenizer is None:
-            raise ValueError(f"{where}: holds messages, but {self._lack()} with a chat template; give token ids")
+            raise ValueError(f"{where}: holds messages, but {self.model.folder} has no tokenizer; give token ids")
         from penstock.data.examples import Chat, messages_of, template_options
 
         messages = messages_of(where, "messages", values)
@@ -153,23 +153,13 @@ class InputReader:
 
     def _tokens(self, where: str, text: str, special: bool = True) -> list[int]:
         if self.model.tokenizer is None:
-            raise ValueError(f"{where} is a text, but {self._lack()}; give token ids")
+            raise ValueError(
+                f"{where} is a text, but {self.model.folder} has no tokenizer (tokenizer.json); give token ids"
+            )
         try:
             return self.model.tokenizer.encode([text], special)[0].tolist()
         except UnicodeEncodeError as error:
             raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
-
-    def _lack(self) -> str:
-        """Why there is no tokenizer."""
-        model = self.model
-        if (model.folder / "tokenizer.model").is_file():
-            return (
-                f"{model.folder} has a tokenizer.model and no tokenizer.json, which save_pretrained of transformers' "
-                "AutoTokenizer writes"
-            )
-        if model.tokenizer_folder is not None and not model.tokenizer_folder.exists():
-            return f"{model.folder} has no tokenizer: there is no {model.tokenizer_name} here"
-        return f"{model.folder} has no tokenizer"
 
 
 def _form(where: str, values: Mapping[str, Any], forms: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:

@@ -8,7 +8,7 @@ import sys
 
 from penstock import __version__
 from penstock.cli import output
-from penstock.cli.options import Command, Main, dispatch, script
+from penstock.cli.options import Command, Main, dispatch
 from penstock.io.files import UnfitFileError
 from penstock.settings.declare import words_of
 
@@ -30,7 +30,7 @@ COMMANDS = {
 
 _MAX_LENGTH = 2000
 
-LIBRARIES = frozenset({"datasets", "matplotlib", "numpy", "peft", "rich", "safetensors", "shtab"})
+LIBRARIES = frozenset({"datasets", "matplotlib", "numpy", "peft", "rich", "safetensors"})
 LIBRARIES |= {"starlette", "tensorboard", "tokenizers", "torch", "transformers", "uvicorn", "wandb"}
 """Each is imported where it is used, so that a command does without those of others."""
 
@@ -49,9 +49,7 @@ shells, also of a run that has saved; 75 a run stopped because another process
 was, or by a callback, or silent beyond its limit: the same command goes on.
 
 options:
-  --version                 print the versions of Penstock, torch and Python
-  --print-completion SHELL  print a script that completes commands and options
-                            in bash, zsh, fish or tcsh (powershell: not tried)
+  --version  print the versions of Penstock, torch and Python
 
 examples:
   penstock schedule show 1f1b --ranks 4 --microbatches 8
@@ -78,9 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
         print(versions())
-        return 0
-    if arguments[:1] == ["--print-completion"]:
-        print(script(arguments[1:], COMMANDS))
         return 0
     return dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
 

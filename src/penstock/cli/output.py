@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -263,11 +262,9 @@ def prepare() -> None:
         )
 
 
-# ---- Progress: a live bar on a terminal, plain lines elsewhere, and the package's log
+# ---- Progress, and the package's log
 
 
-# Weight of one step in the running means behind the speed and the remaining time.
-_STEP_SHARE = 0.1
 _SECONDS_BETWEEN_LINES = 2.0
 _SECONDS_BETWEEN_WAITS = 5.0
 
@@ -312,9 +309,12 @@ def print_progress(text: str, file: TextIO) -> None:
 
 @dataclass(eq=False)
 class Progress:
-    """Shows how many of `total` steps, lines or answers are done, beginning after `done`; `clock` gives seconds."""
+    """Says in lines how many of `total` steps, lines or answers are done, beginning after `done`.
 
-    #: how many there are, those done before, where they are shown, and their name
+    The first and the last are always said, others every few seconds: a log file should neither stay silent nor drown.
+    """
+
+    #: how many there are, those done before, where they are shown, their name, and what gives seconds
     total: int
     done: int
     file: TextIO
@@ -322,85 +322,36 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     #: tokens so far
     num_tokens: int = field(default=0, init=False)
-    #: a line that rich redraws, and its only task; None if the file is no terminal, or without rich
-    _bar: Any = field(default=None, init=False)
-    _task: Any = field(default=None, init=False)
     #: when counting began, and when the last line was written
     _start_s: float = field(init=False)
     _last_line_s: float = field(default=-math.inf, init=False)
-    #: means over the last steps of training: tokens per second, seconds, idle share; and the number of steps
-    _means: tuple[float, ...] = field(default=(0.0, 0.0, 0.0), init=False)
-    _num_steps: int = field(default=0, init=False)
-    #: the last validation loss, as shown
-    _validation: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self._start_s = self.clock()
-        if self.file.isatty() and find_spec("rich") is not None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as RichProgress
-
-            columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-            # Drawing takes compute time from this rank; twice a second is enough to watch.
-            self._bar = RichProgress(*columns, console=Console(file=self.file), refresh_per_second=2)
-            self._task = self._bar.add_task("starting", total=self.total, completed=self.done)
-            self._bar.start()
 
     def step(self, taken: "TrainResult") -> None:
         """Show a completed step of training."""
-        self._num_steps += 1
-        # The first steps count in full, so that the figures are not pulled towards their start at zero.
-        share = max(_STEP_SHARE, 1 / self._num_steps)
-        speed = taken.num_tokens / taken.step_time_s if taken.step_time_s > 0 else self._means[0]
-        figures = (speed, taken.step_time_s, taken.idle_share)
-        self._means = tuple(mean + share * (new - mean) for mean, new in zip(self._means, figures, strict=True))
-        speed, step_s, idle = self._means
-        validation = self._validation if self._bar is not None else ""
-        left = duration((self.total - taken.step) * step_s)
-        self._show(
-            taken.step, f"loss {taken.loss:.4f}{validation}  {speed:,.0f} tokens/s  idle {idle:4.1%}  {left} left"
-        )
+        speed = taken.num_tokens / taken.step_time_s if taken.step_time_s > 0 else 0.0
+        left = duration((self.total - taken.step) * taken.step_time_s)
+        figures = f"{speed:,.0f} tokens/s  idle {taken.idle_share:4.1%}  {left} left"
+        self._show(taken.step, f"loss {taken.loss:.4f}  {figures}")
 
-    def validated(self, step: int, loss: float) -> None:
-        """Show the validation loss after `step`."""
-        self._validation = f"  validation {loss:.4f}"
-        if self._bar is None:
-            print_progress(f"{self._place(step)}  validation loss {loss:.4f}", self.file)
-
-    def count(self, done: int, num_tokens: int | None = None) -> None:
-        """Show that so many are done in all, `num_tokens` tokens more than at the last call; None of other work."""
+    def count(self, done: int, num_tokens: int) -> None:
+        """Show that so many are done in all, `num_tokens` tokens more than at the last call."""
         spent_s = max(self.clock() - self._start_s, 1e-9)
         left_s = spent_s / max(done - self.done, 1) * (self.total - done)
-        speed = ""
-        if num_tokens is not None:
-            self.num_tokens += num_tokens
-            speed = f"{self.num_tokens / spent_s:,.0f} tokens/s  "
-        self._show(done, f"{speed}{duration(left_s)} left")
+        self.num_tokens += num_tokens
+        self._show(done, f"{self.num_tokens / spent_s:,.0f} tokens/s  {duration(left_s)} left")
 
-    def note(self, text: str) -> None:
-        """Print a line that stays on screen."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print_progress(text, self.file)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def note(self, done: int, text: str) -> None:
+        """Print a line on what has been done so far."""
+        print_progress(f"{self.what} {done:>{len(str(self.total))}}/{self.total}  {text}", self.file)
 
     def _show(self, done: int, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=text)
-            return
         now = self.clock()
-        # A log file should neither stay silent nor drown in lines; the first and last are always shown.
         if now - self._last_line_s >= _SECONDS_BETWEEN_LINES or done == self.total:
             self._last_line_s = now
-            print_progress(f"{self._place(done)}  {text}", self.file)
-
-    def _place(self, done: int) -> str:
-        return f"{self.what} {done:>{len(str(self.total))}}/{self.total}"
+            self.note(done, text)
 
 
 @contextmanager

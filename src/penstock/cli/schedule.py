@@ -4,20 +4,19 @@ import argparse
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from penstock import schedule
-from penstock.cli.options import WIDTH, Command, Parser, dispatch, number
+from penstock.cli.options import WIDTH, Command, Parser, dispatch
 from penstock.cli.output import print_json, print_table, refuse_to_overwrite, write_text
 from penstock.draw import Layer, check_ending, write_drawing
 from penstock.schedule import files
 from penstock.schedule.search import bound
-from penstock.settings import SETTINGS, ConfigError
-from penstock.settings.declare import from_words, parts_of
 from penstock.settings.objects import is_reference
 
 # ---- The arguments that the schedule commands share: which schedule, of what size, at what costs
@@ -98,27 +97,17 @@ def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[s
         if isinstance(default, bool):
             own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default, help=said)
         else:
-            kind = _numbers if option in COST_NAMES else _kind_of(option) if default is None else type(default)
+            kind = _numbers if option in COST_NAMES else _value if default is None else type(default)
             own.add_argument(flag(option), type=kind, default=default, help=said)
 
 
-def _kind_of(option: str) -> Callable[[str], Any]:
-    """The type of an option without a default: that of the setting of this name, which may be a list, or a number."""
-    own = SETTINGS.get(f"schedule.{option}")
-    if own is None:
-        return float
-    kinds = parts_of(own.type)
-
-    def listed(text: str) -> Any:
-        with suppress(ConfigError):
-            return from_words(own, [text])
-        # The setting itself says what is possible.
-        return text
-
-    if any(get_origin(kind) is tuple for kind in kinds):
-        return listed
-    # It also refuses an unknown name.
-    return str if issubclass(kinds[0], str) else kinds[0]
+def _value(text: str) -> Any:
+    """A number or a list, as a settings file has it, or else the text itself: the schedule says what is possible."""
+    for words in (text, f"[{text}]"):
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {words}")["value"]
+            return tuple(value) if isinstance(value, list) else value
+    return text
 
 
 def add_costs(parser: Parser) -> None:
@@ -138,32 +127,6 @@ def add_costs(parser: Parser) -> None:
     others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
 
 
-def add_units(parser: Parser) -> None:
-    """Add the work of a model's units, which each schedule cuts into stages of its own."""
-    said = (
-        "work of each unit of the model, in any unit: 1,4,4,4,9. Each schedule cuts them into its own stages, among "
-        "which the times of all ranks are then divided by work (default: stages are equal)"
-    )
-    parser.add_argument("--units", type=_list, default=None, metavar="WORK", help=said)
-
-
-def of_units(options: argparse.Namespace, placement: schedule.Placement) -> argparse.Namespace:
-    """The options with the times and sizes of each stage, cut from the units that they give.
-
-    Raises: ValueError for more stages than units, or a time that is given stage by stage.
-    """
-    cut = schedule.balanced_cut(options.units, placement)
-    work = [sum(options.units[unit] for unit in units) for units in cut]
-    found = argparse.Namespace(**vars(options))
-    for name in ("forward", "backward_input", "backward_weight", "recompute", "microbatch_bytes", "kept_bytes"):
-        value = getattr(options, name)
-        if isinstance(value, tuple):
-            raise ValueError(f"{flag(name)} gives each stage its own, and --units cuts stages; give one number")
-        if value is not None:
-            setattr(found, name, tuple(value * placement.num_ranks * own / sum(work) for own in work))
-    return found
-
-
 def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
@@ -180,7 +143,8 @@ def _list(text: str) -> tuple[float, ...]:
 
 
 def _numbers(text: str) -> float | tuple[float, ...]:
-    return _list(text) if "," in text else number(text)
+    values = _list(text)
+    return values if len(values) > 1 else values[0]
 
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:
@@ -495,15 +459,13 @@ def compare_command_parser() -> Parser:
         "live is the largest over ranks of live microbatches, counted as full ranks of activations. above\n"
         "says by how much the span exceeds a proven lower bound: that of every order, with backwards split or not,\n"
         "in which the stages lie on the same ranks and no more is live. 0% is an optimum; above it the bound may be\n"
-        "loose. Fused pairs with a time of their own (--pair) have no bound. With --units, schedules of different\n"
-        "numbers of stages compare on one model, each with its own cut; what has more stages than units is left out.",
+        "loose. Fused pairs with a time of their own (--pair) have no bound.",
         examples=(
             "penstock schedule compare --ranks 8 --microbatches 32",
-            "penstock schedule compare --ranks 2 --units 1,4,4,4,9 --schedules 1f1b zb-v",
+            "penstock schedule compare --ranks 2 --schedules 1f1b zb-v",
         ),
     )
     add_size(parser, ranks=8, microbatches=32)
-    add_units(parser)
     parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
     add_costs(parser)
     add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
@@ -573,18 +535,12 @@ def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     program = proved(options, name)
     if not program.schedule.training:
         return None
-    if options.units is not None:
-        if program.placement.stages_per_route > len(options.units):
-            return None
-        options = of_units(options, program.placement)
-        # A searched order depends on the stages' times.
-        program = proved(options, name)
     costs = costs_of(options)
     lists = [own for own in (costs.forward, costs.backward_input, costs.backward_weight) if isinstance(own, tuple)]
     if any(len(own) != program.placement.stages_per_route for own in lists):
         raise ValueError(
             f"{name} has {program.placement.stages_per_route} stages, and {len(lists[0])} times are given; to compare "
-            "different numbers of stages, give --units, the work of the model's units, from which each cuts its own"
+            "different numbers of stages on one model is penstock plan's"
         )
     timeline = schedule.simulate(program, costs)
     least = None

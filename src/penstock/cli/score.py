@@ -212,7 +212,6 @@ class Score(ModelCommand):
             # The store may belong to a process that has already finished its own work.
             self.agree("end", {})
             if file is not None and progress is not None:
-                progress.close()
                 summary.time_s = time.perf_counter() - start_s
                 summary.tokens_per_s = progress.num_tokens / summary.time_s
                 # Before anything is closed: what fails then takes nothing from the scores.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import PROCESSES, Parser, add_options, options_of, parallel_options, values_of
-from penstock.cli.output import size_in_words
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
 from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand, show_lacking
@@ -147,17 +146,13 @@ class Serve(ModelCommand):
             for number in (signal.SIGTERM, signal.SIGINT):
                 # The other ranks end with the ring, which the first one closes.
                 signal.signal(number, lambda *_: None if ending is None else ending.set())
-            own_bytes = engine.generator.decoders.cache_bytes(shape.num_rows, length)
-            sizes = [theirs["bytes"] for theirs in self.agree("cache", {"bytes": own_bytes})]
             if prepared is None or ending is None:
                 engine.generator.serve(None, shape, length, GenerateOptions())
             else:
-                self._answer(engine, _of_caches(sizes), prepared, ending)
+                self._answer(engine, prepared, ending)
 
-    def _answer(
-        self, engine: "Engine", cache: str, prepared: "tuple[ServerParts, socket]", ending: threading.Event
-    ) -> None:
-        """Generate on the first rank until the server has been told to end; `cache` goes into the greeting."""
+    def _answer(self, engine: "Engine", prepared: "tuple[ServerParts, socket]", ending: threading.Event) -> None:
+        """Generate on the first rank until the server has been told to end."""
         from penstock.engine.generation.answers import GenerateOptions
         from penstock.serve.server import http_thread
 
@@ -169,7 +164,7 @@ class Serve(ModelCommand):
             place = f"[{host}]" if ":" in host else host
             print(
                 f"serving {parts.model.name} at http://{place}:{port}/v1: {shape.num_rows} answers at a time, "
-                f"each of up to {length} tokens with its prompt{cache}",
+                f"each of up to {length} tokens with its prompt",
                 flush=True,
             )
             try:
@@ -220,18 +215,6 @@ class Serve(ModelCommand):
 
 
 main = Serve.main
-
-
-def _of_caches(sizes_bytes: Sequence[int | None]) -> str:
-    """The memory that the ranks' KV caches take, as part of a sentence; nothing where it is not known before.
-
-    >>> _of_caches([1 << 20, 3 << 19])
-    '; a KV cache of 2.5 MiB over 2 ranks'
-    """
-    known = [size for size in sizes_bytes if size is not None]
-    if len(known) < len(sizes_bytes):
-        return ""
-    return f"; a KV cache of {size_in_words(sum(known))}{f' over {len(known)} ranks' if len(known) > 1 else ''}"
 
 
 def _drain(parts: "ServerParts", ending: threading.Event) -> None:

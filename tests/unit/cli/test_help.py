@@ -30,7 +30,7 @@ found = []
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         main([*words, "--help"])
-    heavy = {"torch", "numpy", "transformers", "tokenizers", "matplotlib", "rich", "starlette", "shtab"}
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "matplotlib", "rich", "starlette"}
     found.append((shown.getvalue(), sorted(heavy & set(sys.modules))))
 print(json.dumps(found))
 """

@@ -13,7 +13,6 @@ from penstock.cli.main import LIBRARIES, REFUSED, main
 from penstock.engine.folders.runs import read_run
 
 NEEDED = {
-    "shtab": ("shtab", "--print-completion bash"),
     "rich": ("rich", "schedule show 1f1b --ranks 2 --microbatches 2"),
     "matplotlib": ("matplotlib", "schedule show 1f1b --ranks 2 --microbatches 2 --output {folder}/picture.svg"),
     "starlette": ("starlette", "serve nowhere"),

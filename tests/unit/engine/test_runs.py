@@ -296,15 +296,12 @@ def test_progress_in_a_file_tells_loss_speed_idle_time_and_time_left():
     for step in range(1, 5):
         taken: Any = SimpleNamespace(step=step, loss=2.5, num_tokens=1000, step_time_s=0.5, idle_share=0.125)
         progress.step(taken)
-    progress.validated(4, 1.25)
-    progress.note("saved")
-    progress.close()
+    progress.note(4, "validation loss 1.25")
     assert file.getvalue().splitlines() == [
         "step 1/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:02 left",
         "step 3/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:00 left",
         "step 4/4  loss 2.5000  2,000 tokens/s  idle 12.5%  0:00 left",
-        "step 4/4  validation loss 1.2500",
-        "saved",
+        "step 4/4  validation loss 1.25",
     ]
 
 

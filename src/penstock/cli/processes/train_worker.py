@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.cli.main import STOPPED
-from penstock.cli.output import Progress, print_json, show_log, waiting
+from penstock.cli.output import Progress, print_json, print_progress, show_log, waiting
 from penstock.cli.processes.meeting import Group, exchange
 from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together, work_together
 from penstock.data import DataShard, Loader, PackedBatch
@@ -156,7 +156,7 @@ class TrainLoop:
             self._trackers = Trackers.open(self.folder.path, config.log, resumed_step=engine.step)
             self._progress = Progress(config.train.steps, engine.step, self._file)
             if engine.step:
-                self._progress.note(f"continuing {config.output} after step {engine.step}")
+                print_progress(f"continuing {config.output} after step {engine.step}", self._file)
         parallel, grid = config.parallel, engine.grid
         watchdog = Watchdog.of_run(
             engine.recorder, parallel.timeout_s, grid.control, grid.pp_ranks, parallel.shutdown_timeout_s
@@ -176,23 +176,23 @@ class TrainLoop:
 
     def _report_end(self, folder: Path, recorded: RecordedStep | None) -> None:
         """Draw the recorded step and say how the run has ended; its result gets the last validation loss of all."""
-        assert self._trackers is not None and self._progress is not None
-        result, progress = self.result, self._progress
+        assert self._trackers is not None
+        result = self.result
         if recorded is not None:
             write_recorded_step(folder / RECORDED_STEP_FILE, recorded)
             if find_spec("matplotlib") is None:
-                progress.note(f"recorded one step; penstock trace {folder} shows it, and draws it where matplotlib is")
+                text = f"recorded one step; penstock trace {folder} shows it, and draws it where matplotlib is"
             else:
                 # Takes a second to import, so not before there is something to draw.
                 from penstock.draw.image import picture
 
                 picture(folder / TIMELINE_FILE, [layer.timeline for layer in recorded.layers], unit="ms")
-                progress.note(f"drew one step, simulated and measured: {folder / TIMELINE_FILE}")
+                text = f"drew one step, simulated and measured: {folder / TIMELINE_FILE}"
+            print_progress(text, self._file)
         self._trackers.close()
         validated = [entry for entry in read_metrics(folder / METRICS_FILE) if "validation_loss" in entry]
         if result.validation_loss is None and validated:
             self.result = result = replace(result, validation_loss=validated[-1]["validation_loss"])
-        progress.close()
         loss = result.validation_loss
         said = "" if loss is None else f", validation loss {loss:.4f} nats a {self._unit}"
         if not result.complete:
@@ -203,7 +203,7 @@ class TrainLoop:
             )
         else:
             said = f"done after step {result.step}{said}; all of it is in {result.output}"
-        progress.note(said)
+        print_progress(said, self._file)
 
     def _steps(self, stop_asked: Callable[[], bool]) -> RecordedStep | None:
         """Take all remaining steps; on rank 0, returns the recording of the run's last step."""
@@ -232,7 +232,7 @@ class TrainLoop:
                     self.early_stop.on_evaluation(taken.step, loss)
                 if self._trackers is not None and self._progress is not None:
                     self._trackers.on_evaluation(taken.step, loss)
-                    self._progress.validated(taken.step, loss)
+                    self._progress.note(taken.step, f"validation loss {loss:.4f}")
             ends = last or taken.stop_requested or self._stopped_early
             if ends or _is_due(taken.step, config.checkpoint.every):
                 self._save(wait=ends or not config.checkpoint.in_background)
