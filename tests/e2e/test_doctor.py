@@ -14,8 +14,6 @@ def test_the_groups_of_a_layout_are_printed_without_starting_anything(capsys: py
     assert main(["doctor", "--pp", "2", "--dp", "2", "--tp", "2", "--ep", "2", "--no-links", "--json"]) == 0
     told, layout = json.loads(capsys.readouterr().out), Layout(pp=2, dp=2, tp=2, ep=2)
     assert told["links"] is None
-    times = told["products_us"]
-    assert {"fp32", "int8-weights", "int4"} <= times.keys() and all(time_us > 0 for time_us in times.values())
     expected = {
         "pipelines (pp)": layout.groups("pp"),
         "sharing layers (tp)": layout.groups("tp"),

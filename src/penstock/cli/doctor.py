@@ -105,16 +105,13 @@ def show_layout(given: argparse.Namespace, layout: Layout, links: Mapping[str, A
         print_json(
             {
                 "machine": machine(),
-                "products_us": products(),
                 "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
                 "groups": groups,
                 "links": links,
             }
         )
         return
-    times = ", ".join(f"{name} {time_us:,.0f}" for name, time_us in products().items())
-    rows = [*machine().items(), ("products", f"8 rows, 1,024 wide, microseconds on a core: {times}")]
-    rows += [("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
+    rows = [*machine().items(), ("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
     if links is not None:
         rows += _link_rows(links)
     width = max(len(name) for name, _ in rows) + 2
@@ -152,20 +149,6 @@ def processor_name() -> str:
     number = f", family {found['cpu family']} model {found['model']}" if "cpu family" in found else ""
     has = [feature for feature in _FEATURES if feature in found.get("flags", "").split()]
     return f"{model}{number}" + (f" ({', '.join(has)})" if has else "")
-
-
-def products() -> dict[str, float]:
-    """Microseconds of a product with few rows on one core, by the kind of its numbers."""
-    import torch
-
-    from penstock.model.cpu.quantized import measured_products
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {name: round(seconds * 1e6, 1) for name, seconds in measured_products().items()}
-    finally:
-        torch.set_num_threads(before)
 
 
 def _link_rows(links: Mapping[str, Any]) -> list[tuple[str, str]]:

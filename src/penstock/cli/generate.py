@@ -4,12 +4,10 @@ Several pipelines share the prompts: each makes its answers, and one process sho
 """
 
 import contextlib
-import os
 import sys
-import tempfile
 import time
-from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from argparse import SUPPRESS, ArgumentTypeError
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from penstock import schedule
     from penstock.engine.folders.model_folder import ModelFolder
     from penstock.engine.generation.answers import AnswerText, GenerateOptions
-
-STANDARD_INPUT = "PENSTOCK_STANDARD_INPUT"
-"""The environment variable that names, for workers, the file with the command's standard input."""
 
 # Those of the settings of `SamplingParams` that the command takes in other forms are added by themselves.
 _SAMPLING = options_of(
@@ -64,6 +59,7 @@ seed, its prompt and its place alone: not on the other prompts, nor on --pp, --d
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to continue")
+    parser.add_argument("--standard-input", help=SUPPRESS)
     parser.add_argument("--file", type=Path, metavar="FILE.jsonl", help="prompts, a JSON object a line")
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default with --file: FILE.answers.jsonl")
     sampling = parser.add_argument_group("sampling (what is not given, as the model's generation_config.json says)")
@@ -127,14 +123,10 @@ class Generate(ModelCommand):
         if given.logit_bias:
             self.sampling["logit_bias"] = dict(given.logit_bias)
 
-    @contextlib.contextmanager
-    def environ(self) -> Iterator[dict[str, str]]:
-        """Put standard input into a file where it is the prompt: it can be read only once."""
-        if self.given.prompts or self.given.file is not None:
-            yield {}
-            return
-        with _file_with(_standard_input()) as path:
-            yield {STANDARD_INPUT: path}
+    def words_of_workers(self) -> list[str]:
+        """The command's words, with the text of standard input where it is the prompt: it can be read only once."""
+        is_given = self.given.prompts or self.given.file is not None
+        return [*self.words, *([] if is_given else [f"--standard-input={_standard_input()}"])]
 
     def fit(self) -> list[str]:
         """The options of the layout in which this machine is expected to end first.
@@ -146,10 +138,8 @@ class Generate(ModelCommand):
         if file is not None and file.is_file():
             with file.open("rb") as lines:
                 num_prompts = max(1, sum(1 for _ in lines))
-        asked = {**model.sampling, **self.sampling}
-        params = SamplingParams(**{key: asked[key] for key in ("num_samples", "max_new_tokens") if key in asked})
-        num_answers = num_prompts * params.num_samples
-        return options_here(model, num_answers, params.max_new_tokens, num_answers, self.parallel.device)
+        num_answers = num_prompts * {**model.sampling, **self.sampling}.get("num_samples", 1)
+        return options_here(model, num_answers, num_answers, self.parallel.device)
 
     def read(self) -> None:
         """Read the model's settings and the prompts.
@@ -172,7 +162,8 @@ class Generate(ModelCommand):
         if given.file is not None:
             prompts = reader.prompts(given.file)
         else:
-            prompts = reader.prompts_of(given.prompts or [_standard_input()])
+            text = given.standard_input
+            prompts = reader.prompts_of(given.prompts or [_standard_input() if text is None else text])
         limits = Limits(model.vocab_size, model.max_length)
         names = [prompt.name(number, given.file) for number, prompt in enumerate(prompts)]
         check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)
@@ -185,15 +176,6 @@ class Generate(ModelCommand):
     @property
     def num_answers(self) -> int:
         return len(self.prompts) * self.params.num_samples
-
-    def number(self, answer: dict[str, Any]) -> int:
-        """The number of an answer in a file."""
-        return answer["prompt"] * self.params.num_samples + answer["sample"]
-
-    def is_answer(self, line: Any) -> bool:
-        """Return whether a line of a file is that of an answer."""
-        prompt, sample = (line.get("prompt"), line.get("sample")) if isinstance(line, dict) else (None, None)
-        return type(prompt) is int and type(sample) is int and prompt >= 0 and 0 <= sample < self.params.num_samples
 
     def line(self, answer: "schedule.Sequence") -> dict[str, Any]:
         """The line of an answer in a file."""
@@ -232,7 +214,8 @@ class Generate(ModelCommand):
         with self.open(self.model, decoded) as (engine, version), contextlib.ExitStack() as stack:
             file = self.together("output", lambda: self._results(version) if is_first else None)
             stack.enter_context(file or contextlib.nullcontext())
-            there = [self.number(line) for line in file.read()] if file is not None else []
+            lines = file.read() if file is not None else []
+            there = [line["prompt"] * params.num_samples + line["sample"] for line in lines]
             kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
             pipelines = self.pipelines
             # A prompt whose samples stay together is read once, unless that would leave pipelines without work.
@@ -271,27 +254,13 @@ class Generate(ModelCommand):
         given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in self.prompts]
         numbers = {name: self.opened[name] for name in ("precision", "reproducible")}
         decisive = [str(self.model.folder.resolve()), version, given, asdict(self.params), numbers]
-        return ResultsFile(self.output, decisive, self.is_answer)
+        return ResultsFile(self.output, decisive, ("prompt", "sample"))
 
 
 main = Generate.main
 
 
-@contextlib.contextmanager
-def _file_with(text: str) -> Iterator[str]:
-    """The path of a file with this text; on Linux it has no name, so that nothing is left however this process ends."""
-    is_nameless = sys.platform == "linux"
-    make = tempfile.TemporaryFile if is_nameless else tempfile.NamedTemporaryFile
-    with make("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_nameless else file.name
-
-
 def _standard_input() -> str:
-    path = os.environ.get(STANDARD_INPUT)
-    if path is not None:
-        return Path(path).read_text(encoding="utf-8")
     if sys.stdin.isatty():
         print("penstock: type the prompt, and Ctrl-D to end it", file=sys.stderr)
     # A test, or a program that calls `main`, may have put a text in its place.
@@ -305,9 +274,9 @@ def _standard_input() -> str:
 class Answers:
     """The answers of all pipelines, in the process that shows and writes them.
 
-    In the terminal, answers are printed one after another: the first as it grows, the others in turn. Otherwise only
-    the number of ended answers is shown. A file gets each answer as soon as it has ended, JSON output gets all of them
-    at the end.
+    In the terminal, answers are printed one after another as soon as they have ended, and a single one as it grows.
+    Otherwise only the number of ended answers is shown. A file gets each answer as soon as it has ended, JSON output
+    gets all of them at the end.
     """
 
     #: the call, where answers are written (None if they are only shown), and how many an earlier call has written
@@ -319,14 +288,13 @@ class Answers:
     #: number -> the line of an answer that has ended in this call, and the number of their tokens
     _lines: dict[int, Any]
     _num_tokens: int
-    #: number -> what the terminal shows of an answer, and its text as it grows
-    _shown: list[str]
-    _growing: "list[AnswerText]"
-    #: the answer that is being printed, and the characters of it that have been
-    _current: int
-    _num_printed: int
     #: shows how many answers are done; None where their texts are shown
     _progress: Progress | None
+    #: a single answer's text as it grows
+    _growing: "AnswerText | None"
+    #: the answer that is printed next, and the characters of it that have been
+    _current: int
+    _num_printed: int
     #: when other pipelines were last asked for answers, in seconds
     _looked_s: float
 
@@ -335,21 +303,20 @@ class Answers:
 
         self._call, self._file, self._num_kept, self._awaited = call, file, num_kept, [0, *awaited[1:]]
         self._lines, self._num_tokens, self._looked_s, self._current, self._num_printed = {}, 0, 0.0, 0, 0
-        self._progress, self._shown, self._growing = None, [], []
+        self._progress = self._growing = None
         if call.output is not None or call.given.json:
             shown = sys.stderr if call.given.json else sys.stdout
             self._progress = Progress(call.num_answers, num_kept, shown, "answer")
-        else:
-            self._shown = [self._heading(number) for number in range(call.num_answers)]
-            self._growing = [AnswerText(call.model.tokenizer, call.params.stop) for _ in self._shown]
+        elif call.num_answers == 1:
+            self._growing = AnswerText(call.model.tokenizer, call.params.stop)
+            self._print(self._heading(0))
 
     def on_token(self, number: int, token: int) -> None:
         """Show a token of this pipeline, and now and then look for answers of others."""
         if self._progress is not None:
             self._progress.count(self._num_kept + len(self._lines), 1)
-        else:
-            self._shown[number] += self._growing[number].add(token)
-            self._print()
+        elif self._growing is not None:
+            self._print(self._growing.add(token))
         if any(self._awaited) and time.monotonic() - self._looked_s > _EVERY_S:
             self._look()
 
@@ -361,9 +328,11 @@ class Answers:
             self._file.write([line], to_disk=False)
         if self._progress is not None:
             self._progress.count(self._num_kept + len(self._lines), 0)
-        else:
-            self._shown[number] = f"{self._heading(number)}{line['text']}\n"
-            self._print()
+            return
+        while self._current in self._lines:
+            text = f"{self._heading(self._current)}{self._lines[self._current]['text']}\n"
+            self._print(text[self._num_printed :])
+            self._current, self._num_printed = self._current + 1, 0
 
     def wait(self) -> None:
         """Wait for the answers of the other pipelines."""
@@ -377,7 +346,7 @@ class Answers:
         speed = num_tokens / wall_s if wall_s else 0.0
         idle = 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
         if self._file is not None:
-            self._file.publish(call.number)
+            self._file.publish()
         if call.given.json:
             content: dict[str, Any] = {"resumed_from": self._num_kept}
             if self._file is None:
@@ -400,22 +369,16 @@ class Answers:
                 self._awaited[index] -= 1
         self._looked_s = time.monotonic()
 
-    def _print(self) -> None:
-        """Print what is new of the first answer that has not ended, and of those before it."""
-        while self._current < len(self._shown):
-            new = self._shown[self._current][self._num_printed :]
-            try:
-                print(new, end="", flush=True)
-            except BrokenPipeError:
-                from penstock.cli.processes.session import reports_first
+    def _print(self, text: str) -> None:
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:
+            from penstock.cli.processes.session import reports_first
 
-                # The others will hear that this process has failed, and need not say so.
-                reports_first(self._call.store)
-                raise
-            self._num_printed += len(new)
-            if self._current not in self._lines:
-                return
-            self._current, self._num_printed = self._current + 1, 0
+            # The others will hear that this process has failed, and need not say so.
+            reports_first(self._call.store)
+            raise
+        self._num_printed += len(text)
 
     def _heading(self, number: int) -> str:
         """The prompt, which the answer follows; with several answers, below a line that names it."""

@@ -74,11 +74,7 @@ class InputReader:
 
     def prompts_of(self, texts: Sequence[str]) -> list[Text]:
         """Make prompts of texts. Raises: ValueError where the model has no tokenizer."""
-        prompts = [Text(self._tokens(f"prompt {number}", text), text) for number, text in enumerate(texts)]
-        for number, prompt in enumerate(prompts):
-            if not prompt.tokens:
-                raise ValueError(f"prompt {number} is empty; a model continues what has at least one token")
-        return prompts
+        return [Text(self._tokens(f"prompt {number}", text), text) for number, text in enumerate(texts)]
 
     def tokens_of_word(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a text as it begins one, and as it follows a blank, since their tokens often differ.

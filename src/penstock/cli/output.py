@@ -108,8 +108,9 @@ class ResultsFile:
     """A file of results, a JSON object a line: under a hidden name, and under its own once it is complete.
 
     decisive: values of JSON that decide the results. A call with equal ones goes on after those that a stopped call
-    left, of which `is_ours` holds; with others it has another hidden name, so lines of different calls never mix. As a
-    context it is closed at the end; of a call that was refused nothing is left.
+    left; with others it has another hidden name, so lines of different calls never mix. numbers: the fields of a
+    result, whole numbers, by which results are told apart, and ordered in the end. As a context it is closed at the
+    end; of a call that was refused nothing is left.
 
     Raises: ValueError if the file cannot be written, or another call is writing it. What fails later, such as a write
         to a full disk, is an OSError with `path`.
@@ -118,15 +119,15 @@ class ResultsFile:
     #: the file's name once it is complete, and until then
     path: Path
     hidden: Path
-    #: holds of what a line may be
-    _is_ours: Callable[[Any], bool]
+    #: the fields by which results are ordered
+    _numbers: Sequence[str]
     #: the open file, which is locked, and how many results an earlier call has left there
     _file: Any
     _num_kept: int
 
-    def __init__(self, path: Path, decisive: Any, is_ours: Callable[[Any], bool]) -> None:
-        self.path, self._is_ours = path, is_ours
-        self.hidden = path.with_name(f".{path.name}.{digest_of(decisive)}.unfinished")
+    def __init__(self, path: Path, decisive: Any, numbers: Sequence[str]) -> None:
+        self.path, self.hidden = path, path.with_name(f".{path.name}.{digest_of(decisive)}.unfinished")
+        self._numbers = numbers
         try:
             # A link that somebody has put there could lead anywhere.
             check_file(self.hidden)
@@ -138,18 +139,14 @@ class ResultsFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path} is being written by another call; wait, or give another --output") from None
-        self.keep()
+        lines = self._lines()
+        self._num_kept = len(lines)
+        with naming(self.path):
+            self._file.truncate(sum(len(line) for _, line in lines))
 
     def read(self) -> list[Any]:
-        """The results so far, up to the first line that is cut short or not ours."""
+        """The results so far, up to the first line that is cut short."""
         return [result for result, _ in self._lines()]
-
-    def keep(self, number: int | None = None) -> None:
-        """Drop what follows the first results, of that number or all."""
-        kept = self._lines()[:number]
-        size, self._num_kept = sum(len(line) for _, line in kept), len(kept)
-        with naming(self.path):
-            self._file.truncate(size)
 
     def write(self, results: Iterable[Mapping[str, Any]], *, to_disk: bool) -> None:
         """Add results, which survive the death of the process and, with `to_disk`, that of the machine."""
@@ -176,28 +173,26 @@ class ResultsFile:
         with naming(self.path):
             self._file.close()
 
-    def publish(self, order: Callable[[Any], int] | None = None) -> None:
-        """Give the file its name, and its results the order that is given.
+    def publish(self) -> None:
+        """Give the file its name, and its results their order; of those with equal numbers the last is taken.
 
         Raises: ValueError if a file of that name exists by now; the results stay in the hidden file.
         """
-        whole = self.hidden if order is None else self.hidden.with_suffix(".whole")
+        whole = self.hidden.with_suffix(".whole")
         with naming(self.path):
             try:
-                if order is not None:
-                    by_order = {order(result): line for result, line in self._lines()}
-                    with whole.open("wb") as file:
-                        file.writelines(by_order[number] for number in sorted(by_order))
-                        file.flush()
-                        os.fsync(file.fileno())
+                by_numbers = {tuple(result[name] for name in self._numbers): line for result, line in self._lines()}
+                with whole.open("wb") as file:
+                    file.writelines(by_numbers[numbers] for numbers in sorted(by_numbers))
+                    file.flush()
+                    os.fsync(file.fileno())
                 self._file.close()
                 # Unlike a rename, a link never takes another file's place.
                 os.link(whole, self.path)
             except FileExistsError:
                 raise ValueError(f"{self.path} exists by now; what should stand there is in {self.hidden}") from None
             finally:
-                if whole != self.hidden:
-                    whole.unlink(missing_ok=True)
+                whole.unlink(missing_ok=True)
             self.hidden.unlink()
 
     def _lines(self) -> list[tuple[Any, bytes]]:
@@ -207,8 +202,12 @@ class ResultsFile:
             except ValueError:
                 return None, b""
 
+        def is_whole(result: Any, line: bytes) -> bool:
+            has_numbers = isinstance(result, dict) and all(type(result.get(name)) is int for name in self._numbers)
+            return has_numbers and line.endswith(b"\n")
+
         self._file.seek(0)
-        return list(takewhile(lambda one: one[1].endswith(b"\n") and self._is_ours(one[0]), map(parsed, self._file)))
+        return list(takewhile(lambda one: is_whole(*one), map(parsed, self._file)))
 
 
 # ---- Standard output that may be full or closed: its errors name it, and come once
@@ -235,16 +234,11 @@ class StandardOutput(io.FileIO):
 
 
 def prepare() -> None:
-    """Put `StandardOutput` below standard output, and open the standard files that this process was started without.
+    """Put `StandardOutput` below standard output.
 
-    Without them, files opened later would get their numbers, and be written into. Writing to standard output fails then
-    as on a full disk. What has no place in their encoding, such as a file's name that is not UTF-8, is written escaped.
+    What has no place in its encoding and that of standard error, such as a file's name that is not UTF-8, is written
+    escaped.
     """
-    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
-        if getattr(sys, name) is None:
-            number = os.open(os.devnull, flags)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -272,7 +266,7 @@ _SECONDS_BETWEEN_WAITS = 5.0
 def show_log(level: str = "INFO") -> None:
     """Show the package's log on standard error, such as the rounds of a long search, from a level on.
 
-    Each warning is shown once: a command may open the same folder several times.
+    Each line is shown once: a command may open the same folder several times.
     """
     # --help does without it.
     import logging
@@ -280,14 +274,11 @@ def show_log(level: str = "INFO") -> None:
     shown: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if record.levelno < logging.WARNING or text in shown:
-            return record.levelno < logging.WARNING
+        text, num_shown = record.getMessage(), len(shown)
         shown.add(text)
-        return True
+        return len(shown) > num_shown
 
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
     handler.addFilter(is_new)
     logger = logging.getLogger("penstock")
     logger.handlers = [handler]  # so that a second command in one process shows each line once, too

@@ -15,7 +15,6 @@ from penstock.cli.output import print_json, print_table, refuse_to_overwrite, si
 from penstock.draw import PICTURES, check_ending
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.io.files import toml_text
-from penstock.planner.search import NUM_BEST
 from penstock.settings import ModelConfig, Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.run import Values, check_sections, from_values, read_values
@@ -29,7 +28,10 @@ def main(words: Sequence[str]) -> int:
     Raises: ValueError for a mistake in the arguments, and where nothing fits.
     """
     given = parser().parse_args(list(words))
-    _check_outputs(given)
+    if given.picture is not None:
+        check_ending(given.picture, PICTURES)
+    for path in filter(None, (given.output, given.picture)):
+        refuse_to_overwrite(path, force=given.force)
     values, workload = _workload(given)
     cluster = _cluster(given, given.devices)
     constants = _calibrated(given) if given.calibrate else planner.Constants()
@@ -102,7 +104,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
     )
-    parser.add_argument("--choose", type=int, metavar="N", help="write the N-th of the plan instead (default 1)")
+    parser.add_argument("--choose", type=int, default=1, metavar="N", help="write the N-th of the plan instead")
     parser.add_argument(
         "--picture",
         type=Path,
@@ -112,19 +114,6 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
-
-
-def _check_outputs(given: argparse.Namespace) -> None:
-    """Refuse, before anything is planned, files that cannot be written and numbers no plan has. Raises: ValueError."""
-    if given.choose is not None and not 1 <= given.choose <= NUM_BEST:
-        raise ValueError(f"--choose takes numbers from 1 to {NUM_BEST}, not {given.choose}")
-    if given.choose is not None and given.output is None:
-        raise ValueError("--choose N says which layout --output FILE gets; give both")
-    if given.picture is not None:
-        check_ending(given.picture, PICTURES)
-    for path in (given.output, given.picture):
-        if path is not None:
-            refuse_to_overwrite(path, force=given.force)
 
 
 def _workload(given: argparse.Namespace) -> tuple[Values, planner.Workload]:
@@ -225,10 +214,9 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
 
     changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
     changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
-    number = given.choose or 1
-    if number > len(found.best):
-        raise ValueError(f"--choose takes numbers from 1 to {len(found.best)}, not {number}")
-    changed |= planner.settings_of(found.best[number - 1].candidate)
+    if not 1 <= given.choose <= len(found.best):
+        raise ValueError(f"--choose takes numbers from 1 to {len(found.best)}, not {given.choose}")
+    changed |= planner.settings_of(found.best[given.choose - 1].candidate)
     try:
         from_values(changed)
     except ConfigError as error:

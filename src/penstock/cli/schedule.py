@@ -22,35 +22,31 @@ from penstock.settings.objects import is_reference
 # ---- The arguments that the schedule commands share: which schedule, of what size, at what costs
 
 
-# Name, default, meaning. A builder's own option of the same name is not added a second time.
-_TIMES = (
-    ("forward", 1.0, "F"),
-    ("backward_input", 1.0, "I, the part of B that the previous rank waits for"),
-    ("backward_weight", 1.0, "W, the other part of B"),
-    ("recompute", 0.0, "the part of I that recomputes activations, which a forward marked to keep them spares"),
-    ("pair", None, "a fused pair of F and B (default: as long as both)"),
-)
-_OTHERS = (
-    ("action", 0.0, "time that every compute action takes besides"),
-    ("transfer", 0.0, "time of a message, which blocks no rank; or one for each rank's link to the next: 1,1,5,1"),
-    ("message_bytes", 0.0, "bytes of a message, which take time by --bandwidth"),
-    ("bandwidth", None, "bytes that a channel carries in a unit of time (default: unlimited)"),
-    ("reduce", 0.0, "time of the gradient reduction of a stage"),
-    ("step", 0.0, "time of the optimizer step"),
-    ("microbatch_bytes", 0.0, "bytes that a rank keeps of a microbatch; or a number for each stage of the model"),
-    ("kept_bytes", None, "the same of a microbatch whose forward is marked to keep all (default: as many)"),
-    ("weight_memory_share", 1.0, "share of microbatch-bytes that is kept from a microbatch's I until its W"),
-)
-_LISTS = ("transfer", "microbatch_bytes", "kept_bytes", "weight_memory_share")
-COST_NAMES = (*(name for name, _, _ in (*_TIMES, *_OTHERS)), "lengths")
+# What each of `schedule.Costs` means. A builder's own option of the same name is not added a second time.
+_COSTS = {
+    "forward": "time of F",
+    "backward_input": "time of I, the part of B that the previous rank waits for",
+    "backward_weight": "time of W, the other part of B",
+    "recompute": "part of I that recomputes activations, which a forward marked to keep them spares",
+    "pair": "time of a fused pair of F and B (default: as long as both)",
+    "lengths": "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all equal)",
+    "action": "time that every compute action takes besides",
+    "transfer": "time of a message, which blocks no rank; or one for each rank's link to the next: 1,1,5,1",
+    "message_bytes": "bytes of a message, which take time by --bandwidth",
+    "bandwidth": "bytes that a channel carries in a unit of time (default: unlimited)",
+    "reduce": "time of the gradient reduction of a stage",
+    "step": "time of the optimizer step",
+    "microbatch_bytes": "bytes that a rank keeps of a microbatch; or a number for each stage of the model",
+    "kept_bytes": "bytes of a microbatch whose forward is marked to keep all (default: as many)",
+    "weight_memory_share": "share of microbatch-bytes that is kept from a microbatch's I until its W",
+}
+_SINGLE = ("action", "message_bytes", "bandwidth", "reduce", "step")
 
 
 def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: bool = False) -> None:
     """Add the counts, without defaults for a file, which has its own."""
-    for option, default, what in (
-        ("--ranks", ranks, "processes of the pipeline"),
-        ("--microbatches", microbatches, "parts of a batch"),
-    ):
+    sizes = {"--ranks": (ranks, "processes of the pipeline"), "--microbatches": (microbatches, "parts of a batch")}
+    for option, (default, what) in sizes.items():
         said = f"{what} (default {default})"
         parser.add_argument(option, type=int, default=None if of_file else default, metavar="N", help=said)
 
@@ -72,7 +68,7 @@ def add_schedule(parser: Parser, arguments: Sequence[str], *, costs: bool = True
         add_costs(parser)
     name = next((word for word in arguments if _is_named(word)), None)
     if name is not None:
-        add_own_options(parser, [name], without=COST_NAMES if costs else ())
+        add_own_options(parser, [name], without=_COSTS if costs else ())
 
 
 def _is_named(word: str) -> bool:
@@ -97,7 +93,7 @@ def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[s
         if isinstance(default, bool):
             own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default, help=said)
         else:
-            kind = _numbers if option in COST_NAMES else _value if default is None else type(default)
+            kind = _numbers if option in _COSTS else _value if default is None else type(default)
             own.add_argument(flag(option), type=kind, default=default, help=said)
 
 
@@ -112,19 +108,13 @@ def _value(text: str) -> Any:
 
 def add_costs(parser: Parser) -> None:
     """Add the times and sizes that `schedule.Costs` has."""
-    times = parser.add_argument_group(
-        "times", "Of one microbatch through all stages of one rank; or one for each stage of\nthe model: 1,1.5,1"
+    costs = parser.add_argument_group(
+        "costs", "Times of one microbatch through all stages of one rank; or one for each stage of\nthe model: 1,1.5,1"
     )
-    for name, default, what in _TIMES:
-        said = what if default is None else f"{what} (default {default:g})"
-        times.add_argument(flag(name), type=_numbers, default=default, metavar="TIME", help=said)
-    others = parser.add_argument_group("other costs")
-    for name, default, what in _OTHERS:
-        said = what if default is None else f"{what} (default {default:g})"
-        kind = _numbers if name in _LISTS else float
-        others.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=said)
-    said = "a factor for each microbatch on its times and bytes: 1,0.5,1.5 (default: all equal)"
-    others.add_argument("--lengths", type=_list, default=(), metavar="FACTORS", help=said)
+    for name, what in _COSTS.items():
+        kind = float if name in _SINGLE else _list if name == "lengths" else _numbers
+        default = getattr(schedule.Costs(), name)
+        costs.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=what)
 
 
 def add_json(parser: Parser) -> None:
@@ -149,7 +139,7 @@ def _numbers(text: str) -> float | tuple[float, ...]:
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:
     """The given costs."""
-    return schedule.Costs(**{name: getattr(options, name) for name in COST_NAMES})
+    return schedule.Costs(**{name: getattr(options, name) for name in _COSTS})
 
 
 def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -468,7 +458,7 @@ def compare_command_parser() -> Parser:
     add_size(parser, ranks=8, microbatches=32)
     parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
     add_costs(parser)
-    add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=COST_NAMES)
+    add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=_COSTS)
     add_json(parser)
     return parser
 

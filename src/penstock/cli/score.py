@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,20 +190,20 @@ class Score(ModelCommand):
             # Ranks that share the last stage have the same results; one of them delivers.
             delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
             writes = delivers and self.pipelines.index == 0
-            file = self.together("file", lambda: ResultsFile(self.output, of_call, _is_scored) if writes else None)
+            file = self.together("file", lambda: ResultsFile(self.output, of_call, ("line",)) if writes else None)
             stack.enter_context(file or nullcontext())
-            summary, ends = Summary(), [0, *accumulate(map(len, self.batches))]
+            summary, num_done = Summary(), 0
             if file is not None:
                 # A batch that a killed call left incomplete is scored again.
-                left = file.read()
-                summary.resumed_from = max(end for end in ends if end <= len(left))
-                file.keep(summary.resumed_from)
-                summary.add(left[: summary.resumed_from])
-            first = max(lines["num"] for lines in self.agree("lines", {"num": summary.num_lines}))
+                left = {line["line"]: line for line in file.read()}
+                done = list(takewhile(lambda texts: all(text.line in left for text in texts), self.batches))
+                summary.add([left[text.line] for texts in done for text in texts])
+                summary.resumed_from, num_done = summary.num_lines, len(done)
+            first = max(theirs["batches"] for theirs in self.agree("done", {"batches": num_done}))
             start_s = time.perf_counter()
             shown = sys.stderr if self.given.json else sys.stdout
-            progress = Progress(len(self.texts), first, shown, "line") if file is not None else None
-            for number, texts in list(enumerate(self.batches))[ends.index(first) :]:
+            progress = Progress(len(self.texts), summary.num_lines, shown, "line") if file is not None else None
+            for number, texts in list(enumerate(self.batches))[first:]:
                 lines = self._lines_of_all(engine, number, texts, delivers)
                 if file is not None and progress is not None and lines is not None:
                     file.write(lines, to_disk=True)
@@ -309,15 +309,6 @@ class Summary:
         if self.perplexity is not None:
             perplexity = f"perplexity {self.perplexity:.4f}"
         return f"{lines}, {counted(self.num_scored_tokens, 'token')} scored, {perplexity}"
-
-
-def _is_scored(line: Any) -> bool:
-    if not isinstance(line, dict):
-        return False
-    log_probs = line.get("log_probs")
-    if isinstance(log_probs, list):
-        return all(isinstance(value, float | int | None) for value in log_probs)
-    return isinstance(line.get("reward", ""), float | int | None) or not {"rewards", "values"}.isdisjoint(line)
 
 
 def _total(log_probs: Sequence[float | None]) -> float | None:

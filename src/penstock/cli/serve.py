@@ -118,7 +118,7 @@ class Serve(ModelCommand):
     def fit(self) -> list[str]:
         """The options of the layout that fits this machine. Raises: ValueError for a model that cannot be served."""
         model = self.look()
-        return options_here(model, self.shape.num_rows, self.length(model), 1, self.parallel.device)
+        return options_here(model, self.shape.num_rows, 1, self.parallel.device)
 
     def work(self) -> None:
         from penstock.engine.generation.answers import GenerateOptions

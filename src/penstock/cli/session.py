@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -117,9 +117,9 @@ class ModelCommand:
         """The options of the layout that fits this machine, of a command that chooses one."""
         raise NotImplementedError
 
-    def environ(self) -> AbstractContextManager[Mapping[str, str]]:
-        """Variables for the command's processes, while they run."""
-        return nullcontext({})
+    def words_of_workers(self) -> Sequence[str]:
+        """The words with which the command's processes are started."""
+        return self.words
 
     def work(self) -> None:
         """Do what one process does."""
@@ -133,8 +133,7 @@ class ModelCommand:
         if group is None and self.chosen and all(getattr(self.given, name) is None for name in self.chosen):
             return type(self)([*self.fit(), *self.words]).run()
         if group is None and world_size > 1:
-            with self.environ() as environ:
-                return launch(self.workers, self.words, world_size, parallel.num_threads, environ, self.look)
+            return launch(self.workers, self.words_of_workers(), world_size, parallel.num_threads, self.look)
         from penstock.cli.processes.session import Pipelines, work_together
 
         self.group = group or Group.alone()

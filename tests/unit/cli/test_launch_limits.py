@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import time
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.generate import _file_with
 from penstock.cli.main import main
 from penstock.cli.processes import launch
 
@@ -73,10 +71,3 @@ def test_no_worker_is_started_after_a_request_to_end(capsys: pytest.CaptureFixtu
     assert [process.pid is not None for process in workers.processes] == [True] + [False] * 999
     assert workers.exit_code("starts again") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in capsys.readouterr().err
-
-
-def test_standard_input_has_no_name_while_workers_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with _file_with("Onçe") as path:
-        assert Path(path).read_text(encoding="utf-8") == Path(path).read_text(encoding="utf-8") == "Onçe"
-        assert list(tmp_path.iterdir()) == []

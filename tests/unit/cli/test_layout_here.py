@@ -6,7 +6,7 @@ import pytest
 
 from penstock.cli import serve
 from penstock.cli.main import main
-from penstock.cli.processes.machine import GenerationWork, Machine, fitted, options_here
+from penstock.cli.processes.machine import Machine, fitted, options_here
 from penstock.engine.folders.model_folder import open_model
 from penstock.settings import Precision, Quantize
 from tests.e2e.training import write_run
@@ -16,25 +16,19 @@ GIB = 2**30
 MILLIONS = 1_000_000
 
 
-def work(weight_bytes: float, num_sequences: int = 8, num_tokens: int = 64, max_copies: int = 10**6) -> GenerationWork:
-    return GenerationWork(int(weight_bytes), num_sequences, num_tokens, 50, max_copies)
-
-
 @pytest.mark.parametrize("weight_bytes", [28 * MILLIONS, 111 * MILLIONS, 1300 * MILLIONS])
 @pytest.mark.parametrize("num_sequences", [1, 8, 500])
 def test_two_cores_read_the_weights_together(weight_bytes: int, num_sequences: int) -> None:
-    assert fitted(work(weight_bytes, num_sequences), Machine(2, 24 * GIB)) == (1, 1, 2)
+    assert fitted(weight_bytes, num_sequences, 50, 10**6, Machine(2, 24 * GIB)) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("num_cores", [2, 64])
 @pytest.mark.parametrize("max_copies", [1, 10**6])
 def test_a_model_that_is_read_in_no_time_has_one_thread(num_cores: int, max_copies: int) -> None:
     machine = Machine(num_cores, 24 * GIB)
-    small = fitted(work(4 * 2**20, 8, max_copies=max_copies), machine)
-    assert small == (1, 1, 1)
-    assert fitted(work(16 * 2**20, 8, max_copies=max_copies), machine) == (1, 1, 1)
-    assert fitted(work(64 * 2**20, 8, max_copies=max_copies), machine) == (1, 1, num_cores)
-    assert fitted(work(4 * 2**20, 100_000, 512), machine)[2] == 1, "whatever the copies"
+    for num_bytes, num_threads in ((4 * 2**20, 1), (16 * 2**20, 1), (64 * 2**20, num_cores)):
+        assert fitted(num_bytes, 8, 50, max_copies, machine) == (1, 1, num_threads)
+    assert fitted(4 * 2**20, 100_000, 50, max_copies, machine)[2] == 1, "whatever the copies"
 
 
 def test_what_is_chosen_is_said_wherever_there_is_a_choice(
@@ -44,21 +38,20 @@ def test_what_is_chosen_is_said_wherever_there_is_a_choice(
     model = open_model(tmp_path)
     for num_cores, told in (("1", ""), ("2", "penstock: --pp 1 --threads 1 fits this machine")):
         monkeypatch.setenv("OMP_NUM_THREADS", num_cores)
-        assert options_here(model, 8, 64, 8, "cpu") == ["--pp", "1", "--threads", "1"]
+        assert options_here(model, 8, 8, "cpu") == ["--pp", "1", "--threads", "1"]
         err = capsys.readouterr().err
         assert err.startswith(told) and bool(err) == bool(told)
 
 
-def test_many_cores_take_copies_of_a_small_model_for_much_work_alone() -> None:
+def test_many_cores_take_copies_for_much_work_alone() -> None:
     machine = Machine(64, 512 * GIB)
-    pp, dp, num_threads = fitted(work(111 * MILLIONS, 5000, 512), machine)
-    assert dp > 1 and dp * num_threads == 64 and pp == 1
-    assert fitted(work(111 * MILLIONS, 5000, 1), machine) == (1, 1, 64), "little work: nothing is started"
-    assert fitted(work(111 * MILLIONS, 5000, 512, max_copies=1), machine) == (1, 1, 64), "a server has no copies"
+    assert fitted(111 * MILLIONS, 5000, 50, 5000, machine) == (1, 8, 8)
+    assert fitted(111 * MILLIONS, 100, 50, 100, machine) == (1, 1, 64), "little work: nothing is started"
+    assert fitted(111 * MILLIONS, 5000, 50, 1, machine) == (1, 1, 64), "a server has no copies"
 
 
 def test_copies_fit_the_memory() -> None:
-    assert fitted(work(30e9, 5000, 512), Machine(64, 80 * GIB))[1] <= 2
+    assert fitted(30 * 10**9, 5000, 50, 5000, Machine(64, 80 * GIB)) == (1, 2, 32)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +69,13 @@ def test_gpus_take_stages_where_one_is_too_small_and_copies_where_there_is_work(
     weight_bytes: float, num_gpus: int, num_sequences: int, expected: tuple[int, int, int]
 ) -> None:
     machine = Machine(64, 512 * GIB, num_gpus, 80 * GIB)
-    assert fitted(work(weight_bytes, num_sequences), machine) == expected
+    assert fitted(int(weight_bytes), num_sequences, 50, 10**6, machine) == expected
 
 
 @pytest.mark.parametrize("machine", [Machine(8, 16 * GIB), Machine(8, 512 * GIB, 2, 80 * GIB)])
 def test_a_model_that_does_not_fit_is_refused_with_what_would_do(machine: Machine) -> None:
     with pytest.raises(ValueError, match=r"the model takes 312\.\d GiB.*--quantize int8.*torchrun"):
-        fitted(work(280e9), machine)
+        fitted(280 * 10**9, 8, 50, 8, machine)
 
 
 def test_one_option_of_the_layout_is_enough_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:

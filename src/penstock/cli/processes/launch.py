@@ -15,13 +15,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from penstock.cli.main import CLOSED, FAILED, REFUSED, STOPPED, WORKER_DONE, say
 from penstock.cli.processes.machine import check_processes
@@ -58,13 +57,12 @@ def launch(
     arguments: Sequence[str],
     num_workers: int,
     num_threads: int,
-    environ: Mapping[str, str] | None = None,
     check: Callable[[], object] | None = None,
 ) -> int:
     """Start the workers of a command on this machine, wait for them, and return the exit code of the command.
 
-    `arguments` are those of the command, which the workers read again; `environ` is for them alone. `check` may refuse
-    to start them; what it imports they need not import again.
+    `arguments` are those of the command, which the workers read again. `check` may refuse to start them; what it
+    imports they need not import again.
 
     A signal that asks to end is passed on as SIGTERM, which lets the workers of a training run finish their step, save
     and end well. Where one fails, stands still then, or is asked twice, or the command's time to end is over, all have
@@ -76,7 +74,7 @@ def launch(
     check_processes(num_workers)
     with _environment_kept(), socket.create_server((LOOPBACK, 0), backlog=4096) as listener:
         port = listener.getsockname()[1]
-        os.environ |= {**(environ or {}), **_environment(num_workers, num_threads, port)}
+        os.environ |= _environment(num_workers, num_threads, port)
         with _interrupted_at_once():
             if check is not None:
                 check()
@@ -146,12 +144,8 @@ def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
 
 def _can_fork() -> bool:
     """Return whether this process has a single thread, and no GPU open."""
-    opened = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            opened.append(os.readlink(descriptor))
-    has_gpu = any(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in opened)
-    return len(os.listdir("/proc/self/task")) == 1 and not has_gpu
+    torch = sys.modules.get("torch")
+    return len(os.listdir("/proc/self/task")) == 1 and not (torch and torch.cuda.is_initialized())
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """This machine: what it can hold, refused before anything starts, and the layout that fits it where none is given.
 
 On CPUs most of a step of generation goes into reading the weights. Threads of one process read them once for all
-sequences, copies once each, and stages once for every slot. Many cores read no faster than their memory, and wait for
-each other at the end of every product; then copies win. Of a small model a second thread gains a fifth at most, and
-loses much where other programs run.
+sequences, copies once each, and stages once for every slot. Many cores wait for each other at the end of every product;
+then copies win. Of a small model a second thread gains a fifth at most, and loses much where other programs run.
 """
 
 import math
@@ -120,14 +119,8 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
 # ---- The layout of a command where none is given: stages, copies and threads
 
 
-# Rough figures of today's processors, which only have to tell layouts apart that are far from each other.
-_BYTES_PER_S = 15e9  # that one core reads; `_SHARED` cores read half as fast each
-_SHARED = 32
-_STEP_S, _ROW_S = 2e-3, 1e-4  # a step beside its products
-_JOIN_S = 2e-4  # threads wait for each other, for each doubling of their number
-_START_S = 4.0  # of processes beside the first
 _IN_USE = 1.2  # bytes of a model in use, over those of its weights
-_MOST_ROWS = 64
+_COPY_ROWS, _COPY_CORES = 64, 8  # of sequences and cores, that make a further copy of the model worth its start
 _SMALL_BYTES = 24 * 2**20  # of weights: up to there a second thread gains a fifth at most
 
 
@@ -154,74 +147,46 @@ class Machine:
         return cls(cores, memory, count, size)
 
 
-@dataclass(frozen=True)
-class GenerationWork:
-    """Bytes of the weights as they are used, sequences, and tokens of each."""
-
-    weight_bytes: int
-    num_sequences: int
-    num_tokens: int
-    #: the largest number of stages, and of copies, that the command takes
-    max_stages: int
-    max_copies: int
-
-
 def usable_cores() -> int:
     """Processor cores that this process may use."""
     return len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0))
 
 
-def options_here(model: "ModelFolder", num_answers: int, num_tokens: int, max_copies: int, device: Device) -> list[str]:
-    """The options of the layout that fits this machine and work; said on standard error where others are possible.
+def options_here(model: "ModelFolder", num_answers: int, max_copies: int, device: Device) -> list[str]:
+    """The options of the layout that fits this machine, said on standard error where others are possible.
 
     Raises: ValueError for a model that does not fit.
     """
     machine = Machine.here(device)
-    work = GenerationWork(model.weight_bytes(), num_answers, num_tokens, model.num_units, max_copies)
-    pp, dp, num_threads = fitted(work, machine)
+    pp, dp, num_threads = fitted(model.weight_bytes(), num_answers, model.num_units, max_copies, machine)
     options = ["--pp", str(pp), *(["--dp", str(dp)] if dp > 1 else []), "--threads", str(num_threads)]
     if (machine.num_gpus or machine.num_cores) > 1:
         print(f"penstock: {' '.join(options)} fits this machine; other options choose otherwise", file=sys.stderr)
     return options
 
 
-def fitted(work: GenerationWork, machine: Machine) -> tuple[int, int, int]:
-    """Stages, copies, and threads of each process, with which the work is expected to end first.
+def fitted(
+    weight_bytes: int, num_sequences: int, max_stages: int, max_copies: int, machine: Machine
+) -> tuple[int, int, int]:
+    """Stages, copies, and threads of each process, for so many sequences and weights of these bytes as they are used.
+
+    A GPU holds a stage, and some cores of a processor a whole copy.
 
     Raises: ValueError for a model that does not fit; the message says what would.
     """
-    needed, hosts = _IN_USE * work.weight_bytes, "and torchrun starts it on several hosts with a part on each"
+    needed, num_stages, places = _IN_USE * weight_bytes, 1, max(1, machine.num_cores // _COPY_CORES)
+    held, where, less = machine.memory_bytes, "this machine's memory", "int8 or int4"
     if machine.num_gpus:
-        num_stages = max(1, math.ceil(needed / machine.gpu_bytes))
-        if num_stages > min(machine.num_gpus, work.max_stages):
-            raise ValueError(
-                f"the model takes {size_in_words(needed)}, more than {machine.num_gpus} GPU(s) of "
-                f"{size_in_words(machine.gpu_bytes)} hold; --quantize int8 on the CPU takes less, {hosts}"
-            )
-        copies = min(machine.num_gpus // num_stages, work.max_copies, max(1, work.num_sequences // _MOST_ROWS))
-        return num_stages, copies, 1
-    if needed > machine.memory_bytes:
+        num_stages, places = max(1, math.ceil(needed / machine.gpu_bytes)), machine.num_gpus
+        held, where = min(places, max_stages) * machine.gpu_bytes, f"{places} GPU(s)"
+        less = "int8 on the CPU"
+    if needed > held:
         raise ValueError(
-            f"the model takes {size_in_words(needed)}, but this machine has {size_in_words(machine.memory_bytes)} of "
-            f"memory; --quantize int8 or int4 takes less, {hosts}"
+            f"the model takes {size_in_words(needed)}, more than the {size_in_words(held)} of {where}; "
+            f"--quantize {less} takes less, and torchrun starts it on several hosts with a part on each"
         )
-    most = min(machine.num_cores, work.num_sequences, work.max_copies, int(machine.memory_bytes / needed))
-    counts = [count for count in range(1, most + 1) if machine.num_cores % count == 0]
-    copies = min(counts, key=lambda count: _seconds(work, machine, count))
-    return 1, copies, _threads(work, machine, copies)
-
-
-def _threads(work: GenerationWork, machine: Machine, copies: int) -> int:
-    """Threads of each copy."""
-    return 1 if work.weight_bytes <= _SMALL_BYTES else machine.num_cores // copies
-
-
-def _seconds(work: GenerationWork, machine: Machine, copies: int) -> float:
-    """The time that so many copies need on all cores together."""
-    threads, cores = _threads(work, machine, copies), machine.num_cores
-    together = cores * _BYTES_PER_S / (1 + cores / _SHARED)
-    reading = work.weight_bytes / min(threads * _BYTES_PER_S, together / copies)
-    own = math.ceil(work.num_sequences / copies)
-    rows = min(own, _MOST_ROWS)
-    step = _STEP_S + _ROW_S * rows + _JOIN_S * math.log2(threads) + reading
-    return math.ceil(own / rows) * work.num_tokens * step + (_START_S if copies > 1 else 0)
+    if not machine.num_gpus:
+        places = min(places, int(held / needed))
+    copies = max(1, min(places // num_stages, max_copies, num_sequences // _COPY_ROWS))
+    is_small = machine.num_gpus or weight_bytes <= _SMALL_BYTES
+    return num_stages, copies, 1 if is_small else machine.num_cores // copies

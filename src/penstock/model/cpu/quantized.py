@@ -302,14 +302,6 @@ def times_as_slow(kind: Quantize, dtype: torch.dtype, seconds: Sequence[Seconds]
     return own / plain
 
 
-def measured_products() -> dict[str, float]:
-    """Seconds of a product of 8 rows, 1,024 wide, by kind, and for int8 by kernel: what this processor is fast at."""
-    shape, found = (1024, 1024), {}
-    for dtype, kinds in (torch.float32, tuple(Quantize)), (torch.bfloat16, ()):
-        found |= _medians(_products(dtype, kinds, shape), _rows(_FEW, shape, dtype), _NUM_TURNS)
-    return found
-
-
 def _products(dtype: torch.dtype, kinds: Sequence[Quantize], shape: tuple[int, int]) -> dict[str, Product]:
     """The products in that dtype and of these kinds, of int8 by each kernel that is exact on this processor."""
     num_inputs, num_outputs = shape
