@@ -3,7 +3,6 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from penstock.cli.options import Parser
 from penstock.cli.output import print_json, show_log, waiting
@@ -72,16 +71,9 @@ def main(arguments: list[str]) -> int:
         else:
             step = to_run(options.source, options.destination, options.dtype)
     num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
-    result: dict[str, Any] = {
-        "source": str(options.source),
-        "destination": str(options.destination),
-        "form": form,
-        "bytes": num_bytes,
-    }
-    if step is not None:
-        result["step"] = step
     if options.json:
-        print_json(result)
+        result = {"source": str(options.source), "destination": str(options.destination), "form": form}
+        print_json({**result, "bytes": num_bytes, **({} if step is None else {"step": step})})
         return 0
     of_step = "" if step is None else f", those of step {step}"
     print(f"wrote {num_bytes / 1e6:,.1f} MB of weights into {options.destination}{of_step}")

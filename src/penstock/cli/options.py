@@ -10,14 +10,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from shutil import get_terminal_size
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_origin
 
 from penstock.settings.declare import (
     ConfigError,
     Setting,
     Settings,
     from_words,
-    is_table,
     nearest,
     parts_of,
     plain,
@@ -119,8 +118,6 @@ class Parser(argparse.ArgumentParser):
 Options = Mapping[str, Setting]
 """Settings by the names of their options, with underscores."""
 
-#: columns of possible values that stand in the help's sentence and no longer behind the option
-_LONG = 50
 PROCESSES = ("device", "transport", "threads", "timeout")
 
 
@@ -153,12 +150,12 @@ def add_options(
     time that its option is given.
     """
     for name, own in options.items():
-        values = (metavars or {}).get(name, _values(own.type))
-        of = f": {values.strip('{}').replace(',', ', ')}" if len(values) > _LONG else ""
+        names = [*possible(own.type), *(("true", "false") if bool in parts_of(own.type) and not switches else ())]
+        of = f": {', '.join(names)}" if names else ""
         default = plain(own.default)
         words = list(own.default) if isinstance(own.default, tuple) else [default]
         shown = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
-        form: dict[str, Any] = {"metavar": "NAME" if of else values, "nargs": nargs}
+        form: dict[str, Any] = {"metavar": (metavars or {}).get(name, "X"), "nargs": nargs}
         if own.type is bool and switches:
             form = {"action": argparse.BooleanOptionalAction, "default": None}
         elif get_origin(own.type) is tuple and nargs is None:
@@ -169,17 +166,6 @@ def add_options(
             help=f"{own.help.rstrip('.')}{of}{said}".replace("%", "%%"),
             **form,
         )
-
-
-def _values(kind: Any) -> str:
-    """A setting's possible values, as its option shows them."""
-    names = [*possible(kind), *(("true", "false") if bool in parts_of(kind) else ())]
-    if names:
-        return "{" + ",".join(names) + "}"
-    for part in parts_of(kind):
-        if is_table(part) or get_origin(part) is tuple:
-            return "TOML" if is_table(part) or is_table(get_args(part)[0]) else "VALUES"
-    return "TEXT" if str in parts_of(kind) else "X" if float in parts_of(kind) else "N"
 
 
 def given_of(

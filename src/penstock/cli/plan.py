@@ -1,9 +1,7 @@
 """`penstock plan`: the fastest layouts and schedules for a model on a cluster, found by simulating their programs."""
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +9,13 @@ from typing import Any
 
 from penstock import planner
 from penstock.cli.options import Parser
-from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, write_text
+from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, waiting, write_text
 from penstock.draw import PICTURES, check_ending
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.io.files import toml_text
 from penstock.settings import ModelConfig, Precision, RunConfig
 from penstock.settings.declare import ConfigError
 from penstock.settings.run import Values, check_sections, from_values, read_values
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -39,16 +35,8 @@ def main(words: Sequence[str]) -> int:
         constants = replace(constants, action_s=given.action_us * 1e-6)
     if given.compute is not None:
         constants = replace(constants, compute=given.compute)
-    last_s = -math.inf
-
-    def show(text: str) -> None:
-        """Print what is being done: all of it on a terminal, elsewhere a line every few seconds."""
-        nonlocal last_s
-        if sys.stderr.isatty() or time.monotonic() - last_s >= _SECONDS_BETWEEN_LINES:
-            print(text, file=sys.stderr)
-            last_s = time.monotonic()
-
-    found = planner.plan(workload, cluster, constants, effort=given.effort, progress=show)
+    with waiting("planning", sys.stderr):
+        found = planner.plan(workload, cluster, constants, effort=given.effort)
     if given.json:
         print_json(as_dict(found))
     else:

@@ -109,7 +109,7 @@ def _value(text: str) -> Any:
 def add_costs(parser: Parser) -> None:
     """Add the times and sizes that `schedule.Costs` has."""
     costs = parser.add_argument_group(
-        "costs", "Times of one microbatch through all stages of one rank; or one for each stage of\nthe model: 1,1.5,1"
+        "costs", "Times of one microbatch through all stages of one rank; or one for each\nstage of the model: 1,1.5,1"
     )
     for name, what in _COSTS.items():
         kind = float if name in _SINGLE else _list if name == "lengths" else _numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -46,8 +46,6 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
 
 # ---- The search: every layout that the devices and the model allow, pruned by memory and bounds, the rest simulated
 
-
-Progress = Callable[[str], None]
 
 NUM_BEST = 10
 """Layouts of a plan."""
@@ -103,7 +101,6 @@ def plan(
     *,
     num_best: int = NUM_BEST,
     effort: float = 1.0,
-    progress: Progress = lambda text: None,
 ) -> Plan:
     """Find the fastest layouts and schedules; the same arguments always give the same plan.
 
@@ -113,7 +110,7 @@ def plan(
     """
     if not 0 < effort < math.inf:
         raise ValueError(f"effort must be a positive number, not {effort}")
-    return _Search(workload, cluster, constants or Constants(), progress, effort).run(num_best)
+    return _Search(workload, cluster, constants or Constants(), effort).run(num_best)
 
 
 def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:
@@ -153,8 +150,6 @@ class _Search:
     cluster: Cluster
     #: the constants of the cost model
     constants: Constants
-    #: called with a line of progress
-    progress: Progress
     #: the schedules, by stages on each rank
     footprints: tuple[Footprint, ...]
     #: the number of actions to simulate
@@ -166,10 +161,8 @@ class _Search:
     #: what was simulated
     tried: list[Estimate]
 
-    def __init__(
-        self, workload: Workload, cluster: Cluster, constants: Constants, progress: Progress, effort: float
-    ) -> None:
-        self.workload, self.cluster, self.constants, self.progress = workload, cluster, constants, progress
+    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants, effort: float) -> None:
+        self.workload, self.cluster, self.constants = workload, cluster, constants
         self.footprints = footprints()
         self.num_actions = round(effort * _NUM_ACTIONS)
         self.left_out = Counter()
@@ -178,7 +171,6 @@ class _Search:
 
     def run(self, num_best: int) -> Plan:
         bounded = sorted(self._bounded(), key=lambda one: (one.expected_s, str(one.candidate)))
-        self.progress(f"{len(bounded)} candidates may fit, {sum(self.left_out.values())} do not")
         best = self._simulated(bounded, num_best)
         if not best:
             raise NothingFits(self._needed())
@@ -244,7 +236,7 @@ class _Search:
         """Simulate in order of the expected step until none can be among the best, or the actions are spent."""
         best: list[Estimate] = []
         num_left = self.num_actions
-        for number, one in enumerate(bounded):
+        for one in bounded:
             worst = best[num_best - 1].step_s if len(best) >= num_best else math.inf
             # The actions that are simulated, transfers included.
             candidate = one.candidate
@@ -255,7 +247,6 @@ class _Search:
                 self.left_out["expected to be slower, not simulated"] += 1
             else:
                 num_left -= size
-                self.progress(f"simulating {number + 1}/{len(bounded)}: {one.candidate}")
                 if (found := self._estimate(one.candidate)) is not None:
                     best = sorted([*best, found], key=lambda e: (e.step_s, str(e.candidate)))[: num_best + 1]
         return best[:num_best]
@@ -290,7 +281,6 @@ class _Search:
             if live >= 1:
                 options = (("effort", _EFFORT), ("max_live_microbatches", float(live)))
                 searched = replace(own, schedule="auto", stages_per_rank=1, options=options, cut=None)
-                self.progress(f"searching an order: {searched}")
                 if (made := self._estimate(searched)) is not None:
                     found.append(made)
         return sorted(found, key=lambda e: (e.step_s, str(e.candidate)))[:num_best]

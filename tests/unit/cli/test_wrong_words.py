@@ -12,7 +12,7 @@ from penstock.cli.options import Parser
         ("schedule simulate 1f1b --forward abc", "argument --forward: 'abc' is no list of numbers, such as 1,0.5,1.5"),
         ("schedule simulate 1f1b --forward 1,x", "argument --forward: '1,x' is no list of numbers, such as 1,0.5,1.5"),
         ("schedule simulate 1f1b --ranks 4x", "argument --ranks: invalid int value: '4x'"),
-        ("schedule show interleaved --group-size 1.5", "argument --group-size: invalid int value: '1.5'"),
+        ("schedule show interleaved --group-size 1.5", "schedule.group_size = 1.5: expected int"),
         ("schedule show auto --ranks 2 --placement 0,1,x", "schedule.placement = '0,1,x': expected"),
         ("generate runs/none hi --temperature x", "sampling.temperature = 'x': expected float"),
         ("generate runs/none hi --logit-bias x", "'x' is no bias; give a token id and a number"),

@@ -44,23 +44,20 @@ def check_training(config: RunConfig) -> None:
     # A tokenizer that has not been read yet has at least one token.
     shape = ModelShape.of(model.whole(1))
     # Frozen weights have no gradients, and transformers' layers may be of another shape.
-    if not config.adapter.is_used and model.native is not False:
-        # Experts have that many copies, and all other weights more.
-        copies = parallel.dp * parallel.cp // parallel.ep
-        _refuse(
-            parallel.device,
-            f"model.vocab_size = {model.vocab_size}, model.hidden_size = {model.hidden_size}, "
-            f"model.intermediate_size = {model.intermediate_size} and model.num_layers = {model.num_layers}",
-            f"weights and gradients on {copies} copies",
-            int(shape.num_parameters) * (_LEAST_BYTES + GRADIENT_BYTES) * copies,
-        )
+    is_known = not config.adapter.is_used and model.native is not False
+    # Experts have that many copies, and all other weights more.
+    copies = parallel.dp * parallel.cp // parallel.ep
+    weights = int(shape.num_parameters) * (_LEAST_BYTES + GRADIENT_BYTES) * copies if is_known else 0
     largest = max(1, data.num_sequences // (train.num_microbatches * parallel.dp))
     largest = min(largest, train.max_microbatch_tokens or largest)
+    activations = int(shape.stream_bytes(largest * parallel.dp, _LEAST_BYTES))
     _refuse(
         parallel.device,
-        f"data.num_sequences = {data.num_sequences} of data.sequence_length = {data.sequence_length}",
-        f"the tokens of a step and the activations of one of train.num_microbatches = {train.num_microbatches}",
-        data.num_sequences * _TOKEN_BYTES + int(shape.stream_bytes(largest * parallel.dp, _LEAST_BYTES)),
+        f"model.vocab_size = {model.vocab_size}, model.hidden_size = {model.hidden_size}, model.intermediate_size = "
+        f"{model.intermediate_size} and model.num_layers = {model.num_layers}, and data.num_sequences = "
+        f"{data.num_sequences} of data.sequence_length = {data.sequence_length},",
+        f"weights and gradients on {copies} copies, and tokens and activations",
+        weights + data.num_sequences * _TOKEN_BYTES + activations,
     )
 
 
