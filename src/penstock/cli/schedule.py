@@ -5,7 +5,7 @@ import shlex
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -82,7 +82,7 @@ def _names_file(arguments: Sequence[str]) -> bool:
     return any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
 
 
-def add_own_options(parser: Parser, names: Sequence[str], *, without: Sequence[str]) -> None:
+def add_own_options(parser: Parser, names: Sequence[str], *, without: Container[str]) -> None:
     """Add the options of these schedules' own, except those in `without`."""
     own = parser.add_argument_group(textwrap.fill(f"options of {', '.join(names)}", WIDTH - 1))
     known: dict[str, object] = {}
@@ -133,8 +133,8 @@ def _list(text: str) -> tuple[float, ...]:
 
 
 def _numbers(text: str) -> float | tuple[float, ...]:
-    values = _list(text)
-    return values if len(values) > 1 else values[0]
+    first, *others = _list(text)
+    return (first, *others) if others else first
 
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:

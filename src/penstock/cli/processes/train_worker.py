@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from penstock import schedule
 from penstock.cli.main import STOPPED
 from penstock.cli.output import Progress, print_json, print_progress, show_log, waiting
 from penstock.cli.processes.meeting import Group, exchange
@@ -289,7 +290,8 @@ class TrainLoop:
         measured = self.engine.pipeline.recording()
         if measured is None:
             return None
-        return RecordedStep(measured, self.engine.simulated(num_microbatches, measured.costs(num_microbatches)))
+        program = self.engine.pipeline.program(num_microbatches)
+        return RecordedStep(measured, schedule.simulate(program, measured.costs(num_microbatches)))
 
 
 def _is_due(step: int, every: int) -> bool:
