@@ -85,7 +85,7 @@ def test_what_is_no_text_no_file_or_of_another_kind_is_refused(tmp_path: Path, c
     assert main(["schedule", "show", "schedule.xlsx"]) == 2
     assert "there is no schedule 'schedule.xlsx'" in capsys.readouterr().err
     assert main(["train", file, "--schedule.name", "schedule.xlsx"]) == 2
-    assert "nor a file ending in .csv or .txt" in capsys.readouterr().err
+    assert "a file ending in .csv or .txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["csv", "txt"])

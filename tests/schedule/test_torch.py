@@ -145,7 +145,7 @@ def test_what_torch_writes_is_proved_in_both_forms(name: str, tmp_path: Path):
             continue
         num_stages = ranks * stages_per_rank
         runtime._dump_csv(str(file), format="compute_only")
-        read = from_csv(file.read_text(), with_transfers=False)
+        read = from_csv(file.read_text())
         assert isinstance(read, Schedule)
         homes = [read.placement.rank_of(stage) for stage in range(num_stages)]
         assert ranks == 1 or homes == [runtime.stage_index_to_group_rank[stage] for stage in range(num_stages)]
@@ -156,12 +156,15 @@ def test_what_torch_writes_is_proved_in_both_forms(name: str, tmp_path: Path):
         assert proof.num_messages == 2 * num_borders * microbatches
 
         runtime._dump_csv(str(file), format="compute_comms")
-        program = from_csv(file.read_text(), with_transfers=True)
+        program = from_csv(file.read_text())
+        if ranks == 1:  # nothing is sent, so it is read as a schedule
+            assert isinstance(program, Schedule)
+            program = lower(program)
         assert isinstance(program, Program)
         assert verify(program).num_messages == proof.num_messages
         assert harm_of(program) is None
         ops = {part.op for steps in program.ranks for step in steps for part in parts(step)}
         assert {Op.REDUCE_GRAD, Op.STEP} <= ops
-        assert from_csv(to_csv(program), with_transfers=True) == program
+        assert ranks == 1 or from_csv(to_csv(program)) == program
         num_proved += 1
     assert num_proved >= 15

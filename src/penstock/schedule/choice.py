@@ -17,7 +17,7 @@ from penstock.schedule.partition import check_cut, read_layout
 from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
-from penstock.settings.declare import nearest, type_in_words
+from penstock.settings.declare import type_in_words
 
 OwnSchedule: TypeAlias = ScheduleConfig | str | Builder | Schedule
 """All that names a schedule: settings, a name, a function that gives one, or the schedule itself."""
@@ -192,12 +192,6 @@ class ScheduleChoice:
         Raises:
             ConfigError: an unknown name or option, or options that exclude each other.
         """
-        if self.own is None and not self.is_file and not builders.is_known(self.name):
-            known = [name for name in builders.names(with_aliases=True) if builders.trains(name)]
-            raise ConfigError(
-                f"schedule.name = {self.name!r} is none of {', '.join([*known, *builders.offered()])}, nor a file "
-                f"ending in .csv or .txt, nor package.module:function; the nearest one is {nearest(self.name, known)}"
-            )
         for option, value in self._options.items():
             text = f"schedule.{option} = {str(value).lower()}"
             if self.is_fixed:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.io.files import UnfitFileError, read_text
-from penstock.schedule.actions import Action, Op, Program, Schedule, ScheduleError, parts
+from penstock.schedule.actions import Action, Program, Schedule, ScheduleError, parts
 from penstock.schedule.lower import lower
-from penstock.schedule.text import Plan, from_csv, from_text, modern_letters, parse_step
+from penstock.schedule.text import Plan, from_csv, from_text, parse_step
 from penstock.schedule.verify import verify
 
 ENDINGS = (".csv", ".txt")
@@ -51,8 +51,7 @@ def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: 
         assert isinstance(program, Program)
         verify(program)
     except ScheduleError as error:
-        in_a_row = _first_fault(plan, text) if isinstance(plan, Schedule) else None
-        raise ScheduleError(f"{path}: {in_a_row or _located(str(error), text)}", error.hang) from None
+        raise ScheduleError(f"{path}: {_located(str(error), text)}", error.hang) from None
     return program
 
 
@@ -60,12 +59,11 @@ def text_of(path: Path) -> str:
     if path.is_dir():
         raise ScheduleError(f"{path} is a folder; give a file ending in {' or '.join(ENDINGS)}")
     try:
-        text = read_text(path)
+        return read_text(path)
     except UnfitFileError as error:
         raise ScheduleError(str(error)) from None
     except OSError as error:
         raise ScheduleError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    return text if _is_text(text) else modern_letters(text)
 
 
 def _parse(path: Path, text: str) -> Plan:
@@ -84,43 +82,6 @@ def _located(fault: str, text: str) -> str:
     line, words = list(_rows(text))[number]
     named = (at for at, word in words if action is not None and action[0] in map(str, _actions(word)))
     return f"{_place(text, line, next(named, None))}: {fault}"
-
-
-# The op that an action needs before it on its rank, and the ops that exclude it.
-_NEEDS = {Op.B: Op.F, Op.I: Op.F, Op.W: Op.I}
-_EXCLUDES = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: (Op.W, Op.B)}
-
-
-def _first_fault(plan: Schedule, text: str) -> str | None:
-    """Find the first fault within a row of a schedule; the proof finds ranks that wait for each other."""
-    for rank, (line, words) in enumerate(_rows(text)):
-        places: dict[Action, str] = {}
-        given = ((at, action) for at, word in words for action in _actions(word) if action.op in _EXCLUDES)
-        for at, action in given:
-            here, twin = _place(text, line, at), (action.stage, action.microbatch)
-            for other in (Action(op, *twin) for op in _EXCLUDES[action.op]):
-                if other in places:
-                    rule = "each tape has one F, and one B or an I and then a W"
-                    return f"{here}: {action} cannot come beside {other} of {places[other]}: {rule}"
-            needed = Action(_NEEDS[action.op], *twin) if action.op in _NEEDS else None
-            if needed is not None and needed not in places:
-                return f"{here}: {action} needs {needed} before it in its {_KINDS[_is_text(text)][0]}"
-            places[action] = here
-        if (missing := _missing(plan, rank, places.keys())) is not None:
-            return f"{_place(text, line)}: {missing} is missing"
-    return None
-
-
-def _missing(plan: Schedule, rank: int, given: Set[Action]) -> str | None:
-    for stage in plan.placement.stages_of(rank):
-        for microbatch in plan.microbatches_of(stage):
-            forward, backward, weight = (Action(op, stage, microbatch) for op in (Op.F, Op.B, Op.W))
-            if forward not in given:
-                return str(forward)
-            if plan.training and backward not in given and weight not in given:
-                split = Action(Op.I, stage, microbatch) in given
-                return str(weight) if split else f"{backward}, or an I and a W,"
-    return None
 
 
 _KINDS = {False: ("row", "cell"), True: ("line", "word")}

@@ -11,8 +11,7 @@ from typing import TypeAlias
 from penstock.schedule.actions import (
     ALL,
     COMPUTE,
-    RECEIVES,
-    SENDS,
+    TRANSFERS,
     Action,
     Op,
     Pair,
@@ -33,8 +32,6 @@ Plan: TypeAlias = Schedule | Program
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
 _ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})(K?)")
-# A compute action of a CSV, alone or in a pair, by today's letters or those of torch before 2.6.
-_LETTERS = re.compile(r"(?<![0-9A-Z_])([0-9]{1,9})(BW|B|I|W)([0-9]{1,9})(?![0-9])")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _RULE = (
     "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, with a K behind an F that keeps all activations, or "
@@ -138,20 +135,20 @@ def to_csv(plan: Plan) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None = None) -> Plan:
+def from_csv(text: str, *, name: str = "imported") -> Plan:
     """Read the schedule or program in a CSV of torch.distributed.pipelining, without proving it.
 
     A file with transfers is a program. One without is a schedule; its reductions are dropped, because lowering places
-    them. `with_transfers` demands one or the other. Ranks, stages, microbatches and placement follow from the cells.
-    Empty cells (idle in torch), UNSHARD and RESHARD (which do not affect the order) are skipped. A training program
-    gets the optimizer step at each rank's end, and reductions if the file has none at all.
+    them. Ranks, stages, microbatches and placement follow from the cells. Empty cells (idle in torch), UNSHARD and
+    RESHARD (which do not affect the order) are skipped. A training program gets the optimizer step at each rank's end,
+    and reductions if the file has none at all.
 
     >>> from_csv("0F0,0B0\\n1F0,1B0\\n").placement.num_ranks
     2
 
     Raises: ScheduleError naming row, cell and rule.
     """
-    reader = csv.reader(io.StringIO(modern_letters(text).removeprefix("\ufeff")), strict=True)
+    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True)
     try:
         cells = list(reader)
     except csv.Error as error:
@@ -164,11 +161,8 @@ def from_csv(text: str, *, name: str = "imported", with_transfers: bool | None =
     _check_size(placement.num_stages, num_microbatches, rows)
     ops = {action.op for row in rows for action in flatten(row)}
     training = bool(ops & {Op.B, Op.I, Op.W})
-    has_transfers = bool(ops & (SENDS | RECEIVES))
-    if has_transfers and with_transfers is False:
-        raise ScheduleError("the file has transfers, where compute actions alone were asked for")
     schedule = Schedule(name, placement, num_microbatches, tuple(map(_compute_only, rows)), training=training)
-    if not (with_transfers or has_transfers):
+    if not ops & TRANSFERS:
         return schedule
     if training and Op.REDUCE_GRAD not in ops:
         rows = [tuple(add_reductions(row, placement.stages_of(rank))) for rank, row in enumerate(rows)]
@@ -228,23 +222,6 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
         if number not in microbatches:
             raise ScheduleError(f"{last_cell} has a number too high: no action has microbatch {number}")
     return _infer_placement(homes, len(rows)), last_microbatch + 1
-
-
-def modern_letters(text: str) -> str:
-    """Rewrite a CSV of torch before 2.6, where B is the backward for inputs and BW the full one, in today's letters.
-
-    >>> modern_letters("0F0,0B0,0W0,0F1,0BW1")
-    '0F0,0I0,0W0,0F1,0B1'
-
-    A file is taken for an older one if it has a BW, or no I at all and a B beside each W.
-    """
-    tapes: dict[str, set[tuple[str, str]]] = {"B": set(), "I": set(), "W": set(), "BW": set()}
-    for stage, op, microbatch in _LETTERS.findall(text):
-        tapes[op].add((stage, microbatch))
-    if not (tapes["BW"] or (tapes["W"] and not tapes["I"] and tapes["W"] <= tapes["B"])):
-        return text
-    today = {"B": "I", "BW": "B"}
-    return _LETTERS.sub(lambda match: f"{match[1]}{today.get(match[2], match[2])}{match[3]}", text)
 
 
 def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:

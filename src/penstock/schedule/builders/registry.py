@@ -1,16 +1,14 @@
 """The registry of schedules that can be built by name; each builder registers itself.
 
-A user's own builder is found in four ways: handed over itself, entered by `register`, named as
-``package.module:function`` or ``file.py:function``, or as an entry point of the group ``penstock.schedules``.
+A user's own builder is handed over itself, or found by its name: the one under which `register` has entered it, or
+``package.module:function`` or ``file.py:function``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from importlib.metadata import entry_points
 from inspect import Parameter, signature
-from os.path import isdir
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
@@ -19,9 +17,6 @@ from penstock.settings.objects import is_reference, load_object
 
 Builder: TypeAlias = Callable[..., Schedule]
 """A function from the numbers of ranks and microbatches, and options that have defaults, to a schedule."""
-
-ENTRY_POINTS = "penstock.schedules"
-"""The group of the entry points by which installed packages offer builders."""
 
 _Builder = TypeVar("_Builder", bound=Builder)
 
@@ -77,33 +72,11 @@ def register(name: str, build: Builder) -> None:
     Traceback (most recent call last):
     ValueError: there is a schedule '1f1b' already; choose another name
 
-    Raises: ValueError for a name that another builder has, or a function that cannot be a builder.
+    Raises: ValueError for a name that another builder has.
     """
     if name in _ENTRIES and _ENTRIES[name].build is not build:
         raise ValueError(f"there is a schedule {name!r} already; choose another name")
-    if is_reference(name) or not name or name in _ALIASES:
-        raise ValueError(f"{name!r} cannot be a schedule's name; choose another one")
-    _ENTRIES[name] = _own_entry(build, name)
-
-
-def is_known(name: str) -> bool:
-    """Return whether `build` finds a builder of that name.
-
-    Raises: ConfigError for a reference to what does not exist.
-    """
-    try:
-        return _entry(name) is not None
-    except UnknownSchedule:
-        return False
-
-
-class UnknownSchedule(ValueError):
-    """No schedule bears this name."""
-
-
-def offered() -> tuple[str, ...]:
-    """The names of the schedules that installed packages offer, of which none is loaded."""
-    return tuple(sorted(point.name for point in entry_points(group=ENTRY_POINTS)))
+    builder(name)(build)
 
 
 def names(*, with_aliases: bool = False) -> tuple[str, ...]:
@@ -241,39 +214,17 @@ def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
 
 
 def _entry(name: str | Builder) -> _Registered:
-    if not isinstance(name, str):
-        return _own_entry(name, _spelt(name))
-    name = _ALIASES.get(name, name)
-    if name in _ENTRIES:
-        return _ENTRIES[name]
-    if is_reference(name):
-        return _own_entry(load_object(name), name)
-    for point in entry_points(group=ENTRY_POINTS, name=name):
-        _ENTRIES[name] = _own_entry(point.load(), name)
-        return _ENTRIES[name]
-    if name.endswith(".py"):
-        raise UnknownSchedule(f"{name} is a file; name a function in it, as in {name}:FUNCTION")
-    if isdir(name):
-        raise UnknownSchedule(f"{name} is a folder; give the name of a schedule, or a .csv or .txt file of one")
-    raise UnknownSchedule(f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names() + offered()))}")
-
-
-def _own_entry(build: Builder, name: str) -> _Registered:
-    """The entry of a builder of a user's own.
-
-    Raises: ValueError if it cannot be called as a builder is.
-    """
+    if isinstance(name, str) and not is_reference(name):
+        if (entry := _ENTRIES.get(_ALIASES.get(name, name))) is None:
+            raise ValueError(
+                f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names()))}, a file ending in .csv or "
+                ".txt, or package.module:function"
+            )
+        return entry
+    build: Any = load_object(name) if isinstance(name, str) else name
     if not callable(build):
         raise ValueError(f"schedule {name!r} is {type_in_words(build)}; a function that gives a Schedule is possible")
-    entry, form = _Registered(build, None, trains=True), signature(build)
-    try:
-        form.bind(1, 1)
-    except TypeError:
-        text = f"{name}{form}"
-        raise ValueError(
-            f"{text} cannot be called with the numbers of ranks and microbatches; give its other parameters defaults"
-        ) from None
-    return entry
+    return _Registered(build, None, trains=True)
 
 
 def _spelt(name: str | Builder) -> str:
