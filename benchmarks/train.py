@@ -155,7 +155,7 @@ def _alone(training: Training, num_threads: int) -> Step:
 def _penstock(training: Training, name: str, cut: tuple[int, ...] | None) -> Step:
     optimizer = OptimizerConfig(LearningRate(RATE), *BETAS, EPS, WeightDecay(DECAY), clip_norm=0)
     # Three stages a rank can be cut more evenly than two.
-    auto = ScheduleConfig("auto", stages_per_rank=3, search_cut=True, cut=cut)
+    auto = ScheduleConfig("auto", stages_per_rank=3, cut=cut)
     choice = auto if name == auto.name else ScheduleConfig(name, cut=cut)
     options = EngineOptions(
         schedule=choice,

@@ -86,7 +86,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     options, units = run.engine.options, decoder_units(shape)
     placement, times = options.choice.placement(ours.pp), _measured(run, config)
     if times is not None:
-        cut, choice = timed_cut(units, shape.hidden_size, placement, options, times)
+        cut, choice = timed_cut(units, placement, options, times)
         run = replace(run, batch=replace(run.batch, cut=(cut, choice)))
     else:
         cut, choice = cut_units(units, placement, options), options.choice

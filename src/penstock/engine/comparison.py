@@ -657,7 +657,7 @@ def check_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -
         what = "transformers' own layers" if shape.native is False else "experts"
         raise ValueError(f"a model of {what} is not checked: the plain loop knows Penstock's dense layers and your own")
     vocab_size = shape.vocab_size or _VOCAB_SIZE
-    schedule = replace(settings.schedule, cut=None, measure=False, search_cut=False)
+    schedule = replace(settings.schedule, cut=None, measure=False)
     options = EngineOptions.of(replace(settings, schedule=schedule))
     units = decoder_units(shape.whole(vocab_size))
     draw = torch.Generator().manual_seed(options.seed)

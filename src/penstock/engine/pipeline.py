@@ -352,7 +352,7 @@ class Pipeline:
         # One rank measures, so the units are not sharded: only the proportions of their times count.
         alone = units_for(units, ModelGroups(), Layout())
         times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
-        return timed_cut(alone, hidden_size, self.placement, self.options, times)
+        return timed_cut(alone, self.placement, self.options, times)
 
     # ---- the model on this rank
 

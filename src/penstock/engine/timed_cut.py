@@ -15,18 +15,15 @@ from torch import Tensor
 from penstock.data import labels_of_share, rows_with_label
 from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype, recomputes
 from penstock.engine.options import EngineOptions
-from penstock.engine.rehearsal.units import units_alone
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.runtime.stage import Finish
-from penstock.schedule import Costs, Op, Placement, costs_of_cut, search_cut
+from penstock.schedule import Costs, Placement, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import Quantize
 
 NUM_RUNS = 5
-_MICROBATCHES_PER_RANK = 4
-"""The number for which a cut is searched; later steps may have any number, and each has an order of its own."""
 
 
 def measure_units(
@@ -105,7 +102,7 @@ def _now(device: torch.device) -> float:
 
 
 def timed_cut(
-    units: Sequence[UnitSpec], hidden_size: int, placement: Placement, options: EngineOptions, times: Costs
+    units: Sequence[UnitSpec], placement: Placement, options: EngineOptions, times: Costs
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
     """The units of every stage of a placement, and the schedule for their times.
 
@@ -114,18 +111,5 @@ def timed_cut(
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
-    choice = options.choice
-    if not choice.settings.search_cut or options.cut is not None:
-        cut = cut_units(units, placement, options, times.totals)
-        return cut, choice.timed(costs_of_cut(times, cut))
-    rehearsed = units_alone(units, hidden_size, options.measure_lengths or (), options)
-    kept = [unit.of(Op.F).kept_bytes for unit in rehearsed]
-    # W's fraction of them is the whole model's.
-    for_weights = sum(unit.of(Op.I).kept_bytes for unit in rehearsed)
-    share = min(1.0, for_weights / sum(kept)) if any(kept) else 1.0
-    costs = replace(times, microbatch_bytes=kept, weight_memory_share=share)
-    num_microbatches = _MICROBATCHES_PER_RANK * placement.num_ranks
-    found = search_cut(costs, placement, num_microbatches, choice.settings.max_live_microbatches)
-    timed = choice.timed(costs_of_cut(costs, found.cut))
-    settings = replace(choice.settings, max_live_microbatches=found.max_live_microbatches)
-    return found.cut, replace(timed, settings=settings)
+    cut = cut_units(units, placement, options, times.totals)
+    return cut, options.choice.timed(costs_of_cut(times, cut))

@@ -26,13 +26,12 @@ from penstock.schedule.actions import (
     parts,
 )
 from penstock.schedule.builders import build, default_stages, describe, names, options, register
-from penstock.schedule.costs import Costs, Memory
+from penstock.schedule.costs import Costs, Memory, costs_of_cut
 from penstock.schedule.generation.scheduler import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
 from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition, read_layout
 from penstock.schedule.rules import Channel, Rule, Rules, partner
-from penstock.schedule.search import SearchedCut, costs_of_cut, options_for_step, search_cut
 from penstock.schedule.simulate import Event, Timeline, critical_path, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import Proof, verify
@@ -62,7 +61,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Scheduler",
-    "SearchedCut",
     "Sequence",
     "Step",
     "Timeline",
@@ -82,13 +80,11 @@ __all__ = [
     "lower",
     "names",
     "options",
-    "options_for_step",
     "partition",
     "partner",
     "parts",
     "read_layout",
     "register",
-    "search_cut",
     "simulate",
     "to_csv",
     "to_text",

@@ -14,7 +14,6 @@ from penstock.schedule.builders.one_f_one_b import forwards_alone
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import check_cut, read_layout
-from penstock.schedule.search import options_for_step
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
 from penstock.settings.declare import type_in_words
@@ -138,9 +137,7 @@ class ScheduleChoice:
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """Build the schedule by its name."""
         options: dict[str, Any] = self._options
-        if self.costs is not None and self.is_searched and self.settings.search_cut:
-            options |= options_for_step(self.costs)
-        elif self.costs is not None and self.is_searched:
+        if self.costs is not None and self.is_searched:
             options |= {name: getattr(self.costs, name) for name in _TIMES}
         stages_per_rank = self.settings.stages_per_rank
         if stages_per_rank is None and self.settings.placement == PlacementKind.V.value:
@@ -199,15 +196,6 @@ class ScheduleChoice:
             if option not in builders.options(self._builder):
                 possible = ", ".join(name for name in builders.names() if option in builders.options(name))
                 raise ConfigError(f"{text} is no option of schedule.name = {self.name!r}; possible are {possible}")
-        if self.settings.search_cut and not self.is_searched:
-            raise ConfigError(
-                f"schedule.search_cut = true searches for a cut together with the order, but {self.name} has an order "
-                "of its own; possible is schedule.name = auto"
-            )
-        if self.settings.search_cut and not self.settings.measure:
-            raise ConfigError("schedule.search_cut = true needs the units' times; add schedule.measure = true")
-        if self.settings.search_cut and self.settings.cut is not None:
-            raise ConfigError("schedule.search_cut = true searches for what schedule.cut gives by hand; leave out one")
 
     def checked_program(self, ranks: int, microbatches: int, *, whole_backwards: bool = False) -> Program:
         """The program of a step, proved; see `program`. Settings that would change nothing are refused.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeAlias
 
@@ -153,6 +153,20 @@ class Costs:
     def memory(self) -> Memory:
         kept = None if self.kept_bytes is None else _plain(self.kept_bytes)
         return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths), kept)
+
+
+def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
+    """Add up the costs of units to those of a cut's stages.
+
+    >>> costs_of_cut(Costs([1, 2, 3], [1, 1, 1], [2, 2, 2]), [range(0, 2), range(2, 3)]).forward
+    (3, 3)
+
+    Raises: ValueError as `Costs` does.
+    """
+    names = ("forward", "backward_input", "backward_weight", "recompute", "microbatch_bytes")
+    of_units = {name: value for name in names if isinstance(value := getattr(units, name), Sequence)}
+    of_stages = {name: [sum(value[i] for i in members) for members in cut] for name, value in of_units.items()}
+    return replace(units, **of_stages)
 
 
 def check_cost(name: str, value: float, kind: str = "a time") -> None:

@@ -77,9 +77,6 @@ class ScheduleConfig(Settings, section="schedule"):
         False,
         "Measure the units' times before the cut instead of estimating them; `auto` searches an order for these times.",
     )
-    search_cut: bool = setting(
-        False, "Search for the cut and the order of `auto` together, for the shortest step by measured times."
-    )
 
     def _check(self) -> None:
         if self.early_release and not self.overlap:

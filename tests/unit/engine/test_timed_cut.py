@@ -2,7 +2,6 @@
 
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from penstock.cli import dry_run
 from penstock.engine import EngineOptions
 from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.run_parts import RunData
-from penstock.engine.timed_cut import timed_cut, times_here
+from penstock.engine.timed_cut import times_here
 from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
-from penstock.schedule.search import cut as cut_search
 from penstock.schedule.search import order as order_search
 from penstock.settings import ModelConfig, ScheduleConfig, SearchedPlacement, from_dict
 from tests.e2e.training import CORPUS
@@ -120,55 +118,3 @@ def test_a_dry_run_tells_the_bubble_of_the_order_it_would_run(tmp_path: Path, mo
     assert max(loads[0] + loads[3], loads[1] + loads[2]) < 0.6 * sum(loads)
     equal = check_run(from_dict(settings(tmp_path)))
     assert not dry_run.plan_run(equal, RunData.load(equal)).is_measured
-
-
-def test_a_dry_run_searches_the_cut_that_the_run_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    quick, slow = [0.1, *[2.0, 3.0] * 4, 3.0], [0.1, *[3.0, 3.0] * 4, 3.0]
-    times = Costs(quick, slow, quick)
-    monkeypatch.setattr(dry_run, "times_here", lambda *arguments: times)
-    monkeypatch.setattr(cut_search, "_TRIALS", ((6, 0.1), (2, 0.2)))
-    # Both sides search as briefly: here it counts that they search for the same.
-    monkeypatch.setattr(order_search, "_NUM_ACTIONS", 800_000)
-    monkeypatch.setattr(order_search, "_NUM_ACTIONS_OF_STEP", 1_200_000)
-    of_schedule = {"measure": True, "search_cut": True, "stages_per_rank": 2}
-    config = check_run(from_dict(settings(tmp_path, **of_schedule)))
-    data = RunData.load(config)
-    caplog.set_level("INFO", "penstock")
-    sizes = [len(stage.units) for stage in dry_run.plan_run(config, data).stages]
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("penstock.schedule")]
-    assert told == [f"searching for a cut: round {turn} of 2, {cuts} cuts" for turn, cuts in ((1, 6), (2, 2))]
-    assert sum(sizes) == 10 and len(sizes) == 4
-    options = EngineOptions.of(config)
-    units = decoder_units(config.model.whole(data.corpus.vocab_size))
-    cut, choice = timed_cut(units, 16, options.choice.placement(2), options, times)
-    assert sizes == [len(stage) for stage in cut]
-    costs = costs_of_cut(times, cut)
-    whole = simulated(choice, 2, 8, costs).makespan
-    # Cut for the slowest rank and ordered for each rank's own span, it takes longer.
-    spans = replace(options, schedule=replace(config.schedule, search_cut=False))
-    other, plain = timed_cut(units, 16, options.choice.placement(2), spans, times)
-    assert whole < simulated(plain, 2, 8, costs_of_cut(times, other)).makespan
-
-
-def test_a_search_for_the_cut_knows_what_each_unit_keeps_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-
-    def search(costs: Costs, *_: Any) -> None:
-        kept.append(costs.microbatch_bytes)
-        raise InterruptedError
-
-    monkeypatch.setattr("penstock.engine.timed_cut.search_cut", search)
-    units = decoder_units(ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2))
-    alike = [1.0] * len(units)
-    times = Costs(alike, alike, alike)
-    for lengths in ((4, 4), (4, 4, 8)):
-        options = EngineOptions(
-            schedule=ScheduleConfig("auto", 2, measure=True, search_cut=True), measure_lengths=lengths
-        )
-        with pytest.raises(InterruptedError):
-            timed_cut(units, 16, options.choice.placement(2), options, times)
-    once, twice = kept
-    assert len(once) == len(units)
-    assert all(0 < of_few < of_many < 2.5 * of_few for of_few, of_many in zip(once[1:], twice[1:], strict=True))

@@ -16,10 +16,6 @@ def auto(ranks: int, microbatches: int, stages_per_rank: int = 1, *, options: Se
     That is the paper's M_limit in units of M_B, with M_W / M_B as `weight_memory_share`; read so, the paper's own
     heuristic gives the two search columns of its table of theoretical bubble rates.
 
-    With `whole_step` the shortest order has the least time from the common start of all ranks until the last has ended,
-    for steps that all ranks begin and end together. A stage's tape then counts by the bytes it keeps,
-    `microbatch_bytes`: no rank keeps more than `max_live_microbatches` do on the rank that keeps the most of one.
-
     Raises: ValueError for counts below one, other placements, a limit below 1, a share outside 0 to 1, and times that
     are negative or not one for each stage.
 

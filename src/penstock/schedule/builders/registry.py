@@ -24,7 +24,7 @@ _Builder = TypeVar("_Builder", bound=Builder)
 class _Registered(NamedTuple):
     """A builder, and the dataclass of its options if they are not parameters of the builder itself."""
 
-    build: Callable[..., Schedule]
+    build: Callable[..., Any]
     options: type | None
     trains: bool
 
@@ -221,7 +221,7 @@ def _entry(name: str | Builder) -> _Registered:
                 ".txt, or package.module:function"
             )
         return entry
-    build: Any = load_object(name) if isinstance(name, str) else name
+    build = load_object(name) if isinstance(name, str) else name
     if not callable(build):
         raise ValueError(f"schedule {name!r} is {type_in_words(build)}; a function that gives a Schedule is possible")
     return _Registered(build, None, trains=True)

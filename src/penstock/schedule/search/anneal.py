@@ -1,19 +1,16 @@
 """Simulated annealing: small changes to a skeleton or to whole orders, kept if they shorten them.
 
 `anneal` changes a skeleton. `polish` changes whole orders, since it can pay to run a W even when a rank would not wait.
-`shorten_step` changes whole orders to end the whole step early, within the bytes that stages really keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import exp
 from random import Random
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
-from penstock.schedule.search.skeletons import microbatch_by_microbatch
 from penstock.schedule.search.weave import weave
 
 # By how many places an action is moved in its rank's order.
@@ -116,11 +113,8 @@ def _fits(problem: Problem, order: list[int]) -> bool:
     return True
 
 
-def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float | None:
-    """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end.
-
-    With `from_start`, the time until all ranks have ended, counted from a common start.
-    """
+def span_of(problem: Problem, orders: Codes) -> float | None:
+    """The longest time over ranks from a rank's own first start to its own end; None if the ranks cannot end."""
     durations = (problem.forward, problem.backward_input, problem.backward_weight)
     arrivals: list[list[float]] = [[] for _ in range(2 * problem.num_stages)]
     arrivals[0] = [0.0] * problem.num_microbatches
@@ -155,53 +149,4 @@ def span_of(problem: Problem, orders: Codes, from_start: bool = False) -> float 
                     ready.append(following.rank)
     if any(place[rank] < len(order) for rank, order in enumerate(orders)):
         return None
-    return max(now) if from_start else max(end - (start or 0.0) for end, start in zip(now, first))
-
-
-def shorten_step(problem: Problem, orders: Codes, kept: Sequence[float], num_steps: int) -> list[Codes]:
-    """Find orders whose last rank ends early when all ranks start together; the best first.
-
-    `kept` has the memory of a microbatch on each stage, in any unit. In the result no rank keeps more at a time than
-    `max_live_microbatches` whole ones of the rank that keeps the most; in `orders` it may. The last orders of the
-    result run one microbatch at a time, which always fits.
-    """
-    # Each W right after its I.
-    alone = [
-        [code + more for step in steps for code in [3 * (step >> 1)] for more in ((1, 2) if step & 1 else (0,))]
-        for steps in microbatch_by_microbatch(problem)
-    ]
-    found = _shortened(problem, orders, kept, Cooling(num_steps, 0.05))
-    if not found:
-        # Changes may never make an order fit that keeps too much; the slow order fits from the start.
-        found = _shortened(problem, alone, kept, Cooling(num_steps, 0.5))
-    return [*found[:-4:-1], alone]
-
-
-def _shortened(problem: Problem, orders: Codes, kept: Sequence[float], cooling: Cooling) -> list[Codes]:
-    """Move actions; return the fitting orders found, each shorter than the one before."""
-    most = limit_of(problem, kept)
-    # Keeping even a little too much costs more than any order could gain by it.
-    penalty = sum(problem.work) / most
-    current = [list(order) for order in orders]
-
-    def cost(moved: list[int]) -> float | None:
-        end = span_of(problem, current, from_start=True)
-        if end is None:
-            return None
-        excess = sum(max(0.0, peak_of(problem, order, kept) - most) for order in current)
-        return end if excess <= TOLERANCE * most else end + penalty * excess + problem.mean_action
-
-    found = [orders, *shorter(current, cost, MOVES, 0.0, cooling, problem.mean_action)]
-    return [one for one in found if max(peak_of(problem, order, kept) for order in one) <= most * (1 + TOLERANCE)]
-
-
-def limit_of(problem: Problem, kept: Sequence[float]) -> float:
-    """The most that a rank may keep at a time, in the unit of `kept`."""
-    return problem.max_live_microbatches * max(sum(kept[stage] for stage in own) for own in problem.stages_of)
-
-
-def peak_of(problem: Problem, order: Sequence[int], kept: Sequence[float]) -> float:
-    """The most that a rank keeps at a time with its order, in the unit of `kept`."""
-    share = problem.weight_memory_share
-    change = (1.0, share - 1.0, -share)
-    return max(accumulate(kept[code // 3] * change[code % 3] for code in order))
+    return max(end - (start or 0.0) for end, start in zip(now, first))

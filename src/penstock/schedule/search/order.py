@@ -16,7 +16,7 @@ from math import inf
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
 from penstock.schedule.costs import PerLink, PerStage
 from penstock.schedule.lower import lower
-from penstock.schedule.search.anneal import Cooling, anneal, limit_of, peak_of, polish, shorten_step
+from penstock.schedule.search.anneal import Cooling, anneal, polish
 from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound, per_stage
 from penstock.schedule.search.skeletons import (
     PRIORITIES,
@@ -60,10 +60,6 @@ class SearchOptions(Settings, section="schedule"):
     transfer: PerLink = 0.0
     #: A factor on the number of small changes to try if the lower bound is not reached.
     effort: float = 1.0
-    #: True to shorten the time until all ranks have ended, not the longest time of a rank from its own start.
-    whole_step: bool = False
-    #: With `whole_step`, the bytes that a stage keeps of a microbatch; if 0, all stages keep the same.
-    microbatch_bytes: PerStage = 0.0
 
 
 def shortest(placement: Placement, microbatches: int, options: SearchOptions) -> Schedule:
@@ -84,14 +80,7 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
         max_live_microbatches=placement.num_ranks if most is None else most,
         weight_memory_share=options.weight_memory_share,
     )
-    if not options.whole_step:
-        return problem.schedule("auto", search(problem, options.effort))
-    kept = per_stage("microbatch_bytes", options.microbatch_bytes, placement, "number")
-    if not all(0 <= stage < inf for stage in kept):
-        raise ValueError(f"microbatch_bytes must be numbers of at least 0, got {options.microbatch_bytes!r}")
-    if not any(kept):
-        kept = (1.0,) * placement.num_stages
-    return problem.schedule("auto", search_step(problem, kept, options.effort))
+    return problem.schedule("auto", search(problem, options.effort))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +100,6 @@ _WAYS = (
 
 # The number of actions to weave in each part of the search, which takes about a second.
 _NUM_ACTIONS = 2_500_000
-
-# The same for changes to whole orders, which takes about two seconds.
-_NUM_ACTIONS_OF_STEP = 4_000_000
 
 # Up to this number of actions, whole orders are changed too; with more, changes to one action at a time achieve nothing
 # in the available time.
@@ -151,19 +137,6 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
         candidates = trials.finalists(candidates)
     best = next(candidate for candidate in sorted(candidates, key=_span) if trials.legal(candidate))
     return trials.polish(best, effort) if problem.num_actions <= _NUM_ACTIONS_POLISHED else best.orders
-
-
-def search_step(problem: Problem, kept: Sequence[float], effort: float = 1.0) -> Codes:
-    """Find orders for the shortest whole step if stages keep `kept` of a microbatch; legal like those of `search`.
-
-    The search counts tapes. If the stages really keep too much with them, it is repeated for fewer.
-    """
-    most, start = limit_of(problem, kept), search(problem, effort)
-    if (peak := max(peak_of(problem, order, kept) for order in start)) > most * (1 + TOLERANCE):
-        fewer = max(1.0, problem.max_live_microbatches * most / peak)
-        start = search(replace(problem, max_live_microbatches=fewer), effort)
-    found = shorten_step(problem, start, kept, int(effort * _NUM_ACTIONS_OF_STEP / problem.num_actions))
-    return next(orders for orders in found if _is_legal(problem, orders))
 
 
 def _is_legal(problem: Problem, orders: Codes) -> bool:

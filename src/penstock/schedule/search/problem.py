@@ -164,14 +164,14 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(decoded), tuple(peaks))
 
 
-def per_stage(name: str, value: PerStage, placement: Placement, what: str = "time") -> tuple[float, ...]:
-    """Give one number for each stage: those given, or a rank's number divided evenly among its stages.
+def per_stage(name: str, value: PerStage, placement: Placement) -> tuple[float, ...]:
+    """Give one time for each stage: those given, or a rank's time divided evenly among its stages.
 
-    Raises: ValueError for a list that does not have one number for each stage; the message calls the number `what`.
+    Raises: ValueError for a list that does not have one time for each stage.
     """
     if not isinstance(value, Sequence):
         return (value / placement.stages_per_rank,) * placement.num_stages
-    check_stages(name, value, placement, what)
+    check_stages(name, value, placement, "time")
     return tuple(value)
 
 
