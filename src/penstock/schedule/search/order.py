@@ -28,7 +28,7 @@ from penstock.schedule.search.skeletons import (
     there_and_back,
     warm_ups,
 )
-from penstock.schedule.search.weave import latest_starts, weave
+from penstock.schedule.search.weave import weave
 from penstock.schedule.verify import verify
 from penstock.settings import ScheduleConfig, SearchedPlacement, Settings, same_as
 from penstock.settings.declare import checked
@@ -83,20 +83,9 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
     return problem.schedule("auto", search(problem, options.effort))
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to weave in the W."""
-
-    #: The excess of the span over the lower bound, in mean actions; None lets no rank wait longer than another.
-    allowance: float | None
-    #: True if a W may go early when that makes no end late.
-    in_time: bool = False
-
-
-_WAYS = (
-    *(_Way(allowance) for allowance in (0.0, 0.5, 1.0, 2.0, 4.0, inf, None)),
-    *(_Way(allowance, in_time=True) for allowance in (0.0, 1.0)),
-)
+# By how many mean actions the span may exceed the lower bound while W are woven in; None lets no rank wait longer than
+# another.
+_ALLOWANCES = (0.0, 0.5, 1.0, 2.0, 4.0, inf, None)
 
 # The number of actions to weave in each part of the search, which takes about a second.
 _NUM_ACTIONS = 2_500_000
@@ -119,7 +108,8 @@ class _FoundOrders:
     skeleton: Codes
     #: Makes the skeleton; None if it has been changed.
     make: Maker | None
-    way: _Way
+    #: That of `_ALLOWANCES` with which they were woven.
+    allowance: float | None
 
 
 def search(problem: Problem, effort: float = 1.0) -> Codes:
@@ -196,36 +186,33 @@ class _Trials:
     def compare(self) -> list[_FoundOrders]:
         """Make all candidates, the best first; stop at one that solves the problem.
 
-        Once many actions have been woven, each remaining skeleton is tried in one way, and the best of them in all.
+        Once many actions have been woven, each remaining skeleton is tried with one allowance, and the best with all.
         """
-        alone = self.weave(microbatch_by_microbatch(self.problem), microbatch_by_microbatch, _WAYS)
+        alone = self.weave(microbatch_by_microbatch(self.problem), microbatch_by_microbatch, _ALLOWANCES)
         assert alone is not None, "one microbatch at a time fits in any memory"
         candidates, glimpsed = [alone], list[_FoundOrders]()
         num_left = _NUM_ACTIONS
         for make in self._makers():
-            candidate = self.weave(make(self.problem), make, _WAYS if num_left > 0 else _WAYS[2:3])
+            candidate = self.weave(make(self.problem), make, _ALLOWANCES if num_left > 0 else _ALLOWANCES[2:3])
             if candidate is not None:
                 (candidates if num_left > 0 else glimpsed).append(candidate)
                 if self.solved_by(candidate):
                     break
-            num_left -= self.problem.num_actions * len(_WAYS)
+            num_left -= self.problem.num_actions * len(_ALLOWANCES)
         best = sorted(glimpsed, key=_span)[:2]
-        candidates += filter(None, (self.weave(one.skeleton, one.make, _WAYS) for one in best))
+        candidates += filter(None, (self.weave(one.skeleton, one.make, _ALLOWANCES) for one in best))
         return sorted(candidates, key=_span)
 
-    def weave(self, skeleton: Codes, make: Maker | None, ways: Sequence[_Way]) -> _FoundOrders | None:
-        """Weave W into a skeleton in some ways and keep the shortest; None if it takes too much memory."""
-        latest, best = None, None
-        for way in ways:
-            if way.in_time and latest is None:
-                latest = latest_starts(self.problem, skeleton)
-            allowed_span = self._allowed_span(way)
-            woven = weave(self.problem, skeleton, allowed_span, latest if way.in_time else None)
+    def weave(self, skeleton: Codes, make: Maker | None, allowances: Sequence[float | None]) -> _FoundOrders | None:
+        """Weave W into a skeleton with some allowances and keep the shortest; None if it takes too much memory."""
+        best = None
+        for allowance in allowances:
+            woven = weave(self.problem, skeleton, self._allowed_span(allowance))
             if woven is None:
                 return None
             span, orders = woven
             if best is None or span < best.span - self.tolerance:
-                best = _FoundOrders(span, orders, skeleton, make, way)
+                best = _FoundOrders(span, orders, skeleton, make, allowance)
         return best
 
     def change(self, candidates: Sequence[_FoundOrders], effort: float) -> list[_FoundOrders]:
@@ -235,10 +222,10 @@ class _Trials:
         num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
         changed = []
         for start, heat in ((best, 0.2), (other, 2.0)):
-            allowed_span = self._allowed_span(start.way)
+            allowed_span = self._allowed_span(start.allowance)
             found = anneal(self.problem, start.skeleton, allowed_span, self.least, Cooling(num_steps, heat))
             # The last few are enough: if the last is not legal, the one before is barely longer.
-            tried = filter(None, (self.weave(skeleton, None, _WAYS) for skeleton in found[:-4:-1]))
+            tried = filter(None, (self.weave(skeleton, None, _ALLOWANCES) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
         return changed
 
@@ -252,17 +239,17 @@ class _Trials:
 
     def finalists(self, candidates: Sequence[_FoundOrders]) -> list[_FoundOrders]:
         """Extend candidates for fewer microbatches: make their skeletons again, or repeat their middle."""
-        found = [self.weave(microbatch_by_microbatch(self.problem), None, _WAYS[:1])]
+        found = [self.weave(microbatch_by_microbatch(self.problem), None, _ALLOWANCES[:1])]
         for candidate in candidates[: max(3, min(24, _NUM_ACTIONS // (3 * self.problem.num_actions)))]:
             if candidate.make is not None:
-                found.append(self.weave(candidate.make(self.problem), None, [candidate.way]))
+                found.append(self.weave(candidate.make(self.problem), None, [candidate.allowance]))
             stretched = islice(_stretched(candidate.skeleton, self.problem), 2)
-            found += [self.weave(skeleton, None, [candidate.way]) for skeleton in stretched]
+            found += [self.weave(skeleton, None, [candidate.allowance]) for skeleton in stretched]
         return [candidate for candidate in found if candidate is not None]
 
     def _makers(self) -> Iterator[Maker]:
         """Yield the makers of skeletons, as many of each kind as are worth their time."""
-        num_makers = max(4, min(64, _NUM_ACTIONS // (self.problem.num_actions * len(_WAYS))))
+        num_makers = max(4, min(64, _NUM_ACTIONS // (self.problem.num_actions * len(_ALLOWANCES))))
         placement = self.problem.placement
         if placement.stages_per_rank == 2 and placement.kind is PlacementKind.V:
             yield there_and_back
@@ -282,8 +269,8 @@ class _Trials:
         if self.problem.placement.kind is not PlacementKind.MAP and self.problem.placement.stages_per_rank == 1:
             yield from warm_ups(self.problem, may_wait=self.least - max(self.problem.work))
 
-    def _allowed_span(self, way: _Way) -> float | None:
-        return None if way.allowance is None else self.least + way.allowance * self.problem.mean_action
+    def _allowed_span(self, allowance: float | None) -> float | None:
+        return None if allowance is None else self.least + allowance * self.problem.mean_action
 
 
 def _dispatched(problem: Problem, priority: Priority, allowance: float, num_live: Sequence[int] | None = None) -> Codes:

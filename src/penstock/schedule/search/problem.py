@@ -115,15 +115,6 @@ class Problem:
         return tuple(found)
 
     @cached_property
-    def source_rank(self) -> tuple[int | None, ...]:
-        """By step of a skeleton, the rank of the step before it on a microbatch's way."""
-        ranks: list[int | None] = [None] * (2 * self.num_stages)
-        for step, following in enumerate(self.following):
-            if following is not None:
-                ranks[following.step] = self.rank_of[step >> 1]
-        return tuple(ranks)
-
-    @cached_property
     def work(self) -> tuple[float, ...]:
         """The compute time of each rank."""
         each = [sum(times) for times in zip(self.forward, self.backward_input, self.backward_weight)]

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate, dropwhile
-from math import floor, inf
+from itertools import dropwhile
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
 
 
-def weave(
-    problem: Problem, skeleton: Codes, allowed_span: float | None, latest: Sequence[Sequence[float]] | None = None
-) -> tuple[float, Codes] | None:
+def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tuple[float, Codes] | None:
     """Place each rank's W between the forwards and input backwards of a skeleton; None if memory does not allow it.
 
     Returns the span, the longest time over ranks from a rank's own first start to its own end, and the orders.
 
     A W goes where it costs nothing: into a wait at least as long as the W. If memory is full, W go before the next
     forward. In a wait shorter than a W the rank stays idle while it can still end within `allowed_span`; after that it
-    takes a W, and the next step is late. With `latest`, the starts that a span of 0 would need, it takes a W even
-    earlier if that makes no end late. Backwards that no other rank waits for are late whenever a W fits. The remaining
-    W come at the end.
+    takes a W, and the next step is late. Backwards that no other rank waits for are late whenever a W fits. The
+    remaining W come at the end.
 
     So `allowed_span` is a goal, not a limit: a small one keeps every rank busy at the expense of those that wait for
     it. Without one, no rank waits longer in total than another has before; the ranks then take turns, forwards from the
     first to the last and one backward each on the way back.
 
-    Source: without `allowed_span` and `latest` this is the rule of Zero Bubble Pipeline Parallelism (arXiv 2401.10241),
-    section 3.1.
+    Source: without `allowed_span` this is the rule of Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3.1.
     """
-    weaving = _Weaving(problem, skeleton, allowed_span)
-    if latest is not None and allowed_span is not None:
-        weaving.latest = [[start + allowed_span + TOLERANCE for start in starts] for starts in latest]
-    return weaving.result()
+    return _Weaving(problem, skeleton, allowed_span).result()
 
 
 class _Weaving:
@@ -56,8 +47,6 @@ class _Weaving:
     waiting: list[deque[int]]
     #: By rank, the number of steps that others may wait for: all but the first stage's backwards at the end.
     awaited: list[int]
-    #: By rank and place, the latest start.
-    latest: list[list[float]] | None
     #: The problem, and the steps whose order is fixed.
     problem: Problem
     skeleton: Codes
@@ -81,7 +70,6 @@ class _Weaving:
         self.orders = [[] for _ in range(num_ranks)]
         # All but the backwards at the end.
         self.awaited = [len([*dropwhile((1).__eq__, reversed(steps))]) for steps in skeleton]
-        self.latest = None
 
     def result(self) -> tuple[float, Codes] | None:
         weight = self.problem.backward_weight
@@ -132,7 +120,7 @@ class _Weaving:
         waiting, order, done = self.waiting[rank], self.orders[rank], self.done
         now, live, idle, place = self.now[rank], self.live[rank], self.idle[rank], self.place[rank]
         may_idle = max(self.idle) + TOLERANCE if self.may_idle is None else self.may_idle[rank]
-        awaited, latest = self.awaited[rank], None if self.latest is None else self.latest[rank]
+        awaited = self.awaited[rank]
         reached = set()
         while place < len(steps):
             step = steps[place]
@@ -152,8 +140,7 @@ class _Weaving:
                 now += weight[waiting.popleft()]
             while waiting and arrival - now > TOLERANCE:
                 gap, end = arrival - now, now + weight[waiting[0]]
-                harms = place < awaited and end > arrival + TOLERANCE and (latest is None or end > latest[place])
-                if harms and idle + gap <= may_idle:
+                if place < awaited and end > arrival + TOLERANCE and idle + gap <= may_idle:
                     break
                 order.append(3 * waiting[0] + 2)
                 now += weight[waiting.popleft()]
@@ -176,104 +163,4 @@ class _Weaving:
             if only == 1:
                 break
         self.now[rank], self.live[rank], self.idle[rank], self.place[rank] = now, live, idle, place
-        return reached
-
-
-def latest_starts(problem: Problem, skeleton: Codes) -> list[list[float]] | None:
-    """Compute, by rank and place, the latest starts with which all ranks can still end within a span of 0.
-
-    A span of s allows s more for each step. A rank's first start is taken to be the earliest possible. Time is reserved
-    for the W that memory forces between steps, and after a step for those that cannot come before it. The result is
-    None if memory does not allow the skeleton.
-    """
-    forced = [_forced_weight_time(problem, rank, steps) for rank, steps in enumerate(skeleton)]
-    if any(time == inf for times in forced for time in times):
-        return None
-    return _Backwards(problem, skeleton, forced).result()
-
-
-def _forced_weight_time(problem: Problem, rank: int, steps: list[int]) -> list[float]:
-    """The time for which a rank must run W before each step to have memory for it; infinite if no time is enough."""
-    weight = min(problem.backward_weight[stage] for stage in problem.stages_of[rank])
-    share = problem.weight_memory_share
-    num_live = num_backward = num_forced = 0
-    times = []
-    for step in steps:
-        num_more = 0
-        if step & 1:
-            num_live -= 1
-            num_backward += 1
-        else:
-            num_live += 1
-            free = problem.max_tapes - num_live + TOLERANCE
-            if free < 0:
-                return [inf]
-            if num_backward * share > free:
-                num_more = max(0, num_backward - floor(free / share) - num_forced)
-        num_forced += num_more
-        times.append(num_more * weight)
-    return times
-
-
-class _Backwards:
-    """All ranks in a run backwards through a skeleton; a rank that needs a start not known yet is put aside."""
-
-    #: The problem, and the steps whose order is fixed.
-    problem: Problem
-    skeleton: Codes
-    #: By rank and place, the time of W that has to run before that step.
-    forced: list[list[float]]
-    #: By step, the latest starts, that of the last microbatch first.
-    starts: list[list[float]]
-    #: By rank and place, the latest start.
-    latest: list[list[float]]
-    #: By rank, the number of steps that come before those that are known.
-    left: list[int]
-    #: By step, the number of times that its start is known.
-    done: list[int]
-    #: By rank, the time by which its next step has to end, and by which it must start to leave time for all later
-    #: steps, including the W of their backwards.
-    ends: list[float]
-    starts_for_rest: list[float]
-
-    def __init__(self, problem: Problem, skeleton: Codes, forced: list[list[float]]) -> None:
-        self.problem, self.skeleton, self.forced = problem, skeleton, forced
-        self.starts = [[] for _ in range(2 * problem.num_stages)]
-        self.latest = [[0.0] * len(steps) for steps in skeleton]
-        self.left = [len(steps) for steps in skeleton]
-        self.done = [0] * (2 * problem.num_stages)
-        earliest = list(accumulate(time + hop for time, hop in zip(problem.forward, problem.hops)))
-        firsts = [own[0] for own in problem.stages_of]
-        self.ends = [earliest[first - 1] if first else 0.0 for first in firsts]
-        self.starts_for_rest = list(self.ends)
-
-    def result(self) -> list[list[float]] | None:
-        ready = list(range(self.problem.num_ranks))
-        while ready:
-            ready += self._run(ready.pop())
-        return None if any(self.left) else self.latest
-
-    def _run(self, rank: int) -> set[int]:
-        """Go back as far as the following steps are known; return the other ranks that may now know more."""
-        problem, steps, reached = self.problem, self.skeleton[rank], set()
-        while self.left[rank]:
-            place = self.left[rank] - 1
-            step = steps[place]
-            end, following = self.ends[rank], problem.following[step]
-            if following is not None:
-                known = self.starts[following.step]
-                if self.done[step] == len(known):
-                    break
-                end = min(end, known[self.done[step]] - following.hop)
-            backward, stage = step & 1, step >> 1
-            duration = (problem.backward_input if backward else problem.forward)[stage]
-            self.starts_for_rest[rank] -= duration + (problem.backward_weight[stage] if backward else 0.0)
-            start = min(end - duration, self.starts_for_rest[rank])
-            self.done[step] += 1
-            self.starts[step].append(start)
-            self.latest[rank][place] = start
-            self.ends[rank] = start - self.forced[rank][place]
-            self.left[rank] = place
-            if (source := problem.source_rank[step]) not in (None, rank):
-                reached.add(source)
         return reached
