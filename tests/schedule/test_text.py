@@ -131,7 +131,7 @@ def test_a_fused_pair_is_one_cell():
         ("0F0,0F١\n", ["row 1, cell 2"]),
         ("0F0,(0B0;0F1)OVERLAP_F_B\n", ["row 1, cell 2", "a pair is an F with a B or an I"]),
         ("0F0,(0F1;)OVERLAP_F_B\n", ["row 1, cell 2"]),
-        ("0F0,(0F1;0UNSHARD)OVERLAP_F_B\n", ["row 1, cell 2", "no compute action"]),
+        ("0F0,(0F1;0UNSHARD)OVERLAP_F_B\n", ["row 1, cell 2", "is no action"]),
         ("0F0\n\n1F0\n", ["row 2", "empty"]),
         ("0F0,0F1,,0F0\n", ["row 1, cell 4", "0F0 repeats cell 1"]),
         ("0F0\n1F0,0F1\n", ["row 2, cell 2", "0F1 is on stage 0 of row 1"]),

@@ -162,10 +162,9 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
 def _timeline_from_json(values: dict[str, Any], stages_per_rank: int) -> Timeline:
 
     def event(text: str, start: float, end: float) -> Event:
-        action = parse_step(text)
-        if action is None or not 0 <= start <= end:
+        if not 0 <= start <= end:
             raise ValueError(f"{[text, start, end]} is no event")
-        return Event(action, float(start), float(end))
+        return Event(parse_step(text), float(start), float(end))
 
     events = [[event(*row) for row in rank] for rank in values["ranks"]]
     return Timeline.from_events(

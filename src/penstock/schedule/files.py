@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.io.files import UnfitFileError, read_text
-from penstock.schedule.actions import Action, Program, Schedule, ScheduleError, parts
+from penstock.schedule.actions import Program, Schedule, ScheduleError, parts
 from penstock.schedule.lower import lower
-from penstock.schedule.text import Plan, from_csv, from_text, parse_step
+from penstock.schedule.text import Plan, from_csv, from_text, steps_by_place
 from penstock.schedule.verify import verify
 
 ENDINGS = (".csv", ".txt")
@@ -68,7 +67,7 @@ def text_of(path: Path) -> str:
 
 def _parse(path: Path, text: str) -> Plan:
     try:
-        return from_text(text) if _is_text(text) else from_csv(text, name=path.stem)
+        return from_text(text) if text.startswith(_HEAD) else from_csv(text, name=path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
 
@@ -78,35 +77,17 @@ def _located(fault: str, text: str) -> str:
     rank = _RANK.search(fault)
     if rank is None:
         return fault
-    action, number = _ACTION.search(fault, rank.end()), int(rank[1])
-    line, words = list(_rows(text))[number]
-    named = (at for at, word in words if action is not None and action[0] in map(str, _actions(word)))
-    return f"{_place(text, line, next(named, None))}: {fault}"
+    action, is_text = _ACTION.search(fault, rank.end()), text.startswith(_HEAD)
+    line, words = _rows(text)[int(rank[1])]
+    steps = steps_by_place(words)
+    at = next((at for at, step in steps.items() if action is not None and action[0] in map(str, parts(step))), None)
+    place = "" if at is None else f", {'word' if is_text else 'cell'} {at}"
+    return f"{'line' if is_text else 'row'} {line}{place}: {fault}"
 
 
-_KINDS = {False: ("row", "cell"), True: ("line", "word")}
-
-
-def _is_text(text: str) -> bool:
-    return text.startswith(_HEAD)
-
-
-def _place(text: str, line: int, at: int | None = None) -> str:
-    kind, where = _KINDS[_is_text(text)]
-    return f"{kind} {line}" if at is None else f"{kind} {line}, {where} {at}"
-
-
-def _rows(text: str) -> Iterator[tuple[int, list[tuple[int, str]]]]:
-    """Yield each rank's row: its number in the file, and its numbered words. All numbers count from 1."""
-    if _is_text(text):
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.startswith("rank "):
-                yield number, list(enumerate(line.partition(":")[2].split(), start=1))
-    else:
-        for number, words in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1):
-            yield number, list(enumerate(words, start=1))
-
-
-def _actions(word: str) -> tuple[Action, ...]:
-    step = parse_step(word.strip()) if word.strip() else None
-    return () if step is None else parts(step)
+def _rows(text: str) -> list[tuple[int, list[str]]]:
+    """Each rank's row: its number in the file, counted from 1, and its words."""
+    if not text.startswith(_HEAD):
+        return list(enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1))
+    lines = enumerate(text.splitlines(), start=1)
+    return [(number, line.partition(":")[2].split()) for number, line in lines if line.startswith("rank ")]

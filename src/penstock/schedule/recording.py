@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Step, keepers, parts
 from penstock.schedule.costs import Costs
@@ -21,7 +21,8 @@ from penstock.schedule.simulate import Event, Timeline
 from penstock.schedule.text import parse_step
 
 _DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
-_NO_TIMES = "its times must be numbers in order"
+_Rows: TypeAlias = Sequence[Sequence[Sequence[Any]]]
+"""Each rank's rows."""
 
 
 def escaped(text: str) -> str:
@@ -83,20 +84,11 @@ class CollectiveRecord:
 
     @classmethod
     def from_row(cls, row: Sequence[Any], origin_ns: int = 0) -> CollectiveRecord:
-        """Read a row, with times from `origin_ns` on.
-
-        Raises: ValueError naming the row if it is none.
-        """
-        try:
-            kind, num_bytes, *times = row
-            launch, end, wait, taken = (None if time is None else _ns(time) - origin_ns for time in times)
-            known = CollectiveKind(kind), int(num_bytes)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{row!r} is no recorded collective: {error}") from None
-        waited = [] if wait is None or taken is None else [launch, wait, wait, taken]
-        if launch is None or end is None or end < launch or waited != sorted(waited):
-            raise ValueError(f"{row!r} is no recorded collective: {_NO_TIMES}")
-        return cls(*known, launch, wait_ns=wait, taken_ns=taken, end_ns=end)
+        """Read a row, with times from `origin_ns` on. Raises: ValueError or TypeError if it is none."""
+        kind, num_bytes, launch, end, *waited = row
+        launch, end = _in_order(row, [launch, end], origin_ns)
+        wait, taken = (None, None) if None in waited else _in_order(row, waited, origin_ns)
+        return cls(CollectiveKind(kind), int(num_bytes), launch, wait_ns=wait, taken_ns=taken, end_ns=end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +175,11 @@ class Record:
 
     @classmethod
     def from_row(cls, row: Sequence[Any], origin_ns: int = 0) -> Record:
-        """Read a row, with times from `origin_ns` on.
-
-        Raises: ValueError naming the row if it is none.
-        """
-        try:
-            text, *times, waits = row
-            begin, start, end = (_ns(time) - origin_ns for time in times)
-            since = tuple(PeerWait(int(rank), _ns(time) - origin_ns) for rank, time in waits)
-            action = parse_step(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{row!r} is no recorded action: {error}") from None
-        in_order = [begin, *(wait.since_ns for wait in since), start, end]
-        if action is None or in_order != sorted(in_order):
-            raise ValueError(f"{row!r} is no recorded action: {_NO_TIMES}")
-        return cls(action, begin, start, end, since)
+        """Read a row, with times from `origin_ns` on. Raises: ValueError or TypeError if it is none."""
+        text, begin, start, end, waits = row
+        times = _in_order(row, [begin, *(since for _, since in waits), start, end], origin_ns)
+        waited = tuple(PeerWait(int(rank), since_ns) for (rank, _), since_ns in zip(waits, times[1:]))
+        return cls(parse_step(text), times[0], times[-2], times[-1], waited)
 
 
 @dataclass(frozen=True)
@@ -313,29 +295,21 @@ class Recording:
     def from_json(cls, values: Mapping[str, Any]) -> Recording:
         """Read what `to_json` gave.
 
-        Raises: ValueError saying what is wrong with it.
+        Raises: ValueError, KeyError or TypeError if it is something else.
         """
-        try:
-            title, step, stages = escaped(str(values["title"])), int(values["step"]), int(values["stages_per_rank"])
-            spans = tuple(tuple(Record.from_row(row) for row in rank) for rank in values["ranks"])
-            collectives = tuple(
-                tuple(CollectiveRecord.from_row(row) for row in rank) for rank in values.get("collectives", ())
-            )
-        except KeyError as error:
-            raise ValueError(f"it has no {error}") from None
-        except TypeError as error:
-            raise ValueError(f"it is built wrongly: {error}") from None
-        if stages < 1 or not any(spans):
+        title, step, stages = escaped(str(values["title"])), int(values["step"]), int(values["stages_per_rank"])
+        recording = cls._of_rows(values["ranks"], values.get("collectives", ()), 0, title, step, stages)
+        if stages < 1 or not any(recording.spans):
             raise ValueError("it holds no action of any rank")
-        if collectives and len(collectives) != len(spans):
-            raise ValueError(f"it has collectives of {len(collectives)} ranks, and actions of {len(spans)}")
-        return cls(title, step, stages, spans, collectives)
+        if recording.collectives and len(recording.collectives) != len(recording.spans):
+            raise ValueError("it has collectives of other ranks than actions")
+        return recording
 
     @classmethod
     def gathered(
         cls,
-        ranks: Sequence[Sequence[Sequence[Any]]],
-        collectives: Sequence[Sequence[Sequence[Any]]] = (),
+        ranks: _Rows,
+        collectives: _Rows = (),
         *,
         title: str,
         step: int,
@@ -343,9 +317,15 @@ class Recording:
     ) -> Recording:
         """Put together the rows of ranks whose clocks agree; 0 is where the first of them began."""
         first_ns = _ns(min((row[1] for rank in ranks for row in rank), default=0.0))
-        spans = tuple(tuple(Record.from_row(row, first_ns) for row in rank) for rank in ranks)
-        found = tuple(tuple(CollectiveRecord.from_row(row, first_ns) for row in rank) for rank in collectives)
-        return cls(title, step, stages_per_rank, spans, found)
+        return cls._of_rows(ranks, collectives, first_ns, title, step, stages_per_rank)
+
+    @classmethod
+    def _of_rows(
+        cls, ranks: _Rows, collectives: _Rows, origin_ns: int, title: str, step: int, stages: int
+    ) -> Recording:
+        spans = tuple(tuple(Record.from_row(row, origin_ns) for row in rank) for rank in ranks)
+        found = tuple(tuple(CollectiveRecord.from_row(row, origin_ns) for row in rank) for rank in collectives)
+        return cls(title, step, stages, spans, found)
 
 
 def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], makespan: float) -> Spent:
@@ -391,8 +371,12 @@ def _ms(time_ns: int) -> float:
 
 
 def _ns(time_ms: Any) -> int:
-    """A row's time in nanoseconds. Raises: ValueError unless it is a finite number."""
-    try:
-        return round(float(time_ms) * 1e6)
-    except OverflowError:
-        raise ValueError(_NO_TIMES) from None
+    return round(float(time_ms) * 1e6)
+
+
+def _in_order(row: object, times_ms: Iterable[Any], origin_ns: int) -> list[int]:
+    """Times of a row in nanoseconds from `origin_ns` on. Raises: ValueError naming the row unless they ascend."""
+    times_ns = [_ns(time_ms) - origin_ns for time_ms in times_ms]
+    if times_ns != sorted(times_ns):
+        raise ValueError(f"the times of {row!r} are not in order")
+    return times_ns

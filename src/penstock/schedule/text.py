@@ -31,7 +31,8 @@ Plan: TypeAlias = Schedule | Program
 
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
-_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)([0-9]{0,9})(K?)")
+_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)([0-9]{0,9})(K?)")
+_OF_SHARDS = re.compile("[0-9]{1,9}(UNSHARD|RESHARD)")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _RULE = (
     "an action is <stage><op><microbatch>, as in 0F3 or 1SEND_F0, with a K behind an F that keeps all activations, or "
@@ -81,7 +82,7 @@ def from_text(text: str) -> Plan:
     for number, line in enumerate(lines, start=2):
         key, _, value = line.partition(":")
         if key == f"rank {len(rows)}":
-            rows.append(tuple(_steps(value.split(), f"line {number}, word {{place}}").values()))
+            rows.append(tuple(steps_by_place(value.split(), f"line {number}, word {{place}}").values()))
         elif key in _FIELDS and key not in fields:
             fields[key] = value.strip()
         else:
@@ -155,7 +156,7 @@ def from_csv(text: str, *, name: str = "imported") -> Plan:
         raise ScheduleError(f"row {reader.line_num} is not CSV: {error}") from None
     if not cells:
         raise ScheduleError("the file is empty: it needs a row for each rank")
-    found = [_steps(words, f"row {row}, cell {{place}}") for row, words in enumerate(cells, start=1)]
+    found = [steps_by_place(words, f"row {row}, cell {{place}}") for row, words in enumerate(cells, start=1)]
     rows = [tuple(steps.values()) for steps in found]
     placement, num_microbatches = _infer(found)
     _check_size(placement.num_stages, num_microbatches, rows)
@@ -179,16 +180,16 @@ def _compute_only(row: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(step for step in row if isinstance(step, Pair) or step.op in COMPUTE)
 
 
-def _steps(words: list[str], where: str) -> dict[int, Step]:
-    """Read the steps that words name, by place counted from 1."""
+def steps_by_place(words: list[str], where: str = "") -> dict[int, Step]:
+    """Read the steps that words name, by place counted from 1; empty words and torch's UNSHARD and RESHARD are none."""
     steps: dict[int, Step] = {}
-    for place, word in enumerate(words, start=1):
+    for place, word in enumerate(map(str.strip, words), start=1):
+        if not word or _OF_SHARDS.fullmatch(word):
+            continue
         try:
-            step = parse_step(word.strip()) if word.strip() else None
+            steps[place] = parse_step(word)
         except ScheduleError as error:
             raise ScheduleError(f"{where.format(place=place)}: {error}") from None
-        if step is not None:
-            steps[place] = step
     return steps
 
 
@@ -245,8 +246,8 @@ def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[
         )
 
 
-def parse_step(word: str) -> Step | None:
-    """Read the step that a word names; None for torch's UNSHARD and RESHARD, which have no meaning here.
+def parse_step(word: str) -> Step:
+    """Read the step that a word names.
 
     Raises: ScheduleError naming the rule that the word breaks.
     """
@@ -266,9 +267,6 @@ def parse_step(word: str) -> Step | None:
     stage, op, microbatch, keeps = match.groups()
     if keeps and op != "F":
         raise ScheduleError(f"{word!r} marks no F: a K stands behind a forward that keeps all activations")
-    whole_stage = op in ("REDUCE_GRAD", "UNSHARD", "RESHARD")
-    if whole_stage == bool(microbatch):
+    if (op == "REDUCE_GRAD") == bool(microbatch):
         raise ScheduleError(f"{word!r} must {'not name' if microbatch else 'name'} a microbatch")
-    if op in ("UNSHARD", "RESHARD"):
-        return None
     return Action(Op[op], int(stage), int(microbatch) if microbatch else ALL, keeps=bool(keeps))
