@@ -1,24 +1,21 @@
 """`make gallery`: draws every schedule at equal work, and writes the page that shows them, docs/gallery.md.
 
-The picture of a training step in the README is drawn too, from the step that a run of the demo recorded, that of the
-planner's page, from a plan, and that of an order that hangs.
+The picture of a training step in the README is drawn too, from the step that a run of the demo recorded, and that of an
+order that hangs.
 """
 
-import contextlib
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from penstock import schedule
-from penstock.cli.plan import main as plan
 from penstock.draw import picture
 from penstock.draw.layers import read_recorded_step
 from penstock.schedule.actions import parts
 from penstock.schedule.builders import source, trains
 
 ROOT = Path(__file__).parents[1]
-RECORDED, STEP, PLAN = "docs/timeline.json", "docs/timeline.svg", "docs/plan.svg"
+RECORDED, STEP = "docs/timeline.json", "docs/timeline.svg"
 HANG = "docs/guides/hang.svg"
 # Of the pictures, whose numbers can be read on a narrow page, and of the table.
 DRAWN = {"ranks": 4, "microbatches": 8}
@@ -129,19 +126,11 @@ def draw_hang(path: Path) -> None:
         picture(path, [schedule.simulate(error.hang)])
 
 
-def draw_plan(path: Path) -> None:
-    """Draw the plan of the planner's page."""
-    words = ["--model", "llama3-8b", "--cluster", "h100", "--devices", "16", "--sequences", "64"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert plan([*words, "--picture", str(path), "--force", "--json"]) == 0
-
-
 def main() -> int:
     written = write(ROOT / "docs")
     draw_step(ROOT / STEP)
-    draw_plan(ROOT / PLAN)
     draw_hang(ROOT / HANG)
-    print(f"wrote {len(written)} files below docs/, {STEP}, {PLAN} and {HANG}")
+    print(f"wrote {len(written)} files below docs/, {STEP} and {HANG}")
     return 0
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from penstock import planner
 from penstock.cli.options import Parser
 from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, waiting, write_text
-from penstock.draw import PICTURES, check_ending
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.io.files import toml_text
 from penstock.settings import ModelConfig, Precision, RunConfig
@@ -24,10 +23,8 @@ def main(words: Sequence[str]) -> int:
     Raises: ValueError for a mistake in the arguments, and where nothing fits.
     """
     given = parser().parse_args(list(words))
-    if given.picture is not None:
-        check_ending(given.picture, PICTURES)
-    for path in filter(None, (given.output, given.picture)):
-        refuse_to_overwrite(path, force=given.force)
+    if given.output is not None:
+        refuse_to_overwrite(given.output, force=given.force)
     values, workload = _workload(given)
     cluster = _cluster(given, given.devices)
     constants = _calibrated(given) if given.calibrate else planner.Constants()
@@ -43,16 +40,6 @@ def main(words: Sequence[str]) -> int:
         _show(found)
     if given.output is not None:
         _write(given, values, found)
-    if given.picture is not None:
-        # Only now, since it loads matplotlib.
-        from penstock.draw.image import PlannedLayout, plan_picture
-
-        def drawn(one: planner.Estimate) -> PlannedLayout:
-            return PlannedLayout(str(one.candidate), one.tokens_s_device, one.peak_bytes, one.parts_s)
-
-        title = f"{cluster.num_devices} devices of {cluster.name}, {workload.num_tokens:,} tokens a step"
-        tried = [*map(drawn, found.tried)]
-        plan_picture(given.picture, title, [*map(drawn, found.best)], tried, cluster.memory_bytes)
     return 0
 
 
@@ -65,7 +52,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         examples=(
             "penstock plan run.toml --cluster h100 --devices 64 --output planned.toml",
             "penstock plan --model llama3-70b --length 8192 --cluster h200 --devices 512",
-            "penstock plan run.toml --cluster our-cluster.toml --picture plan.svg",
+            "penstock plan run.toml --cluster our-cluster.toml",
         ),
     )
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the model and the batch are those of this run")
@@ -93,12 +80,6 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
     )
     parser.add_argument("--choose", type=int, default=1, metavar="N", help="write the N-th of the plan instead")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw throughput over memory, and steps by part (.svg, .png or .pdf)",
-    )
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser

@@ -122,7 +122,7 @@ class Serve(ModelCommand):
 
     def work(self) -> None:
         from penstock.engine.generation.answers import GenerateOptions
-        from penstock.serve.server import allow_connections, listening_socket
+        from penstock.serve.server import listening_socket
 
         is_first, config = self.group.rank == 0, self.config
         model = self.together("model", self.look)
@@ -135,7 +135,6 @@ class Serve(ModelCommand):
         def prepare() -> "tuple[ServerParts, socket] | None":
             if not is_first:
                 return None
-            allow_connections(config.max_connections)
             return self._parts(model, shape), listening_socket(config.address, config.port)
 
         prepared = self.together("address", prepare)

@@ -1,7 +1,6 @@
 """The HTTP side of a server: uvicorn's event loop in a thread of its own, beside the one that generates."""
 
 import asyncio
-import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ _LAST_BYTES_S = 2
 # How long a connection may be idle after a reply.
 _IDLE_S = 5
 _BACKLOG = 2048
-# Beside the connections: the model's files, the ranks' sockets, and those who are told that there is no place.
-_OTHER_FILES = 256
 
 
 @contextmanager
@@ -76,20 +73,3 @@ def listening_socket(address: str, port: int) -> socket.socket:
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (")[0].lower()
         raise ValueError(f"cannot listen at {address} port {port}: {why}; give another --address or --port") from None
-
-
-def allow_connections(most: int) -> None:
-    """Let this process open files enough for so many connections.
-
-    Raises:
-        ValueError: the system does not allow as many.
-    """
-    allowed, most_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = most + _OTHER_FILES
-    if most_allowed != resource.RLIM_INFINITY and needed > most_allowed:
-        raise ValueError(
-            f"--max-connections {most} needs {needed} open files, but this machine allows {most_allowed} (ulimit -Hn); "
-            f"give at most {max(1, most_allowed - _OTHER_FILES)}"
-        )
-    if allowed != resource.RLIM_INFINITY and needed > allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most_allowed))

@@ -35,15 +35,6 @@ def test_no_picture_and_no_figure_is_stale(made: Path) -> None:
     assert [str(path) for path in new if new[path] != old[path]] == [], "make gallery draws them anew"
 
 
-def test_the_planners_page_shows_the_plan_of_its_command(tmp_path: Path) -> None:
-    gallery.draw_plan(tmp_path / "plan.svg")
-    assert (tmp_path / "plan.svg").read_bytes() == (DOCS / "plan.svg").read_bytes(), "make gallery draws it anew"
-    assert (
-        "plan --model llama3-8b --cluster h100 --devices 16 --sequences 64 --picture"
-        in (DOCS / "planner.md").read_text()
-    )
-
-
 def test_every_schedule_has_its_picture_order_use_and_source() -> None:
     text = (DOCS / "gallery.md").read_text()
     for name in gallery.trained():

@@ -8,7 +8,6 @@ from penstock.data import MicroBatchSpec
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal import units as rehearsed
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse
-from penstock.engine.rehearsal.units import units_alone
 from penstock.model import decoder_units
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import MemoryKind
@@ -46,7 +45,9 @@ def test_units_that_are_alike_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch
         return costs_alone(unit, *others)
 
     monkeypatch.setattr(rehearsed, "_costs_alone", counted)
-    found = units_alone(decoder_units(config), 32, (8, 8), EngineOptions(device="cpu", recompute=(4,)))
+    batch = RehearsedBatch([8, 8], MicroBatchSpec(num=1))
+    options = EngineOptions(device="cpu", recompute=(4,))
+    found = rehearse(lambda groups: decoder_units(config, groups=groups), 32, Layout(), options, batch, 0).units
     # Embedding, attention and MLP, both under recompute, head.
     assert len(found) == 26 and len(runs) == 6
     assert found[2].actions == found[4].actions == found[24].actions != found[10].actions

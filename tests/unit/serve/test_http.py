@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import resource
 import socket
 import threading
 import time
@@ -144,19 +143,6 @@ def test_a_text_that_no_tokens_of_the_models_length_could_hold_is_not_read(serve
     status, content = ask(serve(load_tokenizer(None)), "POST", "/v1/completions", prompt)
     said = "prompt has 20000 bytes; at most 64 bytes fit in 64 tokens, the length of the model"
     assert (status, content["error"]["message"]) == (400, said)
-
-
-def test_more_connections_than_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1000))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
-    allowed: list[Any] = []
-    with pytest.raises(ValueError, match=r"--max-connections 1024 needs 1280 open files, but .* allows 1000"):
-        server.allow_connections(1024)
-    server.allow_connections(744)
-    assert allowed == [(1000, 1000)]
-    monkeypatch.undo()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def test_who_does_not_finish_the_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

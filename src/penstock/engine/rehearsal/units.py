@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.data import labels_of_share, rows_with_label
-from penstock.engine.build import autocast_of, build_stages, parameter_dtype, recomputes
+from penstock.engine.build import autocast_of, build_stages, recomputes
 from penstock.engine.options import EngineOptions
 from penstock.engine.rehearsal.counted import TrafficCount
 from penstock.engine.rehearsal.meter import Meter
-from penstock.model import Sequences, UnitSpec, cross_entropy_sum, drain
+from penstock.model import UnitSpec, drain
 from penstock.model.attention.tiles import forget_masks
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Boundary, Feed, Message, Stage, Tape
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import ActionCost, UnitCost
-from penstock.settings import ConfigError, Precision, Quantize
+from penstock.settings import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,34 +94,6 @@ def without_values() -> Iterator[FakeTensorMode]:
             yield mode
     finally:
         forget_masks()
-
-
-def units_alone(
-    units: Sequence[UnitSpec], hidden_size: int, lengths: Sequence[int], options: EngineOptions
-) -> tuple[UnitCost, ...]:
-    """The costs of a model's units that nobody shares, for sequences of these lengths; nothing is computed.
-
-    The last unit's output goes into a cross entropy.
-    """
-    options = replace(options, read_only=False, quantize=Quantize.NONE, compile=False)
-    # Autocast is on where there is a device that it casts for.
-    place = RehearsedPlace.of("cpu" if options.precision is Precision.BF16_AUTOCAST else options.device)
-    boundary = Boundary(hidden_size, parameter_dtype(options.precision))
-    whole = (range(len(units)),)
-    read = rows_with_label(labels_of_share(sum(lengths), options.label_share))
-    with without_values(), place.meter:
-        tokens = torch.empty(sum(lengths), dtype=torch.int64, device=place.device)
-        feed = Feed(
-            len(tokens),
-            Sequences.from_lengths(lengths, place.device).with_read_rows(read),
-            tokens,
-            lambda output: cross_entropy_sum(output, torch.zeros_like(tokens[: len(output)])),
-        )
-        stages = place.stages(units, {0: range(len(units))}, boundary, options)
-        for _, parameter in stages[0].named_parameters():
-            # As if there were a rank's buckets.
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        return rehearsed_costs(units, whole, stages, options, feed, place)
 
 
 def rehearsed_costs(
