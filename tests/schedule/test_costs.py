@@ -1,21 +1,15 @@
 """Costs of every kind: times by stage, lengths, pairs, bandwidth, memory; and what a timeline says of them."""
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from penstock.schedule import (
     Action,
     Costs,
-    Event,
     Op,
     Pair,
     Schedule,
     Timeline,
-    build,
-    critical_path,
     lower,
     parts,
     simulate,
@@ -69,8 +63,6 @@ def test_messages_of_a_channel_follow_one_another_and_each_link_has_its_own_band
     assert [starts[f"1F{i}"] for i in range(4)] == [2.5, 3.5, 4.5, 5.5]
     assert [starts[f"2F{i}"] for i in range(4)] == [8, 12, 16, 20]
     assert starts["1B0"] == starts["2B0"] + 2 + 4.5
-    path = [str(event.action) for event in critical_path(program, costs)]
-    assert path[:3] == ["0F0", "1F0", "2F3"], "the messages before it held up the last"
     with pytest.raises(ValueError, match="bandwidth must be one number, or a list of 3"):
         simulate(program, Costs(message_bytes=8, bandwidth=(8, 2)))
 
@@ -153,31 +145,6 @@ def test_live_tapes_over_time_begin_and_end_with_none(schedule: Schedule):
         assert [time for time, _ in live] == sorted({time for time, _ in live})
 
 
-@settings(max_examples=60)
-@given(schedules(max_ranks=5, max_microbatches=6), st.integers(0, 7), st.integers(0, 40))
-def test_the_critical_path_is_a_chain_from_start_to_end(schedule: Schedule, transfer: int, reduce: int):
-    program = lower(schedule)
-    costs = Costs(forward=12, backward_input=18, backward_weight=6, transfer=transfer, reduce=reduce, step=3)
-    path = critical_path(program, costs)
-    assert path[0].start == 0 and path[-1].end == simulate(program, costs).makespan
-    for before, after in pairwise(path):
-        waits = after.start - before.end
-        ranks = [program.placement.rank_of(parts(event.action)[0].stage) for event in (before, after)]
-        stayed = waits == 0 and (ranks[0] == ranks[1] or parts(after.action)[0].op is Op.STEP)
-        assert stayed or (waits == transfer and ranks[0] != ranks[1])
-
-
-def test_shortening_what_is_not_on_the_critical_path_shortens_nothing():
-    program = lowered("1f1b", 4, 4)
-    times = [10.0, 1.0, 1.0, 1.0]
-    path = critical_path(program, Costs(forward=times))
-    assert {event.action.microbatch for event in path if isinstance(event.action, Action)} >= {0, 1, 2, 3}
-    makespan = simulate(program, Costs(forward=times)).makespan
-    assert simulate(program, Costs(forward=[10, 1, 0.5, 1])).makespan > makespan - 1
-    assert simulate(program, Costs(forward=[9, 1, 1, 1])).makespan == makespan - 4
-    assert critical_path(lower(build("1f1b", ranks=1, microbatches=1)))[0] == Event(Action(Op.F, 0, 0), 0, 1)
-
-
 def test_each_link_takes_its_own_time_in_both_directions():
     program = lowered("1f1b", 4, 1)
     starts = {
@@ -191,7 +158,6 @@ def test_the_last_link_joins_the_last_rank_and_the_first():
     program, costs = lowered("interleaved", 3, 1, 2), Costs(forward=2, transfer=(0, 0, 5))
     starts = {str(e.action): e.start for events in simulate(program, costs).events for e in events}
     assert starts["2F0"] == 2 and starts["3F0"] == 8
-    assert "3F0" in {str(event.action) for event in critical_path(program, costs)}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe"])

@@ -37,7 +37,6 @@ ALONE = Placement("loop", 1)
             lambda: schedule.simulate(PROGRAM, {"forward": 1}),
             "costs = {'forward': 1}: expected Costs or None, got dict",
         ),
-        (lambda: schedule.critical_path(None), "program = None: expected Program"),
         (lambda: schedule.early_gradients(5), "schedule = 5: expected Schedule, got int"),
         (lambda: schedule.register(None, lambda ranks, microbatches: ORDER), "name = None: expected str"),
         (lambda: schedule.register("mine", 5), "build = 5: expected function, got int"),

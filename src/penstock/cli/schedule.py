@@ -384,10 +384,8 @@ def simulate_command(arguments: list[str]) -> int:
     program, costs = proved(options), costs_of(options)
     timeline = schedule.simulate(program, costs)
     if options.json:
-        path = schedule.critical_path(program, costs)
         print_json(
             _summary_of(options, timeline)
-            | {"critical_path": [str(event.action) for event in path]}
             | {"live_microbatches": [timeline.live_microbatches(rank) for rank in range(options.ranks)]}
             | {"live_bytes": [timeline.live_bytes(rank) for rank in range(options.ranks)]}
         )

@@ -32,7 +32,7 @@ from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Toke
 from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition, read_layout
 from penstock.schedule.rules import Channel, Rule, Rules, partner
-from penstock.schedule.simulate import Event, Timeline, critical_path, simulate
+from penstock.schedule.simulate import Event, Timeline, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import Proof, verify
 from penstock.settings.declare import checked as _checked
@@ -69,7 +69,6 @@ __all__ = [
     "build",
     "check_cut",
     "costs_of_cut",
-    "critical_path",
     "default_stages",
     "describe",
     "early_gradients",

@@ -1,4 +1,4 @@
-"""Simulation: from a program and the times of its actions to a timeline and its critical path.
+"""Simulation: from a program and the times of its actions to a timeline.
 
 A timeline, simulated or measured, has the start and end of every step, and each rank's span, bubble, idle time and
 live microbatches.
@@ -13,7 +13,7 @@ from math import fsum
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, Step, parts
 from penstock.schedule.costs import Costs, Durations, Memory
-from penstock.schedule.rules import Rule, Rules, partner
+from penstock.schedule.rules import Rule, Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +128,6 @@ class Timeline:
         ranks = range(len(self.events))
         return tuple(max((live for _, live in self.live_bytes(rank)), default=0.0) for rank in ranks)
 
-    def bytes_at_peak(self, rank: int) -> dict[int, float]:
-        """The bytes that each of a rank's stages keeps at the peak of their sum.
-
-        An action frees its tapes before the next one keeps any.
-        """
-        live: dict[int, float] = {}
-        most, found = 0.0, live
-        for _, stage, change in self._live(rank, self._tape_bytes):
-            live[stage] = live.get(stage, 0.0) + change
-            if (total := sum(live.values())) > most:
-                most, found = total, dict(live)
-        return found
-
     def _tape_bytes(self, forward: Action, unit: float = 1.0) -> tuple[float, float]:
         """The bytes of a forward's tape until its I and from then on, in multiples of a unit."""
         memory, stage = self.memory, forward.stage
@@ -224,7 +211,7 @@ def simulate(program: Program | Hang, costs: Costs | None = None) -> Timeline:
         done = simulate(program.done, costs)
         return replace(done, title=f"{done.title} up to where it hangs", hang=program)
     schedule = program.schedule
-    clocks, _ = _run(program, costs)
+    clocks = _run(program, costs)
     num_ranks, num_microbatches = len(clocks), schedule.num_microbatches
     ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
     microbatches = f"{num_microbatches} microbatch{'es' * (num_microbatches != 1)}"
@@ -238,8 +225,8 @@ def simulate(program: Program | Hang, costs: Costs | None = None) -> Timeline:
     )
 
 
-def _run(program: Program, costs: Costs) -> tuple[list[_Clock], dict[int, float]]:
-    """Run all ranks to their ends; returns their clocks and when each message arrived. Raises: as `simulate`."""
+def _run(program: Program, costs: Costs) -> list[_Clock]:
+    """Run all ranks to their ends. Raises: as `simulate`."""
     rules = Rules(program.schedule)
     durations = Durations(costs, program.schedule)
     clocks = [_Clock(rules.of_rank[rank], program, rank, durations, costs.reduce) for rank in range(len(program.ranks))]
@@ -255,7 +242,7 @@ def _run(program: Program, costs: Costs) -> tuple[list[_Clock], dict[int, float]
             put_aside[awaited] = rank
     for message, rank in put_aside.items():
         raise ScheduleError(f"rank {rank} waits forever for {rules.receive_of(message)}; verify the program first")
-    return clocks, arrivals
+    return clocks
 
 
 class _Clock:
@@ -277,10 +264,8 @@ class _Clock:
     reduce: float
     #: What has been done, with its times.
     events: list[Event]
-    #: Rank -> the last message on the channel to it, and when the channel is free again.
-    channels: dict[int, tuple[int, float]]
-    #: Message -> the one whose end it awaited on its channel.
-    behind: dict[int, int]
+    #: Rank -> when the channel to it is free again.
+    channels: dict[int, float]
 
     def __init__(
         self, own: list[dict[int, Rule]], program: Program, rank: int, durations: Durations, reduce: float
@@ -290,7 +275,7 @@ class _Clock:
         self.position = 0
         self.now = self.reduced = 0.0
         self.events = []
-        self.channels, self.behind = {}, {}
+        self.channels = {}
         self.awaited = None
 
     @property
@@ -306,7 +291,7 @@ class _Clock:
             if isinstance(step, Action) and step.op in SENDS:
                 message = self._message(step)
                 assert message is not None
-                arrivals[message] = self._send(step, message)
+                arrivals[message] = self._send(step)
                 yield message
             elif isinstance(step, Action) and step.op is Op.REDUCE_GRAD:
                 start = max(self.now, self.reduced)
@@ -316,14 +301,11 @@ class _Clock:
                 return
             self.position += 1
 
-    def _send(self, step: Action, message: int) -> float:
+    def _send(self, step: Action) -> float:
         """Put a message on its channel, behind those that are on it; returns when it arrives."""
         to, occupied, in_flight = self.durations.message(step)
-        before, free = self.channels.get(to, (message, self.now))
-        if free > self.now:
-            self.behind[message] = before
-        start = max(self.now, free)
-        self.channels[to] = message, start + occupied
+        start = max(self.now, self.channels.get(to, self.now))
+        self.channels[to] = start + occupied
         return start + in_flight
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
@@ -346,86 +328,3 @@ class _Clock:
         """The message that a transfer carries or a compute action waits for."""
         message = self.own[action.op][action.stage].message
         return None if message is None else message + action.microbatch
-
-
-_MAKERS = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
-
-
-def critical_path(program: Program, costs: Costs | None = None) -> tuple[Event, ...]:
-    """Find the events, first to last, that determine a verified program's makespan under the given times.
-
-    Each starts when the one before it ends on the same rank, or when its message arrives; if both hold, the path stays
-    on the rank. Of several events that end last it leads to the first one of the first rank. Only shortening one of
-    these events, or a transfer between two of them, can shorten the step.
-
-    >>> from penstock.schedule import build, lower
-    >>> [str(event.action) for event in critical_path(lower(build("1f1b", ranks=2, microbatches=1)))]
-    ['0F0', '1F0', '1B0', '0B0']
-
-    Raises: the errors of `simulate`.
-    """
-    return _PathSearch(program, costs or Costs()).path()
-
-
-class _PathSearch:
-    """The search from the last event back to the first, from each to the one that it waited for."""
-
-    #: The program's rules.
-    rules: Rules
-    #: Message -> when it arrived, and the one behind which it waited for its channel.
-    arrivals: dict[int, float]
-    behind: dict[int, int]
-    #: Each rank's simulated events.
-    events: tuple[tuple[Event, ...], ...]
-    #: Action -> its rank, and the place of its event there.
-    places: dict[Action, tuple[int, int]]
-
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.rules = Rules(program.schedule)
-        clocks, self.arrivals = _run(program, costs)
-        self.events = tuple(tuple(clock.events) for clock in clocks)
-        self.behind = {message: before for clock in clocks for message, before in clock.behind.items()}
-        self.places = {
-            action: (rank, place)
-            for rank, events in enumerate(self.events)
-            for place, event in enumerate(events)
-            for action in parts(event.action)
-        }
-
-    def path(self) -> tuple[Event, ...]:
-        """The events of the critical path."""
-        places = [(rank, place) for rank, events in enumerate(self.events) for place in range(len(events))]
-        at = max(places, key=lambda at: self.events[at[0]][at[1]].end, default=None)
-        path: list[Event] = []
-        while at is not None:
-            rank, place = at
-            path.append(self.events[rank][place])
-            at = self._before_on_rank(rank, place) or self._sender(rank, path[-1])
-        return tuple(reversed(path))
-
-    def _before_on_rank(self, rank: int, place: int) -> tuple[int, int] | None:
-        """Find the event that ended when this one started; only reductions and the step wait for reductions."""
-        event, earlier = self.events[rank][place], range(place - 1, -1, -1)
-        kinds = (True,) if _computes(event.action) else (True, False)
-        for kind in kinds:
-            nearest = next((at for at in earlier if _computes(self.events[rank][at].action) is kind), None)
-            if nearest is not None and self.events[rank][nearest].end == event.start:
-                return rank, nearest
-        return None
-
-    def _sender(self, rank: int, event: Event) -> tuple[int, int] | None:
-        """Find the event whose message arrived when this one started."""
-        for action in parts(event.action):
-            message = self.rules.of_rank[rank][action.op][action.stage].message
-            if message is None:
-                continue
-            message += action.microbatch
-            if self.arrivals[message] != event.start:
-                continue
-            while message in self.behind:
-                message = self.behind[message]
-            receive = self.rules.receive_of(message)
-            stage = partner(receive).stage
-            makers = (Action(op, stage, receive.microbatch) for op in _MAKERS[receive.op])
-            return next(self.places[maker] for maker in makers if maker in self.places)
-        return None
