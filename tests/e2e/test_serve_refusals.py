@@ -81,8 +81,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     # lengths and numbers of answers
     (COMPLETIONS, but(max_tokens=0), 400, "from 1 on is possible, and 0 with echo"),
     (COMPLETIONS, but(max_tokens=1 << 70), 400, f"from 0 to {MAX_LENGTH}"),
-    (COMPLETIONS, but(max_tokens=MAX_LENGTH), 400, f"the {MAX_LENGTH} that this server takes"),
-    (COMPLETIONS, but(prompt="a b" * 5000), 400, f"the {MAX_LENGTH} that this server takes"),
+    (COMPLETIONS, but(max_tokens=MAX_LENGTH), 400, f"it would pass the model's max_length={MAX_LENGTH}"),
+    (COMPLETIONS, but(prompt="a b" * 5000), 400, f"it would pass the model's max_length={MAX_LENGTH}"),
     (COMPLETIONS, but(n=5), 400, "from 1 to 4"),
     # prompts
     (COMPLETIONS, {"model": "tiny"}, 400, "prompt is missing"),

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,6 @@ class ByteTokenizer:
         if token < 256:
             return f"<0x{token:02X}>"
         return END_ENTRY if token in self.end_tokens else None
-
-    @property
-    def longest(self) -> int:
-        """The most bytes of a token's text."""
-        return 1
 
     def without_special_tokens(self) -> "ByteTokenizer":
         """This tokenizer: it puts nothing around a text but its end token."""
@@ -119,10 +113,6 @@ class FileTokenizer:
 
     def entry(self, token: int) -> str | None:
         return self.inner.id_to_token(token)
-
-    @cached_property
-    def longest(self) -> int:
-        return max((len(text.encode()) for text in self.inner.get_vocab()), default=1)
 
     def without_special_tokens(self) -> "FileTokenizer":
         return replace(self, special_tokens=False, fingerprint=f"{self.fingerprint}-plain")

@@ -23,8 +23,6 @@ from penstock.settings.declare import match, mismatch, suggestion
 MOST_LOG_PROBS, _MOST_STOPS, _MOST_STOP_LENGTH, _MOST_BIASES = 20, 16, 256, 1024
 # What a completion has where nothing is said, as in OpenAI's interface.
 _USUAL_TOKENS = 16
-# Whatever the model's length, texts as short as this are read, which takes some hundredths of a second.
-_SURELY_READ_BYTES = 1 << 14
 # Temperatures nearer to zero would make logits infinite.
 _LEAST_TEMPERATURE = 0.01
 
@@ -51,21 +49,14 @@ class ServedModel:
         """The largest number that a limit allows, and the option that sets it, to be put behind the number."""
         if limit != "choices":
             return {"vocabulary": self.limits.vocab_size, "length": self.limits.max_length}[limit], ""
-        if self.config.max_choices <= self.max_unfinished:
-            return self.config.max_choices, " (--max-choices)"
         # More than may be under way at a time could never be taken.
-        return self.max_unfinished, " (as many as this server computes at a time, --max-waiting included)"
+        return min(self.config.max_choices, self.max_unfinished), " (--max-choices, --max-waiting)"
 
     def check_name(self, name: str) -> None:
         """Refuse another model's name. Raises: RefusalError."""
         if name != self.name:
             message = f"there is no model {quoted(name)}; this server has {self.name!r}"
             raise RefusalError(404, message, "model", "model_not_found")
-
-    @cached_property
-    def longest_text(self) -> int:
-        """The bytes of the longest text that may fit in the model's length: tokens as long as the longest."""
-        return self.limits.max_length * (0 if self.tokenizer is None else self.tokenizer.longest)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -137,14 +128,6 @@ def _temperature(value: float, model: ServedModel) -> float:
     return value
 
 
-def _token_ids(value: tuple[int, ...], model: ServedModel) -> tuple[int, ...]:
-    for token in value:
-        if not 0 <= token < model.limits.vocab_size:
-            message = f"stop_token_ids holds {token}; ids from 0 to {model.limits.vocab_size - 1} are possible"
-            raise invalid("stop_token_ids", message)
-    return value
-
-
 def _stops(value: Any, model: ServedModel) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
@@ -183,7 +166,7 @@ _OF_BOTH = {
     "frequency_penalty": Field(float, -2, 2, "frequency_penalty"),
     "logit_bias": Field(dict, sets="logit_bias", read=_biases),
     "stop": Field(sets="stop", read=_stops),
-    "stop_token_ids": Field(tuple[int, ...], read=_token_ids),
+    "stop_token_ids": Field(tuple[int, ...]),
     "seed": Field(int, -(1 << 63), (1 << 64) - 1, "seed", lambda value, model: value % (1 << 64)),
     # Beyond OpenAI's interface, under the names that other servers have for them.
     # 0 and -1 leave all tokens, as others have it, and not as many as the model's own settings.
@@ -326,22 +309,12 @@ def _request(
 ) -> CompletionRequest:
     """The request, whose settings of `SamplingParams` are the model's own and above them its fields'."""
     usage = read_fields(given.get("stream_options", {}), _STREAM_OPTIONS, model, "stream_options.")
-    length, longest = given["max_tokens"], model.limits.max_length
     settings = {name: value for name, value in model.sampling.items() if name != "max_new_tokens"}
     # As OpenAI's: without a seed each call draws anew.
-    settings |= {"seed": secrets.randbits(64), "max_new_tokens": length}
+    settings |= {"seed": secrets.randbits(64), "max_new_tokens": given["max_tokens"]}
     settings |= {own: given[name] for name, field in table.items() if (own := field.sets) and name in given}
     settings["end_tokens"] = (*(() if given.get("ignore_eos") else model.end_tokens), *given.get("stop_token_ids", ()))
     settings["begins_with"] = tuple(given.get("begins_with", ()))
-    if (least := settings.get("min_new_tokens", 0)) > length:
-        raise invalid("min_tokens", f"min_tokens is {least}, but max_tokens is {length}; give no more than that")
-    for number, prompt in enumerate(prompts):
-        if len(prompt) + length > longest:
-            raise invalid(
-                None,
-                f"prompt {number} has {len(prompt)} tokens, and with max_tokens={length} more it would pass the "
-                f"{longest} that this server takes (--max-length)",
-            )
     if num_log_probs is not None:
         settings |= {"raw_log_probs": True, "top_log_probs": min(num_log_probs, model.limits.vocab_size)}
     try:
@@ -388,11 +361,6 @@ def _tokens(name: str, text: str, model: ServedModel, special_tokens: bool) -> l
     if model.tokenizer is None:
         raise invalid(name, f"{name} is a text, but the model has no tokenizer; give token ids to /v1/completions")
     try:
-        size = len(text.encode())
-        # One that is too long for any tokens is not read: that takes seconds for a megabyte.
-        if size > _SURELY_READ_BYTES and size > model.longest_text:
-            most = f"at most {model.longest_text} bytes fit in {model.limits.max_length} tokens"
-            raise invalid(name, f"{name} has {size} bytes; {most}, the length of the model")
         tokens = model.tokenizer.encode([text], special_tokens)[0].tolist()
     except TokenizationError as error:
         raise invalid(name, f"{name} cannot be read: {error}") from None

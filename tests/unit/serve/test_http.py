@@ -138,13 +138,6 @@ def test_more_connections_than_there_may_be_are_refused(serve: Serve) -> None:
     wait_for(lambda: connect(port, HEALTH).recv(1 << 16).startswith(b"HTTP/1.1 200 "))
 
 
-def test_a_text_that_no_tokens_of_the_models_length_could_hold_is_not_read(serve: Serve) -> None:
-    prompt = json.dumps({"model": "m", "prompt": "a" * 20_000}).encode()
-    status, content = ask(serve(load_tokenizer(None)), "POST", "/v1/completions", prompt)
-    said = "prompt has 20000 bytes; at most 64 bytes fit in 64 tokens, the length of the model"
-    assert (status, content["error"]["message"]) == (400, said)
-
-
 def test_who_does_not_finish_the_body_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_BODY_S", 0.2)
     with connect(serve(), HALF + b'content-length: 100\r\n\r\n{"model"') as connection:
