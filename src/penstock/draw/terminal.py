@@ -21,7 +21,6 @@ from penstock.draw.layers import (
     boxes_of,
     drawn_length,
     figures_of,
-    idle_spans,
     kinds_in,
     list_by_rank,
     one_at_a_time,
@@ -29,11 +28,9 @@ from penstock.draw.layers import (
 )
 from penstock.schedule import Timeline
 
-_MIXED = "▒"
-_HEIGHTS = " ▁▂▃▄▅▆▇█"
 _TICK_EVERY = 10
-# Lines that a drawing with all its numbers may have, and bands that one without them may have.
-_MOST_LINES, _MOST_BANDS = 300, 4
+# Lines that a drawing with all its numbers may have.
+_MOST_LINES = 300
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -66,25 +63,17 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
     """The lines of a timeline's drawing, none longer than `width`.
 
     Each box bears its letter, its local stage and its microbatch; time is cut into bands, one below the other, until
-    they fit. Where that would take hundreds of lines, there are a few bands of letters alone, or a column shows what
-    its rank did in that time: one thing, or several.
+    they fit. Where that would take hundreds of lines, one band has the letters of the actions that have room.
     """
     rows = tuple(one_at_a_time(row) for row in boxes_of(timeline))
     margin = len(f"rank {len(rows) - 1} ")
     columns = max(10, width - margin)
     canvas = _numbered(timeline, rows, columns, coloured)
     numbered = canvas is not None
-    if canvas is None:
-        canvases = [_fit(timeline, rows, columns * num_bands, coloured) for num_bands in range(1, _MOST_BANDS + 1)]
-        canvas = next((canvas for canvas in canvases if not _is_dense(rows, canvas, most=0.1)), canvases[0])
-    dense = _is_dense(rows, canvas)
+    canvas = canvas or _fit(timeline, rows, columns, coloured)
     lines = [Text(timeline.title, style="bold")] if timeline.title else []
     cells = [[cell for box in row for cell in _cells(box, canvas)] for row in rows]
-    drawn = (
-        [_dense_row(row, drawn_length(timeline), canvas) for row in rows]
-        if dense
-        else [_row(row, canvas) for row in cells]
-    )
+    drawn = [_row(row, canvas) for row in cells]
     edges = _edges(cells, canvas, columns)
     pieces = [row.divide([own[rank] for own in edges[1:-1]]) for rank, row in enumerate(drawn)]
     for band, (starts, ends) in enumerate(pairwise(edges)):
@@ -92,7 +81,7 @@ def drawing(timeline: Timeline, *, width: int = 80, coloured: bool = False) -> l
             lead = f"rank {rank}".ljust(margin) + " " * (starts[rank] - min(starts))
             lines.append(Text(lead, style="" if coloured else "none").append_text(row[band]))
         lines.append(Text(" " * margin).append_text(_axis(canvas, columns, min(starts), min(ends))))
-    lines.extend(_legend(rows, canvas, dense, width))
+    lines.extend(_legend(rows, canvas, width))
     if not numbered and any(timeline.events):
         lines.append(Text("too long for its numbers here; a drawing in a .html file has them"))
     lines.extend(_figures(timeline, margin, width))
@@ -147,12 +136,6 @@ def _edges(cells: Sequence[Sequence[Cell]], canvas: _Canvas, columns: int) -> li
     return [*edges, [canvas.columns] * len(cells)]
 
 
-def _is_dense(rows: tuple[Row, ...], canvas: _Canvas, *, most: float = 0.5) -> bool:
-    """Return whether more than a share of the boxes are narrower than a column."""
-    lengths = sorted(box.end - box.start for row in rows for box in row)
-    return bool(lengths) and lengths[int(most * len(lengths))] * canvas.scale < 1 - 1e-9
-
-
 def _name(part: Part) -> str:
     """A part's letter, small but for the rank's first stage and numbered from its third, and its microbatch."""
     letter = part.kind.letter if part.local_stage == 0 else part.kind.letter.lower()
@@ -197,36 +180,6 @@ def _idle(columns: int, canvas: _Canvas) -> Text:
     return Text(Kind.IDLE.letter * columns, style="dim" if canvas.coloured else "")
 
 
-def _dense_row(row: Row, makespan: float, canvas: _Canvas) -> Text:
-    columns: list[dict[Kind, float]] = [{} for _ in range(canvas.columns)]
-    spans = [(box.start, box.end, part.kind, 1 / len(box.parts)) for box in row for part in box.parts]
-    spans += [(start, end, Kind.IDLE, 1.0) for start, end in idle_spans(row, makespan)]
-    for start, end, kind, weight in spans:
-        left, right = start * canvas.scale, end * canvas.scale
-        for column in range(int(left), min(canvas.columns, ceil(right))):
-            overlap = min(right, column + 1) - max(left, column)
-            columns[column][kind] = columns[column].get(kind, 0.0) + weight * overlap
-    return Text().join(_dense_column(shares, canvas.coloured) for shares in columns)
-
-
-def _dense_column(shares: dict[Kind, float], coloured: bool) -> Text:
-    """One column: the letter of the kind that took nearly all of it; in colour, the two largest shares by height."""
-    whole = sum(shares.values())
-    order = sorted(shares, key=lambda kind: shares[kind], reverse=True)
-    if whole <= 0 or shares.get(Kind.IDLE, 0.0) > 0.94 * whole:
-        return Text(Kind.IDLE.letter, style="dim" if coloured else "")
-    if coloured:
-        lower, upper = sorted(order[:2] if len(order) > 1 else order * 2, key=list(Kind).index)
-        eighths = round(8 * shares[lower] / (shares[lower] + shares[upper])) if lower is not upper else 8
-        above = Style() if upper is Kind.IDLE else Style(bgcolor=upper.colour)
-        return Text(_HEIGHTS[eighths], style=above + Style(color=lower.colour))
-    if shares.get(Kind.IDLE, 0.0) > 0.5 * whole:
-        return Text(Kind.IDLE.letter)
-    busy = {kind: share for kind, share in shares.items() if kind is not Kind.IDLE}
-    main = max(busy, key=lambda kind: busy[kind])
-    return Text(main.letter if busy[main] > 0.9 * sum(busy.values()) else _MIXED)
-
-
 def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
     """Times below their columns, as round as the width allows."""
     makespan = canvas.columns / canvas.scale
@@ -242,24 +195,20 @@ def _axis(canvas: _Canvas, columns: int, start: int, end: int) -> Text:
     return Text("".join(marks).rstrip(), style="dim" if canvas.coloured else "")
 
 
-def _legend(rows: tuple[Row, ...], canvas: _Canvas, dense: bool, width: int) -> list[Text]:
+def _legend(rows: tuple[Row, ...], canvas: _Canvas, width: int) -> list[Text]:
     entries = []
     for kind in kinds_in(rows):
         swatch = Style(color=kind.ink, bgcolor=kind.colour) if canvas.coloured and kind is not Kind.IDLE else Style()
         letter = f" {kind.letter} " if canvas.coloured else kind.letter
         entries.append(Text().append(letter, swatch).append(f" {kind.word}"))
-    if dense:
-        shared = "a column split by height: more than one in that time"
-        entries.append(Text(shared if canvas.coloured else f"{_MIXED} more than one in that time"))
-    else:
-        # What names say besides the kind: later local stages, and fused pairs.
-        last = max((part.local_stage for row in rows for box in row for part in box.parts), default=0)
-        if last > 0:
-            entries.append(Text("small letter: the rank's second stage" + " (f³: its third)" * (last > 1)))
-        if any(len(box.parts) > 1 for row in rows for box in row):
-            entries.append(Text("F+B a fused pair"))
-        if any(part.keeps for row in rows for box in row for part in box.parts):
-            entries.append(Text(WHAT_KEEPS))
+    # What names say besides the kind: later local stages, and fused pairs.
+    last = max((part.local_stage for row in rows for box in row for part in box.parts), default=0)
+    if last > 0:
+        entries.append(Text("small letter: the rank's second stage" + " (f³: its third)" * (last > 1)))
+    if any(len(box.parts) > 1 for row in rows for box in row):
+        entries.append(Text("F+B a fused pair"))
+    if any(part.keeps for row in rows for box in row for part in box.parts):
+        entries.append(Text(WHAT_KEEPS))
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:

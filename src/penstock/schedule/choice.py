@@ -171,17 +171,11 @@ class ScheduleChoice:
         sizes = self.settings.cut
         if sizes is None:
             return None
-        if isinstance(sizes, str):
-            try:
-                sizes = read_layout(sizes, num_units, units_per_layer)
-            except ValueError as error:
-                raise ConfigError(f"schedule.cut = {sizes!r}: {error}") from None
-        if len(sizes) != num_stages or sum(sizes) != num_units or not (sizes[0] and sizes[-1]):
-            raise ConfigError(
-                f"schedule.cut = {list(sizes)} must give {num_stages} stages {num_units} units in all, and each of the "
-                f"first and the last at least one; it gives {len(sizes)} stages {sum(sizes)} units"
-            )
-        return check_cut(sizes, num_units, num_stages)
+        try:
+            by_hand = read_layout(sizes, num_units, units_per_layer) if isinstance(sizes, str) else sizes
+            return check_cut(by_hand, num_units, num_stages)
+        except ValueError as error:
+            raise ConfigError(f"schedule.cut = {sizes!r}: {error}") from None
 
     def check_settings(self) -> None:
         """Refuse settings that name nothing or would change nothing; nothing is built.

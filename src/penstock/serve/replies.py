@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +19,14 @@ class ChoiceLogProbs:
 
     #: the text and the bytes of each token
     _texts: TokenTexts
-    #: the text so far, of tokens that ended together with it, and the bytes of tokens after those
+    #: the text so far, of whole characters
     _answer: AnswerText
-    _open: bytes
     #: True until a token has had a text
     _first: bool
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts, self._answer = texts, AnswerText(texts.tokenizer)
-        self._open, self._first = b"", True
+        self._first = True
 
     def of_chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """The field `logprobs` of a chat completion."""
@@ -63,20 +61,11 @@ class ChoiceLogProbs:
         return {"token": names[token], "logprob": log_prob, "bytes": None if content is None else list(content)}
 
     def _pass(self, token: int) -> int:
-        """Go on to the next token; returns the number of characters before the one that holds this one's first byte."""
-        content, length = self._texts.bytes_of(token, self._first) or b"", len(self._answer.text)
+        """Go on to the next token; returns the number of whole characters before it."""
+        length = len(self._answer.text)
         self._first = self._first and self._texts.bytes_of(token, first=False) is None
-        # What may become a whole character is one; a token without bytes stands where the next one may continue it.
-        through = utf_8_decode(self._open + content[:1], "replace", bool(content))[0]
-        offset = length + len(through) - bool(content)
         self._answer.add(token)
-        text, own = self._answer.text, content.decode(errors="replace")
-        if len(text) == length:
-            self._open += content
-            return offset
-        self._open = b""
-        # A decoder may show broken characters before this token as more or fewer than were counted.
-        return len(text) - len(own) if text.endswith(own) else offset
+        return length
 
 
 # ---- Replies in the form of OpenAI's interface: whole ones, and the parts of streamed ones
