@@ -99,7 +99,7 @@ def check_layers(layers: Sequence[Layer]) -> None:
 
 def bytes_are_known(layers: Sequence[Layer]) -> bool:
     """Return whether all layers know the bytes of a live tape, so that bytes can be shown instead of microbatches."""
-    return all(layer.timeline.memory.has_bytes for layer in layers)
+    return all(layer.timeline.costs.has_bytes for layer in layers)
 
 
 def live_over_time(layer: Layer, rank: int, *, in_bytes: bool) -> tuple[tuple[float, float], ...]:

@@ -26,7 +26,7 @@ from penstock.schedule.actions import (
     parts,
 )
 from penstock.schedule.builders import build, default_stages, describe, names, options, register
-from penstock.schedule.costs import Costs, Memory, costs_of_cut
+from penstock.schedule.costs import Costs, costs_of_cut
 from penstock.schedule.generation.scheduler import Batch, BatchItem, RingShape, Scheduler
 from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
 from penstock.schedule.lower import early_gradients, keep_first, lower
@@ -48,7 +48,6 @@ __all__ = [
     "Ending",
     "Event",
     "Hang",
-    "Memory",
     "Op",
     "Pair",
     "Placement",

@@ -20,45 +20,6 @@ LARGEST_COST = 1e100
 _SIZES = ("message_bytes", "microbatch_bytes", "kept_bytes", "weight_memory_share")
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of live tapes.
-
-    >>> Memory(weight_share=0.5, microbatch_bytes=100.0).bytes_of(stage=0, stages_per_rank=2)
-    50.0
-
-    Source: the share is M_W / M_B of Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
-    """
-
-    #: A microbatch counts 1 from its F to its I, and this from then until its W; one number, or one for each stage.
-    weight_share: float | tuple[float, ...] = 1.0
-    #: The bytes of one microbatch in all stages of a rank that it passes through, or those of each stage of the model.
-    microbatch_bytes: float | tuple[float, ...] = 0.0
-    #: Each microbatch's factor on its bytes, if microbatches differ in length.
-    lengths: tuple[float, ...] = ()
-    #: In place of `microbatch_bytes`, those of a microbatch that keeps all activations until its I; None if the same.
-    kept_bytes: float | tuple[float, ...] | None = None
-
-    @property
-    def has_bytes(self) -> bool:
-        """True if the bytes of a tape are known."""
-        sizes = self.microbatch_bytes
-        return any(sizes) if isinstance(sizes, tuple) else sizes > 0
-
-    def share_of(self, stage: int) -> float:
-        """The share of a stage's tape that is left after its I."""
-        shares = self.weight_share
-        return shares[stage % len(shares)] if isinstance(shares, tuple) else shares
-
-    def bytes_of(self, stage: int, stages_per_rank: int, keeps: bool = False) -> float:
-        """The bytes of a stage's whole tape, if a microbatch passes through `stages_per_rank` stages of a rank.
-
-        keeps: of a forward that is marked to keep all activations.
-        """
-        sizes = self.kept_bytes if keeps and self.kept_bytes is not None else self.microbatch_bytes
-        return sizes[stage % len(sizes)] if isinstance(sizes, tuple) else sizes / stages_per_rank
-
-
 @checked
 @dataclass(frozen=True)
 class Costs:
@@ -150,9 +111,23 @@ class Costs:
         return tuple(map(sum, zip(*both, strict=True)))
 
     @property
-    def memory(self) -> Memory:
-        kept = None if self.kept_bytes is None else _plain(self.kept_bytes)
-        return Memory(_plain(self.weight_memory_share), _plain(self.microbatch_bytes), tuple(self.lengths), kept)
+    def has_bytes(self) -> bool:
+        """True if the bytes of a tape are known."""
+        sizes = self.microbatch_bytes
+        return any(sizes) if isinstance(sizes, Sequence) else sizes > 0
+
+    def share_of(self, stage: int) -> float:
+        """The share of a stage's tape that is left after its I: M_W / M_B of Zero Bubble Pipeline Parallelism."""
+        shares = self.weight_memory_share
+        return shares[stage % len(shares)] if isinstance(shares, Sequence) else shares
+
+    def bytes_of(self, stage: int, stages_per_rank: int, keeps: bool = False) -> float:
+        """The bytes of a stage's whole tape, if a microbatch passes through `stages_per_rank` stages of a rank.
+
+        keeps: of a forward that is marked to keep all activations.
+        """
+        sizes = self.kept_bytes if keeps and self.kept_bytes is not None else self.microbatch_bytes
+        return sizes[stage % len(sizes)] if isinstance(sizes, Sequence) else sizes / stages_per_rank
 
 
 def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
@@ -174,10 +149,6 @@ def check_cost(name: str, value: float, kind: str = "a time") -> None:
     if not 0 <= value <= LARGEST_COST:
         bound = f"at most {LARGEST_COST:g}" if LARGEST_COST < value < inf else "at least 0"
         raise ValueError(f"{name} must be {kind} of {bound}, got {value!r}")
-
-
-def _plain(value: PerStage) -> float | tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else value
 
 
 class Durations:

@@ -7,12 +7,12 @@ live microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import fsum
 
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, Step, parts
-from penstock.schedule.costs import Costs, Durations, Memory
+from penstock.schedule.costs import Costs, Durations
 from penstock.schedule.rules import Rule, Rules
 
 
@@ -57,7 +57,8 @@ class Timeline:
     title: str = ""
     #: The number of stages that a microbatch passes through on a rank.
     stages_per_rank: int = 1
-    memory: Memory = Memory()
+    #: Those whose sizes the tapes have.
+    costs: Costs = field(default=Costs(), compare=False)
     #: True if a tape lasts until its last backward action; otherwise until the end of its F.
     training: bool = False
     #: Where the ranks wait for ever, behind these events.
@@ -73,7 +74,7 @@ class Timeline:
         stages_per_rank: int = 1,
         compute: float | None = None,
         title: str = "",
-        memory: Memory | None = None,
+        costs: Costs | None = None,
         training: bool | None = None,
     ) -> Timeline:
         """Make a timeline of events whose times count from a common 0.
@@ -81,7 +82,7 @@ class Timeline:
         `compute` is the time that a rank would take without waiting; by default that of the busiest rank. `training`
         is found by the backwards unless it is given.
         """
-        memory = memory or Memory()
+        costs = costs or Costs()
         if training is None:
             actions = (action for rank in events for event in rank for action in parts(event.action))
             training = any(action.op in (Op.B, Op.W) for action in actions)
@@ -97,11 +98,11 @@ class Timeline:
             makespan=makespan,
             span_cost=span_cost,
             bubble_rate=(span_cost - compute) / span_cost if span_cost else 0.0,
-            peak_live_microbatches=tuple(_peak_live(rank, memory, training) / stages_per_rank for rank in events),
+            peak_live_microbatches=tuple(_peak_live(rank, costs, training) / stages_per_rank for rank in events),
             idle=tuple(makespan - own - step for own, step in zip(busy, steps)),
             title=title,
             stages_per_rank=stages_per_rank,
-            memory=memory,
+            costs=costs,
             training=training,
         )
 
@@ -113,13 +114,13 @@ class Timeline:
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""
-        found = self._live(rank, lambda tape: (1, self.memory.share_of(tape.stage)))
+        found = self._live(rank, lambda tape: (1, self.costs.share_of(tape.stage)))
         return _over_time(found, 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
         # Shares of a rank's bytes may not add up exactly, so the unit is multiplied last.
-        whole = self.memory.bytes_of(0, self.stages_per_rank) or 1
+        whole = self.costs.bytes_of(0, self.stages_per_rank) or 1
         return _over_time(self._live(rank, lambda tape: self._tape_bytes(tape, whole)), whole)
 
     @property
@@ -130,11 +131,11 @@ class Timeline:
 
     def _tape_bytes(self, forward: Action, unit: float = 1.0) -> tuple[float, float]:
         """The bytes of a forward's tape until its I and from then on, in multiples of a unit."""
-        memory, stage = self.memory, forward.stage
-        length = memory.lengths[forward.microbatch] if memory.lengths else 1
-        rest = memory.bytes_of(stage, self.stages_per_rank) / unit * length
-        whole = memory.bytes_of(stage, self.stages_per_rank, keeps=True) / unit * length if forward.keeps else rest
-        return whole, memory.share_of(stage) * rest
+        costs, stage = self.costs, forward.stage
+        length = costs.lengths[forward.microbatch] if costs.lengths else 1
+        rest = costs.bytes_of(stage, self.stages_per_rank) / unit * length
+        whole = costs.bytes_of(stage, self.stages_per_rank, keeps=True) / unit * length if forward.keeps else rest
+        return whole, costs.share_of(stage) * rest
 
     def _live(self, rank: int, weigh: Callable[[Action], tuple[float, float]]) -> Iterator[tuple[float, int, float]]:
         """Yield each change of a rank's live tapes: time, stage, amount.
@@ -178,14 +179,14 @@ def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, A
                 yield event.end, action, 0, -1
 
 
-def _peak_live(events: Sequence[Event], memory: Memory, training: bool) -> float:
+def _peak_live(events: Sequence[Event], costs: Costs, training: bool) -> float:
     """The peak number of live tapes, given a rank's events in order."""
     full, peak = 0, 0.0
     reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
     for _, action, more_full, more_reduced in _changes(events, training):
         full += more_full
         if more_reduced:
-            share = memory.share_of(action.stage)
+            share = costs.share_of(action.stage)
             reduced[share] = reduced.get(share, 0) + more_reduced
         peak = max(peak, full + sum(share * number for share, number in reduced.items()))
     return peak
@@ -220,7 +221,7 @@ def simulate(program: Program | Hang, costs: Costs | None = None) -> Timeline:
         stages_per_rank=program.placement.stages_per_microbatch,
         compute=max(clock.compute for clock in clocks),
         title=f"{schedule.name}, {ranks}, {microbatches}, simulated",
-        memory=costs.memory,
+        costs=costs,
         training=schedule.training,
     )
 

@@ -14,7 +14,6 @@ from penstock import schedule
 from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
-from penstock.schedule.costs import Memory
 
 COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
 
@@ -93,7 +92,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path):
 
 @pytest.mark.parametrize("timeline", timelines(), ids=lambda timeline: timeline.title)
 def test_what_is_live_is_told_over_time(timeline: Timeline, tmp_path: Path):
-    with_bytes = replace(timeline, memory=Memory(microbatch_bytes=3e9))
+    with_bytes = replace(timeline, costs=Costs(microbatch_bytes=3e9))
     for layer, unit in ((Layer.simulated(timeline), 1), (Layer.simulated(with_bytes), 3e9)):
         write_page(tmp_path / "page.html", [layer])
         data = data_of(tmp_path / "page.html")
