@@ -65,45 +65,37 @@ def _pid(rank: int) -> int:
 def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_bytes: bool) -> Iterator[Entry]:
     """The events of one layer, whose names end in `suffix`."""
 
-    def at(
-        rank: int, kind: str, name: str, time: float, end: float | None = None, *, thread: int = _COMPUTE, **more: Any
-    ) -> Entry:
-        start = round(time * nanoseconds)
-        # The difference of rounded times: slices that touch must not overlap, or one of them is dropped.
-        took = {} if end is None else {"dur": (round(end * nanoseconds) - start) / 1000}
-        return {
-            "ph": kind,
-            "name": name,
-            "pid": _pid(rank),
-            "tid": tid(rank, thread),
-            "ts": start / 1000,
-            **took,
-            **more,
-        }
-
     def tid(rank: int, thread: int) -> int:
         """A number that is unique in the trace, since Perfetto identifies a thread by its number alone."""
         return 100 * _pid(rank) + 10 * number + thread
 
+    def at(rank: int, kind: str, time: float, *, thread: int = _COMPUTE, **more: Any) -> Entry:
+        start_us = round(time * nanoseconds) / 1000
+        return {"ph": kind, "pid": _pid(rank), "tid": tid(rank, thread), "ts": start_us, **more}
+
+    def slice_of(rank: int, start: float, end: float, **more: Any) -> Entry:
+        # The difference of rounded times: slices that touch must not overlap, or one of them is dropped.
+        took_us = (round(end * nanoseconds) - round(start * nanoseconds)) / 1000
+        return at(rank, "X", start, dur=took_us, **more)
+
     what = "bytes" if in_bytes else "microbatches"
     for rank, events in enumerate(layer.timeline.events):
         for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
-            ids = {"pid": _pid(rank), "tid": tid(rank, thread)}
-            yield {"ph": "M", "name": "thread_name", **ids, "args": {"name": f"{name}{suffix}"}}
-            yield {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": 10 * number + thread}}
+            ids = {"ph": "M", "pid": _pid(rank), "tid": tid(rank, thread)}
+            yield {"name": "thread_name", **ids, "args": {"name": f"{name}{suffix}"}}
+            yield {"name": "thread_sort_index", **ids, "args": {"sort_index": 10 * number + thread}}
         for event in events:
             first = parts(event.action)[0]
-            args = {"stage": first.stage, "microbatch": first.microbatch}
-            yield at(
-                rank, "X", str(event.action), event.start, event.end,
-                thread=_REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE,
-                cat=KIND_OF[first.op].word, args={key: value for key, value in args.items() if value >= 0},
-            )  # fmt: skip
+            named = {"stage": first.stage, "microbatch": first.microbatch}
+            thread = _REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE
+            args = {key: value for key, value in named.items() if value >= 0}
+            kind = KIND_OF[first.op].word
+            yield slice_of(rank, event.start, event.end, thread=thread, name=str(event.action), cat=kind, args=args)
         for wait in layer.waits[rank] if layer.waits else ():
             if wait.end > wait.start:
-                yield at(rank, "X", f"wait for rank {wait.rank}", wait.start, wait.end, cat="wait")
+                yield slice_of(rank, wait.start, wait.end, name=f"wait for rank {wait.rank}", cat="wait")
         for time, live in live_over_time(layer, rank, in_bytes=in_bytes):
-            yield at(rank, "C", f"live{suffix}", time, args={what: live})
+            yield at(rank, "C", time, name=f"live{suffix}", args={what: live})
     # Arrows from the action that made a message to the one that needs it, if they are on two ranks.
     makers = {
         (action.op in _FORWARD, action.stage, action.microbatch): (rank, event)
@@ -120,5 +112,5 @@ def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_b
         arrow += 1
         message = {"name": "output" if forward else "gradient", "cat": "message", "id": arrow}
         # An arrow belongs to the slice that is open at its time: inside the maker, just before it ends.
-        yield at(rank, "s", time=max(event.start, event.end - 1 / nanoseconds), **message)
-        yield at(taker[0], "f", time=taker[1].start, bp="e", **message)
+        yield at(rank, "s", max(event.start, event.end - 1 / nanoseconds), **message)
+        yield at(taker[0], "f", taker[1].start, bp="e", **message)

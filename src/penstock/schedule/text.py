@@ -196,32 +196,22 @@ def steps_by_place(words: list[str], where: str = "") -> dict[int, Step]:
 def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
     """Infer the placement and the number of microbatches from a CSV's cells.
 
-    Raises: ScheduleError where a cell repeats another, or stages or microbatches are numbered with gaps.
+    Raises: ScheduleError where stages are numbered with gaps, or are on several ranks.
     """
     homes: dict[int, int] = {}
-    last_microbatch, last_cell = ALL, ""
-    microbatches: set[int] = set()
+    last_microbatch = ALL
     for rank, row in enumerate(rows):
-        seen: dict[Action, int] = {}
         if not row:
             raise ScheduleError(f"row {rank + 1} is empty: each row is a rank, and each rank has actions")
         for place, action in ((place, action) for place, step in row.items() for action in parts(step)):
             here = f"row {rank + 1}, cell {place}: {action}"
-            if action in seen:
-                raise ScheduleError(f"{here} repeats cell {seen[action]}, each action comes once")
-            seen[action] = place
             if action.op is Op.STEP:
                 raise ScheduleError(f"{here} is not written in a CSV: each rank's end implies it")
             if homes.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(f"{here} is on stage {action.stage} of row {homes[action.stage] + 1}")
-            microbatches.add(action.microbatch)
-            if action.microbatch > last_microbatch:
-                last_microbatch, last_cell = action.microbatch, here
+            last_microbatch = max(last_microbatch, action.microbatch)
     if last_microbatch == ALL:
         raise ScheduleError("no action of the file computes anything")
-    for number in range(len(microbatches - {ALL})):
-        if number not in microbatches:
-            raise ScheduleError(f"{last_cell} has a number too high: no action has microbatch {number}")
     return _infer_placement(homes, len(rows)), last_microbatch + 1
 
 
