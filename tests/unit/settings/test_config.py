@@ -330,7 +330,7 @@ def test_words_of_other_programs_are_answered_with_ours():
             read_arguments([f"--{word}", "1"])
     with pytest.raises(ConfigError, match='the nearest one is "cuda"'):
         from_values({"parallel.device": "gpu"})
-    with pytest.raises(ConfigError, match=r"the nearest one is zb-v$"):
+    with pytest.raises(ConfigError, match="there is no schedule 'zbv'; did you mean 'zb-v'"):
         check_run(from_values({"schedule.name": "zbv"}))
     # Of a warm-up that is a share, any length of run has some steps, rounded up.
     share = from_values({"optimizer.num_warmup_steps": "7%", "train.steps": 10})

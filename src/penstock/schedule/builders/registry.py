@@ -12,6 +12,7 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.schedule.actions import Schedule, ScheduleError, check_count
+from penstock.settings import ConfigError
 from penstock.settings.declare import suggestion, type_in_words, words_of
 from penstock.settings.objects import is_reference, load_object
 
@@ -216,7 +217,7 @@ def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
 def _entry(name: str | Builder) -> _Registered:
     if isinstance(name, str) and not is_reference(name):
         if (entry := _ENTRIES.get(_ALIASES.get(name, name))) is None:
-            raise ValueError(
+            raise ConfigError(
                 f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names()))}, a file ending in .csv or "
                 ".txt, or package.module:function"
             )
