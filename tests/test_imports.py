@@ -51,7 +51,6 @@ DEVICE_ROOMS = {
         "engine/build.py",
         "engine/pipeline.py",
         "engine/folders/export.py",
-        "cli/doctor.py",
         "cli/session.py",
     },
 }
