@@ -261,6 +261,9 @@ class EngineInTurn(Engine):
     # As of any engine.
     grid: Grid
     watchers: Watchers
+    #: what the program of the last step has computed, see `TrainerInTurn`
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
     #: the loss, and its weight
     _loss_fn: LossFn
     _loss_weight_fn: LossWeightFn
@@ -278,14 +281,7 @@ class EngineInTurn(Engine):
         """This rank's layers by name."""
         return dict(unit for stage in self.pipeline.stages.values() for unit in stage.units)
 
-    @property
-    def losses(self) -> list[Tensor]:
-        return self.trainer.losses
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        return self.trainer.computed
-
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         """Take the next step."""
         self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)
+        self.losses, self.gradients = self.trainer.losses, self.trainer.computed

@@ -426,7 +426,7 @@ def a_layer_that_decays_its_weights_as_it_runs(layer: Any, x: Tensor) -> Tensor:
 # ---- Breaches: parameters that others hold, or nobody
 
 
-_LAYERS = {"by name": Block()}
+_LAYERS = {"by name": Block(), "by name, detached": Block()}
 
 
 def reads(first: nn.Module, weight: Callable[[], Tensor]) -> Model:
@@ -449,6 +449,11 @@ def a_layer_in_a_list_of_another() -> Model:
 @parts(Cause.ELSEWHERE)
 def a_weight_by_a_global_name() -> Model:
     return reads(_LAYERS["by name"], lambda: _LAYERS["by name"].up.weight)
+
+
+@parts(Cause.ELSEWHERE)
+def a_weight_by_a_global_name_without_its_gradient() -> Model:
+    return reads(_LAYERS["by name, detached"], lambda: _LAYERS["by name, detached"].up.weight.detach())
 
 
 @parts(Cause.ELSEWHERE)
