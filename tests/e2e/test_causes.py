@@ -206,7 +206,7 @@ def test_a_place_where_nothing_can_run_is_refused_at_once(
 @pytest.mark.shows(168)
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_a_reader_that_goes_ends_a_generation_quietly(folder: Path, pp: str):
-    words = [*PYTHON, "-m", "penstock", "generate", str(folder / "run"), "def", "def", "--pp", pp, "--threads", "1"]
+    words = [*PYTHON, "-m", "penstock", "generate", str(folder / "run"), "def", "--pp", pp, "--threads", "1"]
     with subprocess.Popen(
         [*words, "--max-new-tokens", "500"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
