@@ -93,7 +93,9 @@ class Generator:
         with recovery.joined():
             self._interrupted = None
             sequences = self._agree(prompts, params, options, listeners)
-            return self._go_on(lambda: self._begin(sequences, options, listeners), options)
+            with recovery.announcing():
+                generation = self._begin(sequences, options, listeners)
+            return self._go_on(generation, options)
 
     def resume(self, keep_caches: bool) -> GenerateResult:
         """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
@@ -104,7 +106,7 @@ class Generator:
             generation, options = interrupted
             if generation.scheduler is not None and not keep_caches:
                 generation.scheduler.read_again()
-            return self._go_on(lambda: generation, options)
+            return self._go_on(generation, options)
 
     def serve(self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions) -> None:
         """Answer the requests of a queue until it is closed, on the stages and weights as they are.
@@ -134,12 +136,11 @@ class Generator:
                 # As after a failed call: here the requests have failed one by one.
                 self.decoders.release()
 
-    def _go_on(self, take: Callable[[], Generation], options: GenerateOptions) -> GenerateResult:
+    def _go_on(self, generation: Generation, options: GenerateOptions) -> GenerateResult:
         """Compute until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
         with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
-            generation = take()
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
             loop = self._run(generation, options, longest)
             group = pipeline.grid.pp_control
@@ -161,13 +162,12 @@ class Generator:
 
     def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
         ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
-        ask, interrupts = listeners.interrupt, None
-        if ask is not None:
-            interrupts = lambda: bool(ask())  # noqa: E731
-            if layout.tp * layout.cp > 1 and grid.batch_control is not None:
-                # Of ranks that share layers the first asks for all.
-                first = ask if grid.tp_rank == grid.cp_rank == 0 else None
-                interrupts = AgreedInterrupt(first, unique_number(grid.batch_control), ring.alarm)
+        ask = listeners.interrupt
+        interrupts: Callable[[], bool] | None = ask
+        if ask is not None and layout.tp * layout.cp > 1 and grid.batch_control is not None:
+            # Of ranks that share layers the first asks for all.
+            first = ask if grid.tp_rank == grid.cp_rank == 0 else None
+            interrupts = AgreedInterrupt(first, unique_number(grid.batch_control), ring.alarm)
         shape = options.shape(len(sequences) - len(options.skip), layout.pp)
         if ring.rank > 0:
             return Generation(sequences, shape)
