@@ -58,10 +58,14 @@ REFUSED: dict[str, tuple[bytes | None, Sequence[str], str]] = {
         ("train", "run.toml", "--output", NOT_UTF8),
         r"output = '\\udcff' is not UTF-8",
     ),
-    "settings that are not UTF-8": (b"a = '\xff'", ("train", "texts.jsonl"), r"texts.jsonl is not UTF-8 \(byte 5\)"),
+    "settings that are not UTF-8": (b"a = '\xff'", ("train", "texts.jsonl"), r"not UTF-8 \(byte 5\); convert"),
     "a schedule that is not UTF-8": (b"\xff", ("schedule", "show", "texts.csv"), r"texts.csv is not UTF-8 \(byte 0\)"),
     "a corpus that is not UTF-8": (b"\xff", (*NEW, "--data.corpus", "texts.jsonl"), r"line 1: is not UTF-8 \(byte 0\)"),
-    "a row whose text is a number": (b'{"text": 3}', (*NEW, "--data.corpus", "texts.jsonl"), f"{LINE}'text' is an int"),
+    "a row whose text is a number": (
+        b'{"text": 3}',
+        (*NEW, "--data.corpus", "texts.jsonl"),
+        f"{LINE}has no text in the field",
+    ),
     "a line of texts and tokens": (
         b'{"text": "a", "tokens": [1]}',
         ("score", "run", "texts.jsonl"),
@@ -77,7 +81,7 @@ REFUSED: dict[str, tuple[bytes | None, Sequence[str], str]] = {
     "a cluster's size as text": (
         b'host_type = "h100-sxm"\n[device]\nmemory_gib = "80"',
         ("plan", "run.toml", "--cluster", "texts.toml"),
-        "device.memory_gib takes a number above 0, not '80'|no host is called",
+        "device.memory_gib = '80': expected float|no host is called",
     ),
 }
 
