@@ -162,7 +162,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         assert "different steps: [0, 1]" in steps
         assert "a is [1] of float32 on rank 0 and [2] of float32 on rank 1" in shapes
         assert "a1 has the shape (4,)" in loaded
-        assert "seed is 1 there and 2 here" in run
+        assert "seed (2 here, 1 there)" in run
         assert "step 2 could not be saved: rank 1: TypeError" in written
 
 

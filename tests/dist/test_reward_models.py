@@ -124,7 +124,7 @@ def test_the_command_writes_what_transformers_rates(head: str, labels: int, pp: 
 @pytest.mark.parametrize(
     "head, labels, told",
     [
-        ("reward", 3, "Classification rates texts by several labels, but penstock train takes a reward model, of one"),
+        ("reward", 3, "penstock train takes a reward model, which has one label"),
         ("value", 1, "Classification rates texts and gives no tokens; penstock score writes"),
     ],
 )

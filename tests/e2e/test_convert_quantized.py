@@ -38,7 +38,7 @@ def test_a_folder_of_8_bit_weights_gives_the_tokens_of_the_weights_it_was_made_o
 ) -> None:
     text, made = tmp_path / "text.jsonl", tmp_path / "small"
     text.write_text(8 * (json.dumps({"text": "some words that were kept aside "}) + "\n"))
-    assert main(["convert", str(folder), str(made), "--to", "huggingface", "--quantize", "int8", *shards]) == 0
+    assert main(["convert", str(folder), str(made), "--quantize", "int8", *shards]) == 0
 
     def perplexity(of: Path) -> float:
         capsys.readouterr()
@@ -103,7 +103,7 @@ def test_a_kind_that_is_slower_here_is_named_once_and_auto_takes_the_faster(
 
 def test_a_folder_of_8_bit_weights_is_run_as_asked(folder: Path, tmp_path: Path) -> None:
     made = tmp_path / "small"
-    assert main(["convert", str(folder), str(made), "--to", "huggingface", "--quantize", "int8"]) == 0
+    assert main(["convert", str(folder), str(made), "--quantize", "int8"]) == 0
     kept, found = {}, {}
     for kind in (None, *Quantize):
         # This model's widths do not allow int4.

@@ -285,7 +285,7 @@ def at_save(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("moment", "act", "says"),
     [
-        (at_start, shutil.rmtree, "{0}/checkpoints cannot be made: [^\n]+"),
+        (at_start, shutil.rmtree, "{0}/checkpoints cannot be written: [^\n]+"),
         (at_start, limited(0), "{0}/[^\n]+: [^\n]+"),
         (at_save, shutil.rmtree, "rank 0: {0}/[^\n]+: no such file or directory"),
         (at_save, limited(4096), "rank 0: {0}/checkpoints/[^\n]+: file too large"),

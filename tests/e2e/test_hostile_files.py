@@ -303,8 +303,8 @@ KINDS: dict[str, tuple[Act, Words, int]] = {
         both(python("code.py"), callback), use_run, DONE
     ),
     "a manifest that names a file outside": (signed_files, TRAIN, DONE),
-    "a pickle as tensors, signed": (lambda p: p.pickle_as_tensors(), TRAIN, DONE),
-    "the same in a run used as a model": (lambda p: p.pickle_as_tensors(), use_run, DONE),
+    "a pickle as tensors, signed": (lambda p: p.pickle_as_tensors(), TRAIN, REFUSED),
+    "the same in a run used as a model": (lambda p: p.pickle_as_tensors(), use_run, REFUSED),
     "a step of another name": (lambda p: p.checkpoint.rename(p.run / "checkpoints/step-00000099"), TRAIN, DONE),
     "a checkpoint that is a link out": (lambda p: p.link("run/checkpoints/step-00000099", p.outside), TRAIN, DONE),
     "an unfinished one that is a link out": (lambda p: p.link("run/checkpoints/.saving-x", p.outside), TRAIN, DONE),

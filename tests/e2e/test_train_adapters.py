@@ -119,8 +119,7 @@ def test_adapters_are_never_left_behind_in_silence(tmp_path: Path, capsys: pytes
     make_model("llama", vocab_size=256).save_pretrained(plain)
     for command, words, told in (
         ("train", ("--model.pretrained", run_folder), "has adapters, which another model cannot begin with"),
-        ("convert", (plain, tmp_path / "new", "--merge-adapters"), "--merge-adapters is for Hugging Face folders"),
-        ("convert", (plain, tmp_path / "new", "--merge-adapters", "--to", "huggingface"), "has no adapters to merge"),
+        ("convert", (plain, tmp_path / "new", "--merge-adapters"), "has no adapters to merge"),
     ):
         assert main([command, *map(str, words)]) == 2
         assert told in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.session import IMPORTS, ModelCommand, show_lacking
+from penstock.cli.session import IMPORTS, ModelCommand
 from penstock.io.files import parse_json
 from penstock.settings import SamplingParams
 from penstock.settings.declare import suggestion
@@ -102,7 +102,6 @@ class Conversation(ModelCommand):
         SamplingParams(**self.sampling)
         self.model, self.template = model, template
         self._begin(given.system)
-        show_lacking(model, self.sampling)
         with self.open(model) as (engine, _):
             lines = iter(given.lines) if given.lines else iter(_said, None)
             if not given.lines and sys.stdin.isatty():

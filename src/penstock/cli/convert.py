@@ -1,4 +1,4 @@
-"""`penstock convert`: a run's model as a Hugging Face folder, and such a folder as a run to begin from."""
+"""`penstock convert`: the model of a run, or of a Hugging Face folder, as a new Hugging Face folder."""
 
 import re
 import sys
@@ -6,35 +6,28 @@ from pathlib import Path
 
 from penstock.cli.options import Parser
 from penstock.cli.output import print_json, show_log, waiting
-from penstock.engine.folders.runs import RUN_FILE
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_FORMS = ("huggingface", "run")
 
 
 def parser() -> Parser:
     """The parser of `penstock convert`."""
     parser = Parser(
         "penstock convert",
-        "Write the model of a run as a Hugging Face folder that transformers loads, or the model of a Hugging Face\n"
-        "folder as a run whose weights another run can begin with ([model] pretrained). SOURCE decides which.",
+        "Write the model of a run, or of a Hugging Face folder, as a new Hugging Face folder that transformers loads.",
         examples=(
             "penstock convert runs/tiny tiny-hf",
-            "penstock convert Llama-3.2-1B runs/llama --dtype bf16",
-            "penstock convert Llama-3.2-1B smaller --to huggingface --max-shard-size 500MB",
-            "penstock convert Llama-3.2-1B small --to huggingface --quantize int8",
+            "penstock convert Llama-3.2-1B smaller --dtype bf16 --max-shard-size 500MB",
+            "penstock convert Llama-3.2-1B small --quantize int8",
         ),
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a run, or of a Hugging Face model")
     parser.add_argument("destination", type=Path, metavar="DESTINATION", help="a folder that does not exist yet")
-    parser.add_argument("--to", choices=_FORMS, help="the form to write (default: the one that SOURCE is not in)")
     parser.add_argument("--dtype", help="fp32, bf16 or fp16 (default: as stored)")
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of one file, such as 500MB (default 5GB)"
     )
-    parser.add_argument(
-        "--quantize", choices=["int8"], help="weights of products as 8-bit numbers, for a Hugging Face folder"
-    )
+    parser.add_argument("--quantize", choices=["int8"], help="weights of products as 8-bit numbers")
     parser.add_argument(
         "--merge-adapters",
         action="store_true",
@@ -53,26 +46,17 @@ def main(arguments: list[str]) -> int:
     max_shard_bytes = parse_size(options.max_shard_size)
     if not options.source.is_dir():
         raise ValueError(f"there is no folder {options.source}; give that of a run, or one of Hugging Face's")
-    form = options.to or _FORMS[not (options.source / RUN_FILE).is_file()]
-    from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
+    from penstock.engine.folders.export import ExportOptions, to_hugging_face
     from penstock.engine.folders.model_folder import open_folder
 
     show_log()
-    adapters_apart = form == "huggingface" and open_folder(options.source).has_adapters and not options.merge_adapters
-    for name in ("quantize", "merge_adapters"):
-        if getattr(options, name) and form != "huggingface":
-            raise ValueError(f"--{name.replace('_', '-')} is for Hugging Face folders; give --to huggingface")
+    adapters_apart = open_folder(options.source).has_adapters and not options.merge_adapters
+    export = ExportOptions(options.dtype, max_shard_bytes, options.merge_adapters, options.quantize is not None)
     with waiting(f"writing {options.destination}", sys.stderr, speaks=not options.json):
-        if form == "huggingface":
-            written = ExportOptions(
-                options.dtype, max_shard_bytes, options.merge_adapters, quantize=options.quantize is not None
-            )
-            step = to_hugging_face(options.source, options.destination, written)
-        else:
-            step = to_run(options.source, options.destination, options.dtype)
+        step = to_hugging_face(options.source, options.destination, export)
     num_bytes = sum(path.stat().st_size for path in options.destination.rglob("*.safetensors"))
     if options.json:
-        result = {"source": str(options.source), "destination": str(options.destination), "form": form}
+        result = {"source": str(options.source), "destination": str(options.destination)}
         print_json({**result, "bytes": num_bytes, **({} if step is None else {"step": step})})
         return 0
     of_step = "" if step is None else f", those of step {step}"

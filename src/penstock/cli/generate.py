@@ -21,7 +21,6 @@ from penstock.cli.session import (
     IMPORTS,
     RING_OPTIONS,
     ModelCommand,
-    show_lacking,
 )
 from penstock.io.files import text_in
 from penstock.settings import SamplingParams
@@ -164,7 +163,7 @@ class Generate(ModelCommand):
         else:
             text = given.standard_input
             prompts = reader.prompts_of(given.prompts or [_standard_input() if text is None else text])
-        limits = Limits(model.vocab_size, model.max_length)
+        limits = Limits(model.vocab_size, model.config.max_length)
         names = [prompt.name(number, given.file) for number, prompt in enumerate(prompts)]
         check_prompts([prompt.tokens for prompt in prompts], [params] * len(prompts), limits, names)
         options = GenerateOptions(**self.ring, tokenizer=model.tokenizer)
@@ -204,8 +203,6 @@ class Generate(ModelCommand):
     def work(self) -> None:
         self.together("prompts", self.read)
         prompts, params, is_first = [prompt.tokens for prompt in self.prompts], self.params, self.group.rank == 0
-        if is_first:
-            show_lacking(self.model, self.sampling)
         self.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
         shape = self.options.shape(self.num_answers, self.parallel.pp)
         mean = sum(map(len, prompts)) / len(prompts)

@@ -61,10 +61,8 @@ class InputReader:
         texts = list(self._lines(path, "score", forms))
         for text in texts:
             where = f"{path}, line {text.line}"
-            if len(text.tokens) > model.max_length:
-                raise ValueError(
-                    f"{where}: has {len(text.tokens)} tokens, but {model.folder} takes at most {model.max_length}"
-                )
+            if len(text.tokens) > (most := model.config.max_length):
+                raise ValueError(f"{where}: has {len(text.tokens)} tokens, but {model.folder} takes at most {most}")
             outside = next((token for token in text.tokens if not 0 <= token < model.vocab_size), None)
             if outside is not None:
                 raise ValueError(

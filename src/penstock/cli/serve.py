@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import PROCESSES, Parser, add_options, options_of, parallel_options, values_of
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
-from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand, show_lacking
+from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.io.files import read_text
 from penstock.settings import RingConfig, ServeConfig
 
@@ -127,7 +127,6 @@ class Serve(ModelCommand):
         is_first, config = self.group.rank == 0, self.config
         model = self.together("model", self.look)
         if is_first:
-            show_lacking(model, ["max_new_tokens"])
             logging.getLogger("penstock.serve").setLevel("INFO" if config.log_requests else "WARNING")
         shape, length = self.shape, self.length(model)
         self.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})

@@ -5,9 +5,8 @@ weights and the end are the same for all of them.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.engine.folders.model_folder import ModelFolder
 
 T = TypeVar("T")
-_MOST_SHOWN = 40
 
 IMPORTS = (
     *("penstock.cli.processes.session", "penstock.data.examples"),
@@ -152,10 +150,10 @@ class ModelCommand:
         from penstock.engine.folders.model_folder import open_model
 
         model, pp = open_model(self.given.model, **self.opened, **opened), self.parallel.pp
-        if pp > model.num_units:
+        if pp > model.config.num_units:
             raise ValueError(
-                f"--pp {pp} asks for {pp} stages, but {model.folder} has {model.num_units} units "
-                f"to cut from, so at most {model.num_units} are possible"
+                f"--pp {pp} asks for {pp} stages, but {model.folder} has {model.config.num_units} units "
+                f"to cut from, so at most {model.config.num_units} are possible"
             )
         return model
 
@@ -234,18 +232,3 @@ def show_layers(model: "ModelFolder") -> None:
     """Say on standard error where transformers' own layers run the model, and why."""
     if model.transformers_because is not None:
         print(f"penstock: transformers' own layers run {model.folder}: {model.transformers_because}", file=sys.stderr)
-
-
-def show_lacking(model: "ModelFolder", told: Container[str] = ()) -> None:
-    """Say on standard error which of the model's own settings of generation have no effect here; `told`: what is given.
-
-    A number of new tokens that is given makes max_length mean nothing.
-    """
-    from penstock.model.hf.families import GENERATION_CONFIG
-
-    means_nothing = {"max_length"} if "max_new_tokens" in told else set[str]()
-    fields = {name: value for name, value in model.lacking.items() if name not in means_nothing}
-    if fields:
-        named = ", ".join(f"{name} = {json.dumps(value)[:_MOST_SHOWN]}" for name, value in fields.items())
-        where = (model.tokenizer_folder or model.folder) / GENERATION_CONFIG
-        print(f"penstock: {where} has {named}, which Penstock lacks; answers are made without", file=sys.stderr)

@@ -18,7 +18,7 @@ from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import check_training
 from penstock.cli.processes.meeting import Group, find_group
 from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.engine.folders.runs import check_folder, check_libraries
+from penstock.engine.folders.runs import check_folder, writes_tensorboard
 from penstock.settings import SETTINGS, ConfigError, RunConfig
 from penstock.settings.declare import nearest, parts_of
 from penstock.settings.run import from_values, read_values, section_summaries
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
         show_dry_run(config, as_json=given.json)
         return 0
-    check_libraries(config)
+    writes_tensorboard(config.log)
     if group is None:
         check_folder(config, fresh=given.fresh, resume=given.resume)
         if config.parallel.world_size > 1:

@@ -335,13 +335,16 @@ def parse_toml(text: str) -> dict[str, Any]:
 def toml_text(table: Mapping[str, Any], name: str = "") -> str:
     """Write a table of texts, truth values, numbers, lists and tables as TOML, its own values before the tables in it.
 
-    >>> print(toml_text({"a": {"b": 1e-3, "c d": [True, "e\\n"]}, "f": 2}), end="")
+    Values that are None are left out.
+
+    >>> print(toml_text({"a": {"b": 1e-3, "c d": [True, "e\\n"], "g": None}, "f": 2}), end="")
     f = 2
     <BLANKLINE>
     [a]
     b = 0.001
     "c d" = [true, "e\\n"]
     """
+    table = {key: value for key, value in table.items() if value is not None}
     keys = {key: key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key) for key in table}
     lines = [f"{keys[key]} = {_toml_value(value)}\n" for key, value in table.items() if not isinstance(value, Mapping)]
     head = f"[{name}]\n" if name and (lines or not table) else ""

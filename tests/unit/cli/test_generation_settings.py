@@ -1,29 +1,16 @@
-"""A model's own settings of generation: turned off on the command line, or named where Penstock lacks them."""
+"""A model's own settings of generation: turned off on the command line."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
 
 from penstock.cli.generate import Generate
 from penstock.cli.main import main
-from penstock.cli.session import show_lacking
-from penstock.engine.folders.model_folder import open_model
 from penstock.model.hf.families import GENERATION_CONFIG
 from penstock.settings import SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
-
-LACKING: dict[str, Any] = {
-    "no_repeat_ngram_size": 3,
-    "num_beams": 4,
-    "typical_p": 0.9,
-    "penalty_alpha": 0.6,
-    "suppress_tokens": [5, 6],
-    "max_length": 50,
-}
 
 
 @pytest.fixture
@@ -56,22 +43,6 @@ def test_each_of_a_models_own_settings_can_be_turned_off(folder: Path) -> None:
     assert found.recipe[:5] == SamplingParams().recipe[:5], "it draws as if nothing had been asked for"
 
 
-def test_fields_that_would_change_answers_in_transformers_alone_are_named_once(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    GenerationConfig(**LACKING, top_k=20, do_sample=True).save_pretrained(folder)
-    assert dict(open_model(folder).lacking) == LACKING
-    assert main(["generate", str(folder), "the cat", "--max-new-tokens", "2", "--threads", "1"]) == 0
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if GENERATION_CONFIG in line)
-    assert all(f"{name} = {json.dumps(LACKING[name])}" in line for name in LACKING if name != "max_length")
-    assert "max_length" not in line and "top_k" not in line, "what is given, and what holds"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", str(folder), "--port", str(taken.getsockname()[1]), "--threads", "1"]) == 2
-    assert line in capsys.readouterr().err.splitlines()
-    show_lacking(open_model(folder))
-    assert "max_length = 50, which Penstock lacks" in capsys.readouterr().err
-
-
 def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = ['{"tokens": [1, 2]}', "", json.dumps({"id": "q7", "tokens": [3] * 125}), '{"tokens": [300]}']
@@ -98,7 +69,7 @@ def test_a_model_that_cannot_be_quantized_is_refused_by_its_kind(
     make_model(family, vocab_size=300).save_pretrained(tmp_path)
     for words in (
         ["generate", str(tmp_path), "a", "--quantize", "int8"],
-        ["convert", str(tmp_path), str(tmp_path / "new"), "--to", "huggingface", "--quantize", "int8"],
+        ["convert", str(tmp_path), str(tmp_path / "new"), "--quantize", "int8"],
     ):
         assert main(words) == 2
         err = capsys.readouterr().err

@@ -25,7 +25,7 @@ from penstock.engine.checkpoint.manifest import (
 )
 from penstock.parallel import connect
 from penstock.settings import Layout
-from tests.forged import change_header, forge
+from tests.forged import forge
 from tests.plain_user import plain_user
 
 IDENTITY = {"model.num_layers": 2, "optimizer.learning_rate": 0.001}
@@ -229,52 +229,16 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
 
 
 OTHER = "optimizer.exp_avg.layers.0.mlp.up.weight"
-FORGERY: dict[str, tuple[Callable[[Path], object], str]] = {
-    "name": (
-        lambda path: change_header(_first_file(path), lambda header: header.update(other=header.pop("double"))),
-        "holds other, which is not in the manifest",
-    ),
-    "dtype": (
-        lambda path: change_header(_first_file(path), lambda header: header[OTHER].update(dtype="I32")),
-        r"as \[16, 24\] of int32 instead of \[16, 24\] of float32",
-    ),
-    "shape": (
-        lambda path: change_header(_first_file(path), lambda header: header[OTHER].update(shape=[24, 16])),
-        r"as \[24, 16\] of float32 instead of \[16, 24\] of float32",
-    ),
-    "no tensors": (lambda path: _first_file(path).write_bytes(b"\x02" + bytes(7) + b"{}"), "none of its files holds"),
-    "no safetensors": (lambda path: _first_file(path).write_bytes(b"x" * 100), "is no safetensors file"),
-    "one name in two files": (
-        lambda path: [
-            shutil.copy(_first_file(path), path / "x.safetensors"),
-            forge(path, lambda content: content["files"].update({"x.safetensors": {}})),
-        ],
-        "both hold",
-    ),
-    "a name too many in the manifest": (
-        lambda path: forge(path, lambda content: content["tensors"].update(more={"shape": [1], "dtype": "float32"})),
-        "none of its files holds more",
-    ),
-    "part of a tensor alone": (
-        lambda path: forge(path, lambda content: content["tensors"]["half"].update(of="half", start=[0], of_shape=[9])),
-        "hold 5 elements of half, which has 9",
-    ),
-}
 
 
-@pytest.mark.parametrize("forgery", FORGERY)
-def test_a_checkpoint_whose_files_hold_other_tensors_than_its_manifest_is_a_damaged_one(
-    tmp_path: Path, forgery: str
-) -> None:
+def test_a_checkpoint_that_has_part_of_a_tensor_alone_is_a_damaged_one(tmp_path: Path) -> None:
     _save(tmp_path, [1, 2])
     newest = tmp_path / "step-00000002"
-    inflict, reason = FORGERY[forgery]
-    inflict(newest)
-    forge(newest)
+    forge(newest, lambda content: content["tensors"]["half"].update(of="half", start=[0], of_shape=[9]))
     checkpointer = _checkpointer(tmp_path)
     info = checkpointer.latest()
     assert info is not None and info.step == 1 and _equal(_load(checkpointer, info), _tensors(1))
-    assert re.search(reason, checkpointer.refused[newest])
+    assert "hold 5 elements of half, which has 9" in checkpointer.refused[newest]
 
 
 @pytest.mark.shows(97)
@@ -395,9 +359,9 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path) 
     _save(tmp_path, [1])
     before = _names(tmp_path)
     grid = connect(Layout(), "cpu")
-    with pytest.raises(AnotherRun, match=r"holds another run: optimizer.learning_rate is 0.001 there and 0.002 here"):
+    with pytest.raises(AnotherRun, match=r"holds another run: optimizer.learning_rate \(0.002 here, 0.001 there\)"):
         Checkpointer(tmp_path, grid, IDENTITY | {"optimizer.learning_rate": 0.002})
-    with pytest.raises(AnotherRun, match="seed is None there and 1 here"):
+    with pytest.raises(AnotherRun, match=r"seed \(1 here, None there\)"):
         Checkpointer(tmp_path, grid, IDENTITY | {"seed": 1})
     assert _names(tmp_path) == before
 
@@ -417,7 +381,7 @@ def test_a_checkpoint_copied_from_another_run_is_refused_by_name(tmp_path: Path)
     checkpointer = _checkpointer(tmp_path / "ours")
     info = checkpointer.latest()
     assert info is not None and info.step == 1
-    assert "another run: model.num_layers is 3 there and 2 here" in next(iter(checkpointer.refused.values()))
+    assert "another run: model.num_layers (2 here, 3 there)" in next(iter(checkpointer.refused.values()))
 
 
 # ---- failures

@@ -1,7 +1,6 @@
 """A run's folder is asked what Hugging Face's is asked: its ratings, its vocabulary, and what it began with."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,36 +10,47 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from penstock.engine import Engine
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import published
-from penstock.engine.folders.export import ExportOptions, to_hugging_face, to_run
+from penstock.engine.folders.export import ExportOptions, to_hugging_face
 from penstock.engine.folders.model_folder import open_model
+from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
-from penstock.engine.folders.runs import MODEL_FOLDER, RunLock
-from penstock.settings import from_dict
+from penstock.engine.folders.runs import RunLock
+from penstock.settings import RunConfig, from_dict
 from tests.hugging_face import SIZES, make_model, make_tokenizer
+
+
+def save_run(folder: Path, data: dict[str, str], vocab_size: int, steps: Sequence[int] = (0,)) -> None:
+    """Begin a run, which leaves the size of its vocabulary out, and save checkpoints."""
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    save(from_dict({"output": str(folder), "model": sizes, "data": data}), vocab_size, steps)
+
+
+def begin_run(source: Path, folder: Path, **data: str) -> None:
+    """Begin a run with the model of a folder."""
+    config = from_dict({"output": str(folder), "model": {"pretrained": str(source)}, "data": data})
+    config = with_pretrained(config)
+    save(config, config.model.vocab_size or 0, (0,))
+
+
+def save(config: RunConfig, vocab_size: int, steps: Sequence[int]) -> None:
+    RunLock(config).close()
+    engine = Engine(*engine_arguments(config, vocab_size))
+    saved = Checkpointer(Path(config.output) / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
+    for step in steps:
+        saved.save(step, engine.state(optimizer=False), extra={}, wait=True)
+    engine.close()
 
 
 def test_a_run_with_a_reward_model_is_refused_where_tokens_are_wanted(tmp_path: Path) -> None:
     """As the folder it began with is, from whose config.json it has the token that pads texts."""
     config = AutoConfig.for_model("llama", **SIZES | {"pad_token_id": 3}, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
-    to_run(tmp_path / "reward", tmp_path / "run", None)
+    begin_run(tmp_path / "reward", tmp_path / "run", tokenizer="bytes")
     for name in ("reward", "run"):
         with pytest.raises(ValueError, match="rates texts and gives no tokens"):
             open_model(tmp_path / name)
         found = open_model(tmp_path / name, may_rate=True)
         assert (found.rates, found.is_reward_model, found.pad_token) == ("texts", True, 3)
-
-
-def save_run(folder: Path, data: dict[str, str], vocab_size: int, steps: Sequence[int] = (0,)) -> None:
-    """Begin a run, which leaves the size of its vocabulary out, and save checkpoints."""
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
-    config = from_dict({"output": str(folder), "model": sizes, "data": data})
-    RunLock(config).close()
-    engine = Engine(*engine_arguments(config, vocab_size))
-    saved = Checkpointer(folder / "checkpoints", engine.grid, config.identity(), aliases=engine.ties)
-    for step in steps:
-        saved.save(step, engine.state(optimizer=False), extra={}, wait=True)
-    engine.close()
 
 
 def test_of_a_damaged_checkpoint_to_begin_with_nothing_is_said_again(
@@ -56,19 +66,6 @@ def test_of_a_damaged_checkpoint_to_begin_with_nothing_is_said_again(
     assert caplog.messages == []
     assert open_model(tmp_path / "first").step == 1
     assert [newest.name in message for message in caplog.messages] == [True]
-
-
-def test_a_run_that_has_lost_its_tokenizer_takes_token_ids_of_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "words").mkdir()
-    size = len(make_tokenizer(tmp_path / "words"))
-    save_run(tmp_path / "run", {"tokenizer": str(tmp_path / "words")}, size)
-    before = open_model(tmp_path / "run")
-    assert (before.tokenizer is not None, before.vocab_size) == (True, size)
-    shutil.rmtree(tmp_path / "words")
-    assert open_model(tmp_path / "run").tokenizer is not None
-    shutil.rmtree(tmp_path / "run" / MODEL_FOLDER)
-    after = open_model(tmp_path / "run")
-    assert (after.tokenizer, after.vocab_size) == (None, size)
 
 
 @pytest.mark.parametrize(("end_token", "size", "ends"), [(None, 256, ()), ("</s>", 257, (256,))])
@@ -89,8 +86,8 @@ def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_
     model = make_model("qwen2", vocab_size=300, eos_token_id=[2, 4])
     model.save_pretrained(tmp_path / "model")
     make_tokenizer(tmp_path / "model")
-    to_run(tmp_path / "model", tmp_path / "first", None)
-    to_run(tmp_path / "first", tmp_path / "second", None)
+    begin_run(tmp_path / "model", tmp_path / "first")
+    begin_run(tmp_path / "first", tmp_path / "second")
     to_hugging_face(tmp_path / "second", tmp_path / "back", ExportOptions())
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
     assert "eos_token_id" in before

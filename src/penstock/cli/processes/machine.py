@@ -155,7 +155,7 @@ def options_here(model: "ModelFolder", num_answers: int, max_copies: int, device
     Raises: ValueError for a model that does not fit.
     """
     machine = Machine.here(device)
-    pp, dp, num_threads = fitted(model.weight_bytes(), num_answers, model.num_units, max_copies, machine)
+    pp, dp, num_threads = fitted(model.weight_bytes(), num_answers, model.config.num_units, max_copies, machine)
     options = ["--pp", str(pp), *(["--dp", str(dp)] if dp > 1 else []), "--threads", str(num_threads)]
     if (machine.num_gpus or machine.num_cores) > 1:
         print(f"penstock: {' '.join(options)} fits this machine; other options choose otherwise", file=sys.stderr)

@@ -12,15 +12,16 @@ rename publishes. The hidden folders that a killed run leaves are cleared away b
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -35,19 +36,20 @@ from penstock.engine.checkpoint.manifest import (
     DamagedCheckpoint,
     TensorRecord,
     check_cover,
+    check_files,
     describe_file,
     differing,
-    examine,
     folder_name,
     published,
+    read_manifest,
     step_of,
-    warn_of,
     write_manifest,
 )
 from penstock.engine.optimizer.state import STATE, is_of_all, state_name
 from penstock.io.files import naming, read_json_object, remove, sync_folder, write_durably
+from penstock.model.hf.files import MissingFile, refuse_unfit_files
 from penstock.parallel import Grid
-from penstock.parallel.host import Gather, gather_json, on_all_ranks
+from penstock.parallel.host import Gather, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
 from penstock.settings.declare import words_of
 
@@ -59,6 +61,8 @@ _MAX_FILES = 64
 
 T = TypeVar("T")
 
+_logger = logging.getLogger(__name__)
+
 
 # ---- Loading
 
@@ -66,17 +70,18 @@ T = TypeVar("T")
 class CheckpointReader:
     """Loads the checkpoints of one run from its folder, to which another process may be writing.
 
-    Every rank of the grid makes one and calls alike.
+    Every rank of the grid makes one and calls alike; without a grid the process is alone.
     """
 
     #: the folder of the checkpoints, each a folder of its own; or a single checkpoint
     folder: Path
     #: damaged checkpoint -> what is wrong with it
     refused: dict[Path, str]
-    #: this rank's place, and its groups
-    _grid: Grid
+    #: this rank's place in the grid, and the number of ranks there
+    _rank: int
+    _num_ranks: int
     #: gathers each rank's JSON value
-    _gather: Callable[[Any], list[Any]]
+    _gather: Gather
     #: the settings that make this run what it is, as JSON gives them back; None to read any run
     _identity: Any
     #: names of tensors that are equal to another by construction (tied copies) -> that other's name, under which alone
@@ -86,55 +91,57 @@ class CheckpointReader:
     def __init__(
         self,
         folder: Path | str,
-        grid: Grid,
+        grid: Grid | None,
         identity: Mapping[str, Any] | None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, self.refused, self._grid = Path(folder), {}, grid
-        self._gather = partial(gather_json, group=grid.control)
+        self.folder, self.refused = Path(folder), {}
+        self._rank, self._num_ranks = (0, 1) if grid is None else (grid.rank, grid.world_size)
+        self._gather = partial(gather_json, group=None if grid is None else grid.control)
         self._identity = json.loads(json.dumps(identity))
         self._aliases = dict(aliases or {})
 
-    def latest(self) -> CheckpointInfo | None:
-        """Find the newest checkpoint that is intact; damaged ones are warned of by name and entered in `refused`.
+    def latest(self, quiet: bool = False) -> CheckpointInfo | None:
+        """Find the newest checkpoint that is intact; damaged ones are entered in `refused`, and warned of by name.
 
-        Each rank verifies some of the files, and all return the same.
+        Each rank verifies some of the files, and all return the same. `quiet`: nobody is warned.
         """
-        rank, num_ranks = self._grid.rank, self._grid.world_size
 
-        def names() -> list[str]:
-            if rank > 0:
-                return []
+        def names() -> tuple[None, list[str]]:
             # Oldest first; of a folder that is a checkpoint itself, that one.
-            return ["."] if (self.folder / MANIFEST).is_file() else [path.name for path in published(self.folder)]
+            is_one = (self.folder / MANIFEST).is_file()
+            return None, ["."] if is_one else [path.name for path in published(self.folder)]
 
-        found = on_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
-        for name in reversed(self._gather(found)[0]):
+        _, found = shown_to_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
+        for name in reversed(found[0]):
             path, info, reason = self.folder / name, None, None
             try:
-                info = examine(path, self._identity, rank, num_ranks)
-            except DamagedCheckpoint as error:
+                refuse_unfit_files(path)
+                info = read_manifest(path)
+                if self._identity is not None and (changed := differing(self._identity, info.identity)):
+                    raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
+                check_files(info, self._rank, self._num_ranks)
+            except (ValueError, OSError) as error:
                 reason = str(error)
-            reasons = [theirs for theirs in self._gather(reason) if theirs is not None]
+            reasons = [other for other in self._gather(reason) if other is not None]
             if not reasons:
                 return info
             self.refused[path] = reasons[0]
-            if rank == 0:
-                warn_of(path, reasons[0])
+            if self._rank == 0 and not quiet:
+                _logger.warning("checkpoint %s is refused: %s", path, reasons[0])
         return None
 
-    def existing(self) -> CheckpointInfo:
-        """Find the newest checkpoint that is intact, of which there must be one.
+    def existing(self, quiet: bool = False) -> CheckpointInfo:
+        """Find the newest checkpoint that is intact as `latest` does; there must be one.
 
-        Raises: FileNotFoundError where there is none at all, DamagedCheckpoint where none is intact; on all ranks.
+        Raises: MissingFile where there is none at all, DamagedCheckpoint where none is intact; on all ranks.
         """
-        info = self.latest()
-        if info is not None:
+        if (info := self.latest(quiet)) is not None:
             return info
         if self.refused:
             path, reason = next(iter(self.refused.items()))
             raise DamagedCheckpoint(f"no checkpoint in {self.folder} can be read: {path} is refused, {reason}")
-        raise FileNotFoundError(f"{self.folder} holds no checkpoint")
+        raise MissingFile(f"{self.folder} holds no checkpoint")
 
     def check_used(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor], ignored: str = "") -> None:
         """Refuse a checkpoint with tensors that no rank asks for, but for names that begin with `ignored`.
@@ -146,8 +153,8 @@ class CheckpointReader:
         """
         asked = self._gather(sorted({self._source(name) for name in tensors}))
         unused = sorted(info.stored.keys() - {name for names in asked for name in names})
-        unused = [name for name in unused if not (ignored and name.startswith(ignored))]
-        unused = [name for name in unused if not name.startswith((f"{ATTRIBUTE}.", f"{ATTRIBUTE}@"))]
+        may_stay = (f"{ATTRIBUTE}.", f"{ATTRIBUTE}@", *([ignored] if ignored else []))
+        unused = [name for name in unused if not name.startswith(may_stay)]
         unused = [name for name in unused if not (name.startswith(STATE) and is_of_all(state_name(name)[1]))]
         if unused:
             raise ValueError(f"checkpoint {info.path} holds {len(unused)} tensors that the model lacks: {unused[:3]}")
@@ -172,15 +179,13 @@ class CheckpointReader:
         Raises: DamagedCheckpoint where the act finds that value to be another than was ever saved, and the act's own
         ValueError; on all ranks alike.
         """
-        rank = self._grid.rank if len(info.rank_values) == self._grid.world_size else 0
+        rank = self._rank if len(info.rank_values) == self._num_ranks else 0
 
         def restored() -> T:
             try:
                 return act(info.rank_values[rank])
-            except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
-                raise DamagedCheckpoint(
-                    f"checkpoint {info.path}: the values of rank {rank} are none of a run ({error!r})"
-                ) from error
+            except (LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError) as error:
+                raise DamagedCheckpoint(f"{info.path}: rank {rank}'s values are none of a run ({error!r})") from error
 
         return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
 
@@ -201,11 +206,8 @@ class CheckpointReader:
         for name, source in sources.items():
             for name_in_file, indices, into in _copies(info, name, stored[source], tensors[name]):
                 wanted.setdefault(name_in_file, []).append((indices, into))
-        for file in info.files:
-            if not (info.path / file).exists():
-                raise FileNotFoundError(f"checkpoint file {info.path / file} is missing")
         unread = set(wanted)
-        for path in sorted(info.path.glob(f"*{TENSOR_SUFFIX}")):
+        for path in (info.path / file for file in sorted(info.files)):
             try:
                 with safe_open(path, framework="pt") as file:
                     found = wanted.keys() & file.keys()
@@ -223,11 +225,7 @@ class CheckpointReader:
 def _copies(
     info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor
 ) -> list[tuple[str, Indices, Tensor]]:
-    """All that must be copied into a rank's tensor.
-
-    Raises: ValueError where it is stored in another shape, or not all of it, or as whole numbers where fractions belong
-    or the other way round; precisions may differ.
-    """
+    """All that must be copied into a rank's tensor, whose precision alone may differ."""
     every, full_shape = [], stored[0].part.full_shape
     for own, values in local_slices(local).items():
         if own.full_shape != full_shape:
@@ -235,13 +233,7 @@ def _copies(
         for record in (info.tensors[one.name] for one in stored):
             if getattr(torch, record.dtype).is_floating_point != values.is_floating_point():
                 raise ValueError(f"{name} is of {values.dtype}, but checkpoint {info.path} holds {record}")
-        found = list(copies(stored, own, values))
-        num_found = sum(into.numel() for _, _, into in found)
-        if num_found != values.numel():
-            raise ValueError(
-                f"checkpoint {info.path} holds {num_found} of the {values.numel()} elements of {name}{own}"
-            )
-        every += found
+        every += copies(stored, own, values)
     return every
 
 
@@ -273,8 +265,10 @@ class Checkpointer(CheckpointReader):
     _standalone: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
-    #: the save under way: its thread, and what becomes of it
-    _writing: tuple[threading.Thread, Future[None]] | None
+    #: the save under way: its thread, and the error that has ended it
+    _writing: tuple[threading.Thread, list[Exception]] | None
+    #: the group of all ranks whose messages go beside training
+    _background: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -289,10 +283,9 @@ class Checkpointer(CheckpointReader):
             raise ValueError(f"at least 1 checkpoint must be kept, not {keep}")
         super().__init__(folder, grid, identity, aliases)
         self._keep, self._standalone = keep, standalone
-        self._host_copies, self._writing = {}, None
-        kinds = AnotherRun, ValueError, FileNotFoundError
-        claim = self._claim if grid.rank == 0 else lambda: None
-        on_all_ranks(claim, self._gather, *kinds, otherwise=CheckpointError)
+        self._host_copies, self._writing, self._background = {}, None, grid.background
+        claim = self._claim if self._rank == 0 else lambda: None
+        on_all_ranks(claim, self._gather, AnotherRun, otherwise=CheckpointError)
 
     def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
         """Copy this rank's tensors to host memory and write them while training goes on.
@@ -309,44 +302,47 @@ class Checkpointer(CheckpointReader):
 
         def prepare() -> None:
             # As text at once: the caller may change the value while the writer runs.
-            try:
-                texts.append(json.dumps(extra))
-            except (TypeError, ValueError) as error:
-                text = f"extra is no JSON value ({error}); give numbers, texts, lists and dicts"
-                raise type(error)(text) from None
+            texts.append(json.dumps(extra))
             for name, local in tensors.items():
                 # A copy that another rank saves may be conjugated by a mark, and this one not.
                 whole = local.resolve_conj() if isinstance(local, Tensor) else local
                 for part, values in local_slices(whole).items() if self._source(name) == name else ():
                     record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
                     own[record.stored_name] = values, record
-            if self._grid.rank == 0:
+            if self._rank == 0:
                 remove(staging, ignore_errors=True)
                 staging.mkdir()
 
-        self._begin(step, prepare)
-        stored, writer_of, file_of = _plan_save(step, own, self._gather)
+        self._together(step, prepare)
+        stored, writer_of = _plan_save(step, own, self._gather)
         copies: dict[str, Tensor] = {}
 
         def copy() -> None:
             for name, writer in writer_of.items():
-                if writer == self._grid.rank:
+                if writer == self._rank:
                     copies[name] = self._copy_to_host(name, own[name][0])
 
         # Host memory may be short on one rank, and the writers wait for each other without a limit.
-        self._begin(step, copy)
+        self._together(step, copy)
+        in_background = partial(gather_json, group=self._background)
+
+        def report() -> Any:
+            names = write_tensors(staging, self._rank, copies)
+            return {"files": {name: describe_file(staging / name) for name in names}, "extra": json.loads(texts[0])}
+
+        errors: list[Exception] = []
 
         def write() -> None:
-            reports = self._written(staging, step, copies, file_of, json.loads(texts[0]))
-            error = None
-            if self._grid.rank == 0:
-                try:
-                    self._publish(staging, step, stored, reports)
-                except Exception as caught:
-                    error = _reason(caught, staging)
-            _raise_first(step, gather_json(error, self._grid.background))
+            try:
+                # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
+                reports = self._together(step, report, in_background)
+                self._together(step, lambda: self._publish(staging, step, stored, reports), in_background)
+            except Exception as error:
+                errors.append(error)
 
-        self._writing = _begun(write)
+        thread = threading.Thread(target=write, name="checkpoint writer", daemon=True)
+        thread.start()
+        self._writing = thread, errors
         if wait:
             self.finish()
 
@@ -358,65 +354,62 @@ class Checkpointer(CheckpointReader):
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        thread, written = writing
+        thread, errors = writing
         thread.join()
-        if (error := written.exception()) is not None:
+        for error in errors:
             raise CheckpointError(str(error)) from error
 
-    def _begin(self, step: int, act: Callable[[], None]) -> None:
-        """Do what comes before the writing. Raises: CheckpointError; on all ranks if on one."""
+    def _together(self, step: int, act: Callable[[], Any], gather: Gather | None = None) -> list[Any]:
+        """Act, and return what the act of each rank gave. Raises: CheckpointError; on all ranks if on one."""
 
-        def named() -> None:
+        def named() -> tuple[None, Any]:
             try:
-                act()
-            except (TypeError, ValueError):
-                # The caller's mistake, not the disk's.
-                raise
+                return None, act()
             except Exception as error:
-                raise _not_saved(step, self._grid.rank, _reason(error, self.folder)) from error
+                reason = f"{type(error).__name__}: {words_of(error)}"
+                if isinstance(error, OSError):
+                    # A full disk's error has no path.
+                    reason = f"{error.filename or self.folder}: {(error.strerror or str(error)).lower()}"
+                raise CheckpointError(f"step {step} could not be saved: rank {self._rank}: {reason}") from error
 
-        on_all_ranks(named, self._gather, CheckpointError, message="{error}")
+        _, values = shown_to_all_ranks(named, gather or self._gather, CheckpointError, message="{error}")
+        return values
 
     def _claim(self) -> None:
         """Claim the folder for this run and clear away what a killed one left; rank 0."""
         try:
             self.folder.mkdir(parents=self._standalone, exist_ok=True)
-        except FileExistsError:
-            raise AnotherRun(f"{self.folder} is no folder; remove it, or give another folder") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}; give another folder") from error
-        run_file = self.folder / OWNER_FILE
-        if run_file.is_symlink():
-            raise AnotherRun(f"{run_file} is a link to {run_file.readlink()}; put the file itself there")
-        if run_file.exists():
-            try:
-                if not run_file.is_file():
-                    # A pipe would keep its reader waiting.
-                    raise ValueError
-                theirs = read_json_object(run_file)["identity"]
-                changed = differing(self._identity, theirs)
-            except (OSError, ValueError, KeyError, AttributeError):
-                raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
-            if changed:
-                raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
-        else:
-            write_durably(run_file, json.dumps({"identity": self._identity}, indent=1))
-        for path in self.folder.glob(f"{_REPLACED}*"):
-            # Killed between two renames: the old one is still the published one.
-            original = self.folder / path.name.removeprefix(_REPLACED)
-            if not original.exists():
-                path.rename(original)
-        for prefix in (_SAVING, _REPLACED, _DELETING):
-            for path in self.folder.glob(f"{prefix}*"):
-                remove(path)
-        try:
+            self._own()
+            for path in self.folder.glob(f"{_REPLACED}*"):
+                # Killed between two renames: the old one is still the published one.
+                original = self.folder / path.name.removeprefix(_REPLACED)
+                if not original.exists():
+                    path.rename(original)
+            for prefix in (_SAVING, _REPLACED, _DELETING):
+                for path in self.folder.glob(f"{prefix}*"):
+                    remove(path)
             # What a save begins with: better found now than after a day of training.
             trial = self.folder / f"{_SAVING}trial"
             trial.mkdir()
             trial.rmdir()
+        except FileExistsError:
+            raise AnotherRun(f"{self.folder} is no folder; remove it, or give another folder") from None
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise CheckpointError(f"{self.folder} cannot be written: {reason}; give another folder") from error
+
+    def _own(self) -> None:
+        """Write whose the folder is. Raises: AnotherRun if it is another's."""
+        run_file = self.folder / OWNER_FILE
+        if not run_file.exists():
+            write_durably(run_file, json.dumps({"identity": self._identity}, indent=1))
+            return
+        try:
+            changed = differing(self._identity, read_json_object(run_file)["identity"])
+        except (OSError, ValueError, LookupError, AttributeError):
+            raise AnotherRun(f"{run_file} cannot be read; give another folder") from None
+        if changed:
+            raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""
@@ -426,24 +419,12 @@ class Checkpointer(CheckpointReader):
             self._host_copies[name] = buffer
         return buffer.copy_(tensor.detach())
 
-    def _written(
-        self, staging: Path, step: int, copies: Mapping[str, Tensor], file_of: dict[str, int], extra: Any
-    ) -> list[dict[str, Any]]:
-        """Write this rank's part, and wait for those of all others; in the background on every rank."""
-        files, error = {}, None
-        try:
-            names = write_tensors(staging, copies, file_of)
-            files = {name: describe_file(staging / name) for name in names}
-        except Exception as caught:
-            error = _reason(caught, staging)
-        # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
-        reports = gather_json({"files": files, "extra": extra, "error": error}, self._grid.background)
-        _raise_first(step, [report["error"] for report in reports])
-        return reports
-
     def _publish(
         self, staging: Path, step: int, tensors: Mapping[str, TensorRecord], reports: list[dict[str, Any]]
     ) -> None:
+        """Give the checkpoint its manifest and its name; rank 0."""
+        if self._rank > 0:
+            return
         files = {name: record for report in reports for name, record in report["files"].items()}
         values = tuple(report["extra"] for report in reports)
         write_manifest(CheckpointInfo(staging, step, self._identity, values, tensors, files))
@@ -470,31 +451,10 @@ class Checkpointer(CheckpointReader):
             remove(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
-def _begun(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:
-    written = Future[None]()
-
-    def run() -> None:
-        try:
-            written.set_result(work())
-        except Exception as error:
-            written.set_exception(error)
-
-    thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)
-    thread.start()
-    return thread, written
-
-
 def _plan_save(
     step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
-) -> tuple[dict[str, TensorRecord], dict[str, int], dict[str, int]]:
-    """Divide all ranks' slices among the ranks that have them, and among files, by bytes.
-
-    Returns by stored name, the same on every rank: the tensor, the rank that writes it, and the number of its file,
-    from 1 over all ranks.
-
-    Raises: ValueError on every rank when ranks disagree on the step, or on a tensor's shape or type, or when their
-    slices do not make up a whole.
-    """
+) -> tuple[dict[str, TensorRecord], dict[str, int]]:
+    """Divide all ranks' slices among the ranks that have them, by bytes: stored name -> the tensor, and its writer."""
     described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in own.items()}
     by_rank = gather({"step": step, "tensors": described})
     if len({theirs["step"] for theirs in by_rank}) > 1:
@@ -516,52 +476,28 @@ def _plan_save(
     for name in sorted(tensors, key=lambda name: (len(holders[name]) > 1, -sizes_bytes[name], name)):
         writer_of[name] = min(holders[name], key=lambda rank: (loads_bytes[rank], rank))
         loads_bytes[writer_of[name]] += sizes_bytes[name]
-    file_of: dict[str, int] = {}
-    num_files = 0
-    for rank, load_bytes in enumerate(loads_bytes):
-        cap_bytes, file_bytes = max(_FILE_BYTES, load_bytes // _MAX_FILES), None
-        for name in sorted(name for name, writer in writer_of.items() if writer == rank):
-            if file_bytes is None or file_bytes + sizes_bytes[name] > cap_bytes:
-                num_files, file_bytes = num_files + 1, 0
-            file_bytes += sizes_bytes[name]
-            file_of[name] = num_files
-    return dict(sorted(tensors.items())), writer_of, file_of
+    return dict(sorted(tensors.items())), writer_of
 
 
-def _raise_first(step: int, errors: list[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise _not_saved(step, rank, error)
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    """The reason why nothing could be written below `folder`, with a path; other errors come with their class.
-
-    A full disk's error has none.
-    """
-    if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {words_of(error)}"
-    path = error.filename if error.filename is not None else folder
-    return f"{path}: {(error.strerror or str(error)).lower()}"
-
-
-def _not_saved(step: int, rank: int, error: str) -> CheckpointError:
-    return CheckpointError(f"step {step} could not be saved: rank {rank}: {error}")
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], file_of: Mapping[str, int]) -> list[str]:
-    """Write each tensor into the file of its number; return the names of the files, which are on the disk by then.
+def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Write a rank's tensors in files; return the names of the files, which are on the disk by then.
 
     Equal tensors give equal bytes: safetensors orders them by dtype and name, and more than one word about a file would
     stand in another order each time.
     """
-    by_file: dict[int, dict[str, Tensor]] = {}
-    for name in tensors:
-        by_file.setdefault(file_of[name], {})[name] = tensors[name]
-    names = {number: f"model-{number:05d}-of-{max(file_of.values()):05d}{TENSOR_SUFFIX}" for number in sorted(by_file)}
-    for number, name in names.items():
+    most_bytes = max(_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // _MAX_FILES)
+    files: list[dict[str, Tensor]] = []
+    file_bytes = 0
+    for name, tensor in sorted(tensors.items()):
+        if not files or file_bytes + tensor.nbytes > most_bytes:
+            files.append({})
+            file_bytes = 0
+        files[-1][name] = tensor
+        file_bytes += tensor.nbytes
+    names = [f"model-{rank:05d}-{number:05d}{TENSOR_SUFFIX}" for number in range(len(files))]
+    for name, content in zip(names, files, strict=True):
         with naming(folder / name), (folder / name).open("wb") as file:
-            file.write(save(by_file[number], metadata={"format": "pt"}))
+            file.write(save(content, metadata={"format": "pt"}))
             file.flush()
             os.fsync(file.fileno())
-    return list(names.values())
+    return names

@@ -13,8 +13,7 @@ import json
 import logging
 import math
 import random
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor
 
 from penstock.io.files import open_file, parse_json, read_bytes, write_durably
-from penstock.model.hf.files import DTYPES, Names, WeightFiles, refuse_unfit_files
+from penstock.model.hf.files import Names
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
-from penstock.settings.declare import check_kinds, match, mismatch
-from penstock.settings.run import MAY_CHANGE
+from penstock.settings.declare import check_kinds
+from penstock.settings.run import MAY_CHANGE, differences
 
 MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"
@@ -37,16 +36,12 @@ ATTRIBUTE = "attribute"
 """Begins the names of what older checkpoints hold of layers' attributes, which are no state any more."""
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
+_logger = logging.getLogger(__name__)
 _KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tensors": dict, "files": dict}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, on this rank or another; the ones before it are as they were.
-
-    >>> raise CheckpointError("step 7 could not be saved: rank 1: runs/demo: no space left")
-    Traceback (most recent call last):
-    penstock.engine.checkpoint.manifest.CheckpointError: step 7 could not be saved: rank 1: runs/demo: no space left
-    """
+    """A checkpoint could not be written, on this rank or another; the ones before it are as they were."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -85,21 +80,11 @@ class TensorRecord:
     @classmethod
     def from_json(cls, name: str, content: Mapping[str, Any]) -> TensorRecord:
         """The record of the stored tensor of that name."""
-        shape = _sizes(content["shape"])
+        shape = tuple(content["shape"])
         if "of" not in content:
-            return cls(name, TensorSlice.whole(shape), str(content["dtype"]))
-        part = TensorSlice(_sizes(content["start"]), shape, _sizes(content["of_shape"]))
-        if not len(part.start) == len(shape) == len(part.full_shape) or any(
-            first + size > end for first, size, end in zip(part.start, shape, part.full_shape, strict=True)
-        ):
-            raise ValueError(f"{name} begins at {part.start}, and is {shape} of {part.full_shape}")
-        return cls(str(content["of"]), part, str(content["dtype"]))
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r} is no shape")
-    return tuple(values)
+            return cls(name, TensorSlice.whole(shape), content["dtype"])
+        part = TensorSlice(tuple(content["start"]), shape, tuple(content["of_shape"]))
+        return cls(content["of"], part, content["dtype"])
 
 
 def check_cover(records: Mapping[str, TensorRecord]) -> None:
@@ -111,12 +96,6 @@ def check_cover(records: Mapping[str, TensorRecord]) -> None:
     for (name, shape), count in counts.items():
         if count != math.prod(shape):
             raise ValueError(f"the ranks hold {count} elements of {name}, which has {math.prod(shape)}, {list(shape)}")
-
-
-FileRecord = dict[str, Any]
-"""Size and SHA-256 of one file: the values of `_FILE_KINDS`."""
-
-_FILE_KINDS: dict[str, type] = {"size_bytes": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -132,8 +111,8 @@ class CheckpointInfo(Names):
     rank_values: tuple[Any, ...]
     #: stored name -> the tensor
     tensors: Mapping[str, TensorRecord]
-    #: file name -> the file
-    files: Mapping[str, FileRecord]
+    #: file name -> its ``size_bytes`` and ``sha256``
+    files: Mapping[str, Mapping[str, Any]]
 
     @property
     def extra(self) -> Any:
@@ -147,14 +126,6 @@ class CheckpointInfo(Names):
         for name, record in self.tensors.items():
             found[record.of] = (*found.get(record.of, ()), StoredSlice(name, record.part))
         return found
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of rows of a decoder's embedding. Raises: ValueError if the checkpoint has none."""
-        embedding = self.stored.get("embedding.weight")
-        if embedding is None or len(embedding[0].part.full_shape) != 2:
-            raise ValueError(f"checkpoint {self.path} holds no embedding.weight of tokens and sizes")
-        return embedding[0].part.full_shape[0]
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """As of all names; none for a parameter that only training uses and this run did not."""
@@ -176,12 +147,8 @@ def folder_name(step: int) -> str:
 
 def published(folder: Path) -> list[Path]:
     """Give the folder's checkpoints, oldest first, by name alone."""
-    found = {
-        int(path.name.removeprefix(_PREFIX)): path
-        for path in folder.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdecimal() and path.is_dir()
-    }
-    return [found[step] for step in sorted(found)]
+    paths = (path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal())
+    return sorted(filter(Path.is_dir, paths), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -207,13 +174,8 @@ def write_manifest(info: CheckpointInfo) -> None:
 def read_manifest(path: Path) -> CheckpointInfo:
     """Read the manifest of the checkpoint at `path`.
 
-    Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format, or when the checkpoint has a
-    link out of its folder.
+    Raises: DamagedCheckpoint when it is missing, cut short, altered, or of another format.
     """
-    try:
-        refuse_unfit_files(path)
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(str(error)) from None
     try:
         content = parse_json(read_bytes(path / MANIFEST))
     except (OSError, ValueError) as error:
@@ -224,32 +186,20 @@ def read_manifest(path: Path) -> CheckpointInfo:
         raise DamagedCheckpoint(f"its {MANIFEST} was altered: the checksum differs")
     try:
         check_kinds(content, _KINDS, MANIFEST)
-        if lacking := [key for key in _KINDS if content.get(key) is None]:
-            raise ValueError(f"it lacks {lacking[0]}")
-        if not content["extras"]:
-            raise ValueError("it has values of no rank")
         info = CheckpointInfo(
             path,
             content["step"],
-            content["identity"],
+            dict(content["identity"]),
             tuple(content["extras"]),
             {name: TensorRecord.from_json(name, record) for name, record in content["tensors"].items()},
-            content["files"],
+            {name: {key: record[key] for key in ("size_bytes", "sha256")} for name, record in content["files"].items()},
         )
-        for name, record in info.files.items():
-            if not isinstance(record, dict) or record.keys() != _FILE_KINDS.keys():
-                raise ValueError(f"files: {name} has not {' and '.join(_FILE_KINDS)}")
-            check_kinds(record, _FILE_KINDS, name)
         check_cover(info.tensors)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):
+            raise ValueError(f"it is that of step {info.step} in a folder of another name")
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
-        raise DamagedCheckpoint(f"its {MANIFEST} is no description of a checkpoint ({reason})") from None
-    try:
-        check_rank_values(info.rank_values, info.step)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"its {MANIFEST} has values that no run had: {error}") from None
-    if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):
-        raise DamagedCheckpoint(f"it is that of step {info.step} in a folder of another name")
+        raise DamagedCheckpoint(f"its {MANIFEST} is no description of this checkpoint ({reason})") from None
     return info
 
 
@@ -272,96 +222,20 @@ def check_files(info: CheckpointInfo, part: int = 0, num_parts: int = 1) -> None
             raise DamagedCheckpoint(f"its {name} was altered: the checksum differs")
 
 
-def describe_file(path: Path) -> FileRecord:
+def describe_file(path: Path) -> dict[str, Any]:
     """Read a file back and give its size and checksum."""
     with open_file(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size_bytes": file.tell(), "sha256": sha256}
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
-    """Say in which settings two identities differ."""
-    return [
-        f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here"
-        # An earlier version may have compared more.
-        for key in sorted(ours.keys() | (theirs.keys() - MAY_CHANGE))
-        if ours.get(key) != theirs.get(key)
-    ]
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Say in which settings two identities differ; an earlier version may have compared more."""
+    return differences(ours, {name: theirs[name] for name in theirs if name in ours or name not in MAY_CHANGE})
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# ---- The checks by which a checkpoint counts as intact; one that is not is passed over, and said to be
-
-
-_logger = logging.getLogger(__name__)
-
-
-def examine(path: Path, identity: Mapping[str, Any] | None = None, part: int = 0, num_parts: int = 1) -> CheckpointInfo:
-    """The checkpoint at `path`, once it has been found intact.
-
-    Of `num_parts` processes that examine it together, each reads its part of the files. identity: that of the run whose
-    it must be; None takes that of any.
-
-    Raises: DamagedCheckpoint.
-    """
-    try:
-        info = read_manifest(path)
-        if identity is not None and (changed := differing(identity, info.identity)):
-            raise DamagedCheckpoint(f"it is of another run: {changed[0]}")
-        check_files(info, part, num_parts)
-        if part == 0:
-            check_headers(info)
-    except OSError as error:
-        raise DamagedCheckpoint(str(error)) from None
-    return info
-
-
-def check_headers(info: CheckpointInfo) -> None:
-    """Compare the headers of all files with the manifest: each tensor is there once, of its dtype and shape.
-
-    Raises: DamagedCheckpoint naming a tensor.
-    """
-    file_of: dict[str, str] = {}
-    for name in sorted(info.files):
-        try:
-            headers = WeightFiles.of_files(info.path, [name]).tensors
-        except ValueError as error:
-            raise DamagedCheckpoint(str(error)) from None
-        for tensor, stored in headers.items():
-            found = f"{list(stored.shape)} of {str(DTYPES.get(stored.dtype, stored.dtype)).removeprefix('torch.')}"
-            if tensor not in info.tensors:
-                raise DamagedCheckpoint(f"its {name} holds {tensor}, which is not in the manifest")
-            if found != str(info.tensors[tensor]):
-                raise DamagedCheckpoint(f"its {name} holds {tensor} as {found} instead of {info.tensors[tensor]}")
-            if tensor in file_of:
-                raise DamagedCheckpoint(f"its {name} and {file_of[tensor]} both hold {tensor}")
-            file_of[tensor] = name
-    if missing := sorted(info.tensors.keys() - file_of.keys()):
-        raise DamagedCheckpoint(f"none of its files holds {missing[0]}")
-
-
-def newest_intact(folder: Path, identity: Mapping[str, Any], quiet: bool = False) -> CheckpointInfo:
-    """Find the newest intact checkpoint in the folder, alone; damaged ones are warned of unless `quiet`.
-
-    Raises: DamagedCheckpoint where there is none.
-    """
-    refused = ""
-    for path in reversed(published(folder)):
-        try:
-            return examine(path, identity)
-        except DamagedCheckpoint as error:
-            refused = refused or f"; {path.name} is damaged: {error}"
-            if not quiet:
-                warn_of(path, str(error))
-    raise DamagedCheckpoint(f"{folder} holds no intact checkpoint{refused}")
-
-
-def warn_of(path: Path, reason: str) -> None:
-    """Say that a checkpoint is passed over, and why."""
-    _logger.warning("checkpoint %s is refused: %s", path, reason)
 
 
 def warn_of_attributes(checkpoint: CheckpointInfo) -> None:
@@ -388,33 +262,14 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is.
-
-    Raises:
-        ValueError: it is no state that `random_state` gave.
-    """
-    _put(state, random.setstate, torch.set_rng_state, torch.cuda.set_rng_state if torch.cuda.is_available() else None)
-
-
-def _put(
-    state: Mapping[str, Any],
-    python: Callable[[Any], object],
-    cpu: Callable[[Tensor], object],
-    cuda: Callable[[Tensor], object] | None = None,
-) -> None:
-    try:
-        if "python" in state:
-            version, numbers, gauss = state["python"]
-            python((version, tuple(numbers), None if gauss is None else float(gauss)))
-        if "torch" in state:
-            cpu(_tensor(state["torch"]))
-        if "cuda" in state:
-            values = _tensor(state["cuda"])
-            if cuda is not None:
-                cuda(values)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"the saved state of random numbers is none ({type(error).__name__}: {reason})") from None
+    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is."""
+    if "python" in state:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "torch" in state:
+        torch.set_rng_state(_tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
 def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
@@ -427,7 +282,7 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_si
         set_random_state(saved[rank])
     else:
         first = saved[0].items()
-        set_random_state({kind: own for kind, own in first if all(theirs.get(kind) == own for theirs in saved)})
+        set_random_state({kind: own for kind, own in first if all(other.get(kind) == own for other in saved)})
 
 
 def _text(state: Tensor) -> str:
@@ -436,87 +291,3 @@ def _text(state: Tensor) -> str:
 
 def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-# ---- The fields of what a rank saves beside its tensors, checked where a manifest is read
-
-
-# An engine's values have the key ``engine``, and those of a run more keys. All else that a checkpoint holds of a rank
-# is its user's own, and may be any JSON value.
-_FIELDS: dict[str, Any] = {
-    "engine": dict,
-    "engine.step": int,
-    "engine.optimizer": dict,
-    "engine.optimizer.num_steps": int,
-    "engine.optimizer.num_updates": int,
-    "engine.optimizer.learning_rate": float,
-    "engine.optimizer.scaler": dict | None,
-    "engine.optimizer.scaler.scale": float,
-    "engine.optimizer.scaler.num_good_steps": int,
-    "engine.optimizer.since": dict,
-    "engine.optimizer.since.*": int,
-    "engine.optimizer.kinds": str,
-    "engine.optimizer.paused": dict,
-    "engine.optimizer.paused.*": int,
-    "random": dict,
-    "loader": dict,
-    "loader.epoch": int,
-    "loader.position": int,
-    "loader.seed": int,
-    "loader.fingerprint": str,
-    "early_stop": dict | None,
-    "early_stop.best": float | None,
-    "early_stop.num_worse": int,
-}
-_MAY_LACK = ("engine.optimizer.since", "engine.optimizer.paused", "engine.optimizer.kinds", "loader", "early_stop")
-_SAME_ON_ALL_RANKS = ("engine", "loader", "early_stop")
-
-
-def check_rank_values(values: Sequence[Any], step: int) -> None:
-    """Check each rank's values of a checkpoint of that step, where they are an engine's.
-
-    Raises: ValueError naming a field that is missing or of another kind, or that cannot be with the others.
-    """
-    engines = [isinstance(theirs, dict) and "engine" in theirs for theirs in values]
-    if not any(engines):
-        return
-    if not all(engines):
-        raise ValueError(f"rank {engines.index(False)} has no values of an engine, and rank {engines.index(True)} has")
-    for rank, theirs in enumerate(values):
-        try:
-            _check_fields(theirs)
-            # Would `set_random_state` take it? Nothing is changed.
-            _put(theirs["random"], random.Random().setstate, torch.Generator().set_state)
-        except ValueError as error:
-            raise ValueError(f"of rank {rank}, {error}") from None
-        if differing := [key for key in _SAME_ON_ALL_RANKS if theirs.get(key) != values[0].get(key)]:
-            raise ValueError(f"ranks 0 and {rank} have not the same {differing[0]}")
-    # Updates may outnumber steps: a caller may give several steps the same number.
-    engine = values[0]["engine"]
-    num_steps = engine["optimizer"]["num_steps"]
-    if not num_steps == engine["step"] == step:
-        raise ValueError(
-            f"step {engine['step']} of the engine and {num_steps} of the optimizer are not {step}, the checkpoint's"
-        )
-
-
-def _check_fields(values: Mapping[str, Any]) -> None:
-    for path, kind in _FIELDS.items():
-        *around, key = path.split(".")
-        owner: Any = values
-        for word in around:
-            owner = owner and owner.get(word)
-        if owner is None:
-            continue
-        for name in owner if key == "*" else [key]:
-            place = ".".join([*around, name])
-            if name not in owner:
-                if path in _MAY_LACK:
-                    continue
-                raise ValueError(f"{place} is missing")
-            fits, number = match(kind, owner[name])
-            if not fits:
-                raise ValueError(mismatch(place, owner[name], kind))
-            is_count = kind is int and path != "loader.seed"
-            if (is_count and not 0 <= number < 2**63) or (isinstance(number, float) and not math.isfinite(number)):
-                raise ValueError(f"{place} = {reprlib.repr(owner[name])} is not possible; no run counts so")

@@ -11,8 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,13 @@ from torch import Tensor, nn
 
 from penstock.engine.build import UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
-from penstock.io.files import read_json_object, refuse_used
+from penstock.io.files import refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.model.hf.files import WeightFiles, refuse_unfit_files
 from penstock.model.layers.dense import AttentionBlock, MLPBlock
-from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.host import broadcast_value, gather_json, on_all_ranks
 from penstock.settings import AdapterConfig, Layout
-from penstock.settings.declare import check_kinds
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,11 +36,7 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 _FILE = "adapter_model.safetensors"
 _MAX_RANK = 65536
-_KINDS: dict[str, type] = {
-    "r": int,
-    **dict.fromkeys(("lora_alpha", "lora_dropout"), float),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
-}
+_KINDS = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
 _BASE = ".base_layer"
 # What peft's LoRA has beyond the plain form: it changes base weights, or trains some of them.
@@ -78,27 +72,20 @@ class Adapter:
         except ImportError:
             raise ValueError("adapters need the peft library; install it with pip install peft") from None
         source = None
-        if isinstance(given, AdapterConfig) and given.pretrained is not None:
-            given = given.pretrained
-        if isinstance(given, str | Path):
-            source = Path(given)
-            if not (source / "adapter_config.json").is_file():
-                raise ValueError(f"{source} holds no adapter of peft's: it has no adapter_config.json")
-            given = _config_in(source)
         if isinstance(given, AdapterConfig):
-            assert given.rank is not None
-            given = LoraConfig(
-                r=given.rank,
+            given = given.pretrained or LoraConfig(
+                r=given.rank,  # pyright: ignore[reportArgumentType]  # one of the two is given
                 # Whole numbers are written as such.
                 lora_alpha=int(given.alpha) if given.alpha.is_integer() else given.alpha,  # type: ignore[arg-type]
                 lora_dropout=given.dropout,
                 target_modules=list(given.target_modules),
                 use_rslora=given.rank_stabilised,
             )
+        if isinstance(given, str | Path):
+            source = Path(given)
+            given = _config_in(source)
         if not isinstance(given, LoraConfig):
-            raise ValueError(
-                f"adapter = {given!r} is not possible; give a LoraConfig of peft, or a folder in its format"
-            )
+            raise ValueError(f"adapter = {given!r} is neither a LoraConfig of peft nor a folder in its format")
         config = copy.deepcopy(given)
         for name, usual in _USUAL.items():
             value = getattr(config, name, usual)
@@ -106,6 +93,13 @@ class Adapter:
                 raise ValueError(f"an adapter with {name} = {value!r} cannot be trained here; {usual!r} is possible")
         if config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(f"init_lora_weights = {config.init_lora_weights!r} changes base weights; give True")
+        if config.target_modules is None:
+            from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL_TARGETS
+
+            kind = None if form is None else form.describe().get("model_type")
+            if kind not in USUAL_TARGETS:
+                raise ValueError("the adapter names no target_modules, and peft has none for this model; name some")
+            config.target_modules = sorted(USUAL_TARGETS[kind])
         config.task_type = config.task_type or "CAUSAL_LM"
         return cls(config, form, source)
 
@@ -117,10 +111,8 @@ class Adapter:
         """
         targets = {unit.name: dict(self._targets(unit)) for unit in units}
         if not any(targets.values()):
-            besides = f" without exclude_modules = {excluded}" if (excluded := self.config.exclude_modules) else ""
-            raise ValueError(
-                f"no layer of the model fits the adapter's target_modules = {self.config.target_modules}{besides}"
-            )
+            named, excluded = self.config.target_modules, self.config.exclude_modules
+            raise ValueError(f"no layer fits the adapter's target_modules = {named}, exclude_modules = {excluded}")
         return tuple(
             replace(
                 unit,
@@ -133,18 +125,6 @@ class Adapter:
     def name_of(self, full_name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         """The names in transformers of a parameter's parts, given by the full name that it has without adapters."""
         return (full_name,) if self.form is None else self.form.names.in_transformers(full_name, shape)
-
-    @cached_property
-    def _resolved(self) -> LoraConfig:
-        """The settings with the targets of the model's type where none are named."""
-        if self.config.target_modules is None:
-            from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL_TARGETS
-
-            kind = None if self.form is None else self.form.describe().get("model_type")
-            if kind not in USUAL_TARGETS:
-                raise ValueError("the adapter names no target_modules, and peft has none for this model; name some")
-            self.config.target_modules = sorted(USUAL_TARGETS[kind])
-        return self.config
 
     def _targets(self, unit: UnitSpec) -> Iterator[tuple[str, str]]:
         """(name in the unit's module, name in transformers) of each linear layer that gets an adapter."""
@@ -166,38 +146,25 @@ class Adapter:
                 can = unit.name.startswith("layers.") and name != "" and linear and called and len(stored) == 1
                 found = (can or not self.takes_all) and any(map(self._is_target, stored))
                 if found and not can:
-                    raise ValueError(
-                        f"the adapter's target_modules name {stored[0]}, which cannot have an adapter here; linear "
-                        "layers of attention and MLP blocks can"
-                    )
+                    raise ValueError(f"{stored[0]} cannot have an adapter; linear layers of attention and MLPs can")
                 if found:
                     yield name, stored[0]
 
     @property
     def takes_all(self) -> bool:
         """True for peft's word for every linear layer of the model."""
-        targets = self._resolved.target_modules
+        targets = self.config.target_modules
         return isinstance(targets, str) and targets.lower() == "all-linear"
 
     def _is_target(self, module: str) -> bool:
-        """True for a module, given by its name in transformers, that the settings name and do not exclude.
-
-        Raises:
-            ValueError: they name a module around it, which peft would refuse when it loads the adapters.
-        """
+        """True for a module, given by its name in transformers, that the settings name and do not exclude."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
+        config = self.config
         if self.takes_all:
-            own = copy.copy(self._resolved)
-            own.target_modules = [module]
-            return bool(check_target_module_exists(own, module))
-        for around in accumulate(module.split(".")[:-1], "{}.{}".format):
-            if check_target_module_exists(self._resolved, around):
-                raise ValueError(
-                    f"the adapter's target_modules = {self._resolved.target_modules!r} name {around}, which holds "
-                    "other modules; linear layers of attention and MLP blocks can have an adapter"
-                )
-        return bool(check_target_module_exists(self._resolved, module))
+            config = copy.copy(config)
+            config.target_modules = [module]
+        return bool(check_target_module_exists(config, module))
 
     def _build(self, unit: UnitSpec, targets: Mapping[str, str]) -> nn.Module:
         from peft import inject_adapter_in_model
@@ -220,12 +187,12 @@ class Adapter:
     def _initialise(self, unit: UnitSpec, targets: Mapping[str, str], module: nn.Module, seed: int) -> None:
         tuned = dict(_tuned(module))
         for name, layer in tuned.items():
-            _set(module, name, layer.base_layer)
+            module.set_submodule(name, layer.base_layer)
         try:
             unit.initialise(module, seed)
         finally:
             for name, layer in tuned.items():
-                _set(module, name, layer)
+                module.set_submodule(name, layer)
         for name, layer in tuned.items():
             key = targets[name]
             with torch.random.fork_rng(devices=[]):
@@ -247,7 +214,7 @@ class Adapter:
     def _read(self, layer: Any, key: str) -> None:
         assert self.source is not None
         with safe_open(self.source / _FILE, framework="pt") as file:
-            for kind in ("lora_A", "lora_B"):
+            for kind in _KINDS:
                 name, weight = f"{_PREFIX}{key}.{kind}.weight", getattr(layer, kind)[_ADAPTER].weight
                 if name not in file.keys():  # noqa: SIM118  # no mapping
                     raise ValueError(f"{self.source / _FILE} lacks {name}")
@@ -261,26 +228,20 @@ def _config_in(folder: Path) -> Any:
     """The LoraConfig in a folder of peft's format. Raises: ValueError naming the file, or a link out of the folder."""
     from peft import LoraConfig
 
-    refuse_unfit_files(folder)
     path = folder / "adapter_config.json"
-    content = read_json_object(path)
-    check_kinds(content, _KINDS, str(path))
-    kind, targets = content.get("peft_type"), content.get("target_modules")
-    if kind != "LORA":
-        raise ValueError(f"{path}: peft_type is {kind!r}; only 'LORA' can be trained here")
-    names = targets if isinstance(targets, list) else [targets or ""]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: target_modules is {targets!r}; give names, or one pattern")
-    if not isinstance(layers := content.get("layers_to_transform"), int | list | None):
-        raise ValueError(f"{path}: layers_to_transform is {layers!r}; give a number or several")
-    if not 0 < (content.get("r") or 8) <= _MAX_RANK:
-        raise ValueError(f"{path}: r is {content['r']}; 1 to {_MAX_RANK} is possible")
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no adapter of peft's: it has no {path.name}")
+    refuse_unfit_files(folder)
     WeightFiles.of_files(folder, [_FILE])
     try:
+        config: Any = LoraConfig.from_pretrained(str(folder))
+        targets = config.target_modules
+        if not 0 < config.r <= _MAX_RANK or not isinstance(targets, str | set | None):
+            raise ValueError(f"r is {config.r} and target_modules {targets!r}")
         re.compile(targets if isinstance(targets, str) else "")
-        return LoraConfig.from_pretrained(str(folder))
     except Exception as error:  # whatever the library stumbles over
         raise ValueError(f"{path} is none of peft's LoRA: {error}") from None
+    return config
 
 
 def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
@@ -308,51 +269,39 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     given, grid, folder = pipeline.options.adapter, pipeline.grid, Path(folder)
     if given is None:
         raise ValueError("this engine has no adapters to save; give one with adapter = LoraConfig(...)")
-    adapter = Adapter.of(given, form)
+    adapter, is_first = Adapter.of(given, form), grid.rank == 0
     gather = partial(gather_json, group=grid.control)
+    on_all_ranks(lambda: refuse_used(folder) if is_first else None, gather, ValueError)
+    local: dict[str, Tensor] = {}
+    for stage in pipeline.stages.values() if grid.dp_rank == grid.cp_rank == grid.tp_rank == 0 else ():
+        stage.weights_ready()
+        # Second copies are left out.
+        for unit, module in stage.units if not stage.suffix else ():
+            for name, layer in _tuned(module):
+                [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
+                for kind in _KINDS:
+                    key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
+                    local[key] = getattr(layer, kind)[_ADAPTER].weight.detach()
+    tensors: dict[str, Tensor] = {}
+    for rank, has_some in enumerate(gather(bool(local))):
+        tensors |= broadcast_value(local, rank, grid.control) if has_some else {}
 
-    def begin() -> None:
-        refuse_used(folder)
+    def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-
-    def write_part() -> None:
-        if (grid.dp_rank, grid.cp_rank, grid.tp_rank) != (0, 0, 0):
-            return
-        own: dict[str, Tensor] = {}
-        for stage in pipeline.stages.values():
-            stage.weights_ready()
-            # Second copies are left out.
-            for unit, module in stage.units if not stage.suffix else ():
-                for name, layer in _tuned(module):
-                    [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
-                    for kind in ("lora_A", "lora_B"):
-                        weight = getattr(layer, kind)[_ADAPTER].weight
-                        key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
-                        own[key] = weight.detach().to("cpu", copy=True).contiguous()
-        save_file(own, folder / f".part-{grid.rank}", metadata={"format": "pt"})
-
-    def join() -> None:
-        tensors: dict[str, Tensor] = {}
-        parts = sorted(folder.glob(".part-*"))
-        for part in parts:
-            with safe_open(part, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        save_file(dict(sorted(tensors.items())), folder / _FILE, metadata={"format": "pt"})
         config = copy.deepcopy(adapter.config)
         config.inference_mode = True
-        if adapter.takes_all:
+        if isinstance(config.target_modules, str):
+            # peft would look at modules around these, too.
             config.target_modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
         if form is not None and form.folder is not None:
             config.base_model_name_or_path = str(form.folder)
         config.save_pretrained(str(folder))
+        values = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
+        save_file(values, folder / _FILE, metadata={"format": "pt"})
         # safetensors writes for the user alone, whatever the umask.
         shutil.copymode(folder / "adapter_config.json", folder / _FILE)
-        for part in parts:
-            part.unlink()
 
-    on_all_ranks(lambda: begin() if grid.rank == 0 else None, gather, ValueError)
-    on_all_ranks(write_part, gather, ValueError)
-    on_all_ranks(lambda: join() if grid.rank == 0 else None, gather, ValueError)
+    on_all_ranks(lambda: write() if is_first else None, gather, ValueError)
 
 
 @torch.no_grad()
@@ -368,11 +317,6 @@ def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
             yield name, part
-
-
-def _set(module: nn.Module, name: str, part: nn.Module) -> None:
-    path, _, own = name.rpartition(".")
-    setattr(module.get_submodule(path), own, part)
 
 
 def _is_transposed(part: nn.Module) -> bool:

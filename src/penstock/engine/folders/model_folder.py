@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -18,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
-from penstock.data import CorpusError
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from penstock.engine.build import EngineArguments, bytes_of_weight
-from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader, DamagedCheckpoint
-from penstock.engine.checkpoint.manifest import newest_intact, published
+from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader
+from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.runs import (
     CHECKPOINT_FOLDER,
     MODEL_FOLDER,
@@ -32,6 +29,7 @@ from penstock.engine.folders.runs import (
     tokenizer_of,
 )
 from penstock.engine.model_state import ModelState
+from penstock.engine.optimizer.state import STATE
 from penstock.engine.options import EngineOptions
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.families import (
@@ -41,12 +39,11 @@ from penstock.model.hf.families import (
     architecture,
     config_from_json,
     end_tokens_in,
-    lacking_in,
     names_of,
     read_config_json,
     sampling_in,
 )
-from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, slices_of, units_from_files
+from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, units_from_files
 from penstock.parallel.grid import wait_for_all
 from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.settings import (
@@ -71,18 +68,10 @@ _PRECISIONS = {"F64": Precision.FP64, "F32": Precision.FP32, "BF16": Precision.B
 
 
 @checked
-def open_folder(
-    path: Path | str,
-    native: Native = "auto",
-    precision: Precision | None = None,
-    quantize: Quantize | None = None,
-    reproducible: bool = False,
-    quiet: bool = False,
-) -> ModelFolder:
-    """The model in a folder, a run's or else Hugging Face's; the arguments are the fields of `ModelFolder`."""
+def open_folder(path: Path | str, native: Native = "auto", **opened: Any) -> ModelFolder:
+    """The model in a folder, a run's or else Hugging Face's; `opened`: further fields of `ModelFolder`."""
     folder = Path(path)
-    kind = RunFolder if (folder / RUN_FILE).is_file() else HfFolder
-    return kind(folder, native, precision, quantize, reproducible, quiet)
+    return (RunFolder if (folder / RUN_FILE).is_file() else HfFolder)(folder, native, **opened)
 
 
 def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> ModelFolder:
@@ -100,10 +89,7 @@ def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> Mod
     if not (folder / RUN_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} holds neither a run ({RUN_FILE}) nor a Hugging Face model ({CONFIG_FILE})")
     model = open_folder(folder, **opened)
-    try:
-        model.check()
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from None
+    model.check()
     if not may_rate:
         model.refuse_classifier()
     return model
@@ -120,7 +106,7 @@ class ModelFolder(ABC):
     folder: Path
     #: by Penstock's own layers, by transformers', or by its own where they are the model; a run says it itself
     native: Native = "auto"
-    #: in which to score and generate; None for that of the model's files, or of its run
+    #: in which to score and generate; None for that of the model's files; a run's is its own if no other is asked for
     precision: Precision | None = None
     #: the numbers that weights of products are kept as, while they are read; None for those of the files
     quantize: Quantize | None = None
@@ -164,8 +150,8 @@ class ModelFolder(ABC):
 
     @cached_property
     def source_files(self) -> WeightFiles:
-        """The files of weights beside the model's config.json."""
-        assert self.source is not None
+        """The files of weights beside the model's config.json, whose faults come first."""
+        assert self.source is not None and self.content is not None
         return WeightFiles.open(self.source)
 
     @cached_property
@@ -174,8 +160,6 @@ class ModelFolder(ABC):
         # Only now, since it loads transformers.
         from penstock.model.transformers.model import TransformersModel
 
-        # Its faults are named before the library stumbles over them.
-        _ = self.content
         return TransformersModel.open(self.source_files)
 
     @property
@@ -183,23 +167,13 @@ class ModelFolder(ABC):
         """True where Penstock's own layers run it."""
         return self.transformers_because is None
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.config.max_length
-
-    @property
-    def num_units(self) -> int:
-        """Units that stages can be cut from."""
-        return self.config.num_units
-
     def check_quantizable(self) -> None:
         """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
         kind = "is a mixture of experts" if self.is_native else "is run by transformers' own layers"
-        if not self.is_native or self.config.experts.num_experts:
+        if self.has_adapters or not self.is_native or self.config.experts.num_experts:
             raise ConfigError(
-                f"{self.folder} cannot be quantized, since it {kind}; only dense models of Penstock's own layers can, "
-                "so leave quantize out; precision = bf16 takes half the bytes of fp32"
+                f"{self.folder} cannot be quantized, since it {'has adapters' if self.has_adapters else kind}; only "
+                "dense models of Penstock's own layers can, so leave quantize out"
             )
 
     # ---- its head: tokens, or ratings
@@ -214,36 +188,24 @@ class ModelFolder(ABC):
     @property
     def is_reward_model(self) -> bool:
         """True for a model that gives each text one number."""
+        if self.rates != "texts":
+            return False
         # As transformers, which has two labels where nothing is said.
-        usual = len(self.content.get("id2label") or (0, 1)) if self.rates == "texts" else 0
-        return self.rates == "texts" and self.content.get("num_labels", usual) == 1
+        return self.content.get("num_labels", len(self.content.get("id2label") or (0, 1))) == 1
 
     @property
     def pad_token(self) -> int | None:
         """The token that pads texts and is not rated."""
         return None if self.rates is None else self.content.get("pad_token_id")
 
-    def refuse_classifier(self) -> None:
-        """Refuse a model whose head gives no tokens, such as a reward model. Raises: ValueError."""
-        if self.rates is not None:
+    def refuse_classifier(self, but_reward_models: bool = False) -> None:
+        """Refuse a model whose head gives no tokens. Raises: ValueError."""
+        if self.rates is not None and not (but_reward_models and self.is_reward_model):
             raise ValueError(
-                f"{architecture(self.content)} rates texts and gives no tokens; penstock score writes its ratings, and "
-                "Engine.from_hf(..., native=False) runs it with a loss of your own"
+                f"{architecture(self.content)} rates texts and gives no tokens; penstock score writes its "
+                "ratings, penstock train takes a reward model, which has one label, and "
+                "Engine.from_hf(..., native=False) runs any with a loss of your own"
             )
-
-    def refuse_untrained(self) -> None:
-        """Refuse a model that penstock train has no loss for: it rates, and not each text by one number.
-
-        Raises: ValueError.
-        """
-        if self.rates == "texts" and not self.is_reward_model:
-            raise ValueError(
-                f"{architecture(self.content)} rates texts by several labels, but penstock train takes a reward "
-                "model, of one label; transformers' from_pretrained(..., num_labels=1) makes one, and "
-                "Engine.from_hf(..., native=False) runs this one with a loss of your own"
-            )
-        if not self.is_reward_model:
-            self.refuse_classifier()
 
     # ---- its tokens
 
@@ -254,12 +216,7 @@ class ModelFolder(ABC):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder that may have a chat template; None where the tokenizer has no files."""
-        return self.folder
-
-    @property
-    def settings_folder(self) -> Path:
-        """The folder that may have a generation_config.json."""
+        """The folder of the tokenizer, a chat template and a generation_config.json; None where it has no files."""
         return self.folder
 
     @cached_property
@@ -274,17 +231,12 @@ class ModelFolder(ABC):
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end a text, in the settings of generation, or else in those of the model."""
-        return end_tokens_in(self.settings_folder)
+        return end_tokens_in(self.tokenizer_folder)
 
     @cached_property
     def sampling(self) -> Mapping[str, Any]:
         """The settings of `SamplingParams` that its generation_config.json names."""
-        return sampling_in(self.settings_folder)
-
-    @cached_property
-    def lacking(self) -> Mapping[str, Any]:
-        """Fields of its generation_config.json that would change answers in transformers, and have no effect here."""
-        return lacking_in(self.settings_folder)
+        return sampling_in(self.tokenizer_folder)
 
     def without_special_tokens(self) -> ModelFolder:
         """A copy of the model whose tokenizer puts no special tokens around a text."""
@@ -317,19 +269,9 @@ class ModelFolder(ABC):
         return HuggingFaceForm(names, lambda: self.content, self.source)
 
     @property
-    def own_precision(self) -> Precision | None:
-        """The precision in which it scores and generates where none is asked for; None for fp32."""
-        return self.stored_precision
-
-    @property
     def kept_as(self) -> Quantize:
         """The numbers that weights of products are kept as."""
         return self.quantize or Quantize.NONE
-
-    @property
-    def is_reproducible(self) -> bool:
-        """True if tokens get the bits that training gives them."""
-        return self.reproducible
 
     @cached_property
     def units(self) -> Sequence[UnitSpec]:
@@ -340,15 +282,14 @@ class ModelFolder(ABC):
     def stored_precision(self) -> Precision:
         """That of most of the values in the files; fp32 where that is none of an engine's."""
         num_values: Counter[str] = Counter()
-        for unit in self.units:
-            for own in (own for _, _, slices in slices_of(unit, self.names) for own in slices):
-                if stored := self.files.tensors.get(own.name):
-                    num_values[stored.dtype] += prod(stored.shape)
+        for name, stored in self.files.tensors.items():
+            if not name.startswith(STATE):
+                num_values[stored.dtype] += prod(stored.shape)
         return _PRECISIONS.get(max(num_values, key=num_values.__getitem__, default=""), Precision.FP32)
 
     def weight_bytes(self) -> int:
         """Bytes of its weights in the form in which they are used."""
-        of_each = bytes_of_weight(self.precision or self.own_precision or Precision.FP32, self.kept_as)
+        of_each = bytes_of_weight(self.precision or self.stored_precision, self.kept_as)
         return int(sum(unit.num_parameters for unit in self.units) * of_each)
 
     def max_generated_length(self) -> int:
@@ -364,7 +305,7 @@ class ModelFolder(ABC):
         """Find out at once what it lacks for scoring and generation. Raises: ValueError, FileNotFoundError."""
         if self.kept_as is not Quantize.NONE:
             self.check_quantizable()
-        for needed in ("tokenizer", "end_tokens", "sampling", "lacking", "rates"):
+        for needed in ("tokenizer", "end_tokens", "sampling", "rates"):
             getattr(self, needed)
 
     def arguments(self, parallel: ParallelConfig) -> EngineArguments:
@@ -372,14 +313,14 @@ class ModelFolder(ABC):
 
         Every process of the layout calls this at the same point.
         """
-        precision = self.precision or self.own_precision
+        precision = self.precision or self.stored_precision
         options = EngineOptions(
             device=parallel.device,
             timeout_s=parallel.timeout_s,
             learns=False,
-            precision=precision or self.stored_precision,
+            precision=precision,
             quantize=self.kept_as,
-            reproducible=self.is_reproducible,
+            reproducible=self.reproducible,
             read_only=precision is not Precision.BF16_AUTOCAST,
         )
         return self.arguments_from_files(parallel, options)
@@ -421,22 +362,13 @@ class ModelFolder(ABC):
             dist.destroy_process_group(group)
 
     def _units_from_files(self, shape: ModelConfig) -> Callable[[ModelGroups], Sequence[UnitSpec]]:
-        if not self.is_native:
-            placed = units_from_files(self.units, self.names, self.files)
-
-            def units_of_transformers(groups: ModelGroups) -> Sequence[UnitSpec]:
-                for axis, size in {"tp": groups.tp_size, "cp": groups.cp_size, "ep": groups.ep_size}.items():
-                    if size > 1:
-                        raise ValueError(
-                            f"transformers' own layers cannot be shared over {axis} = {size}; native layers can"
-                        )
-                return placed
-
-            return units_of_transformers
-
         def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-            return units_from_files(decoder_units(shape, groups=groups), self.names, self.files)
+            if not self.is_native and max(groups.tp_size, groups.cp_size, groups.ep_size) > 1:
+                raise ValueError("transformers' own layers cannot be shared over tp, cp or ep; native layers can")
+            whole = decoder_units(shape, groups=groups) if self.is_native else self.units
+            return units_from_files(whole, self.names, self.files)
 
+        # Any fault of the files is found now.
         units(ModelGroups())
         return units
 
@@ -445,8 +377,7 @@ class ModelFolder(ABC):
         if self.has_adapters:
             raise ValueError(
                 f"{self.folder} has adapters, which another model cannot begin with; write both as one by penstock "
-                "convert --merge-adapters, or give the base model and adapter.pretrained = "
-                f"{str(self.folder / 'adapter-N')!r}"
+                "convert --merge-adapters, or give the base model, and adapter.pretrained for one of its adapter-N"
             )
 
 
@@ -494,22 +425,23 @@ class HfFolder(ModelFolder):
         return f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()} native={self.is_native}{kept}"
 
 
+@dataclass(eq=False)
 class RunFolder(ModelFolder):
     """The model of a run: what its settings describe, with the weights of its newest intact checkpoint."""
 
-    @cached_property
-    def run(self) -> RunConfig:
-        """The run's settings, whose output is where it lies now."""
-        return replace(read_run(self.folder), output=str(self.folder))
+    #: the run's settings, whose output is where it lies now
+    run: RunConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = replace(read_run(self.folder), output=str(self.folder))
+        self.precision = self.precision or self.run.train.precision or Precision.FP32
+        self.reproducible |= self.run.train.reproducible
 
     @cached_property
     def checkpoint(self) -> CheckpointInfo:
         """The newest intact checkpoint; those passed over are warned of, by one process, unless `quiet`."""
         quiet = self.quiet or (dist.is_initialized() and dist.get_rank() > 0)
-        try:
-            return newest_intact(self.folder / CHECKPOINT_FOLDER, json.loads(json.dumps(self.run.identity())), quiet)
-        except DamagedCheckpoint as error:
-            raise ValueError(str(error)) from None
+        return CheckpointReader(self.folder / CHECKPOINT_FOLDER, None, self.run.identity()).existing(quiet)
 
     @cached_property
     def source(self) -> Path | None:
@@ -536,13 +468,6 @@ class RunFolder(ModelFolder):
     def has_adapters(self) -> bool:
         return self.run.adapter.is_used
 
-    def check_quantizable(self) -> None:
-        if self.has_adapters:
-            raise ConfigError(
-                f"{self.folder} cannot be quantized, since it has an adapter; merge it into its model with peft first"
-            )
-        super().check_quantizable()
-
     @property
     def tokenizer_name(self) -> str:
         return tokenizer_of(self.run)
@@ -554,17 +479,10 @@ class RunFolder(ModelFolder):
         files = Path(self.tokenizer_name).expanduser()
         return files if files.is_dir() else files.parent
 
-    @property
-    def settings_folder(self) -> Path:
-        return Path(self.tokenizer_name).expanduser()
-
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        try:
-            # A given text is scored and continued as it is: no end token is put after it.
-            found, _ = load_tokenizer(self.tokenizer_name), self._in_training
-        except CorpusError:
-            return None
+    def tokenizer(self) -> Tokenizer:
+        # A given text is scored and continued as it is: no end token is put after it.
+        found = load_tokenizer(self.tokenizer_name)
         return found if self.run.data.special_tokens else found.without_special_tokens()
 
     @cached_property
@@ -573,22 +491,14 @@ class RunFolder(ModelFolder):
         return load_tokenizer(self.tokenizer_name, self.run.data.end_token)
 
     @cached_property
-    def vocab_size(self) -> int:
-        """The tokenizer's, where the run's settings leave it out, or else the checkpoint's, which takes longer."""
-        size = self.run.model.vocab_size
-        return size or (self.checkpoint.vocab_size if self.tokenizer is None else self._in_training.vocab_size)
-
-    @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        if self.tokenizer is None:
-            return ()
         return self._in_training.end_tokens or super().end_tokens
 
     @cached_property
     def shape(self) -> ModelConfig:
         if not self.is_native:
             return self.in_transformers.shape
-        return self.run.model.whole(self.vocab_size)
+        return self.run.model.whole(self._in_training.vocab_size)
 
     @cached_property
     def files(self) -> WeightFiles:
@@ -610,24 +520,11 @@ class RunFolder(ModelFolder):
         form = HuggingFaceForm.of(self.shape)
         if self.tokenizer_name == "bytes":
             return replace(form, bytes_end=bool(self.run.data.end_token))
-        return replace(form, folder=self.tokenizer_folder) if self.settings_folder.exists() else form
-
-    @property
-    def own_precision(self) -> Precision | None:
-        return self.run.train.precision
-
-    @property
-    def is_reproducible(self) -> bool:
-        return self.reproducible or self.run.train.reproducible
+        return replace(form, folder=self.tokenizer_folder)
 
     def check(self) -> None:
-        checkpoints = self.folder / CHECKPOINT_FOLDER
-        if not published(checkpoints):
-            with contextlib.suppress(FileNotFoundError):
-                os.listdir(checkpoints)  # one that may not be read is not empty
-            raise ConfigError(
-                f"{self.folder} holds no checkpoint yet; a run saves the first after checkpoint.every steps"
-            )
+        if not published(self.folder / CHECKPOINT_FOLDER):
+            raise ConfigError(f"{self.folder} holds no checkpoint yet; a run saves one every checkpoint.every steps")
         super().check()
 
     def arguments(self, parallel: ParallelConfig) -> EngineArguments:
@@ -637,11 +534,7 @@ class RunFolder(ModelFolder):
         run = replace(
             self.run,
             parallel=parallel,
-            train=replace(
-                self.run.train,
-                precision=self.precision or self.own_precision,
-                reproducible=self.is_reproducible,
-            ),
+            train=replace(self.run.train, precision=self.precision, reproducible=self.reproducible),
             # Those of training do not matter here: a plain cut, and no optimizer.
             schedule=ScheduleConfig(),
             optimizer=OptimizerConfig(),

@@ -69,7 +69,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             model = open_folder(folder, config.model.native)
             model.refuse_adapters()
             shape, _ = model.shape, model.files
-            model.refuse_untrained()
+            model.refuse_classifier(but_reward_models=True)
             if model.is_reward_model and config.adapter.is_used:
                 raise ValueError("a reward model is trained whole; leave the settings of adapter out")
             tokenizer, precision = config.data.tokenizer or model.tokenizer_name, model.stored_precision

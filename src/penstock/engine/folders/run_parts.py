@@ -1,6 +1,5 @@
 """The parts of a run, made from its settings: its engine's arguments and its data."""
 
-import os
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -144,16 +143,7 @@ class RunData:
             pairs=reward_model is not None,
             pad_token=None if reward_model is None else reward_model.pad_token,
         )
-        cache = None if data.cache is None else Path(data.cache).expanduser()
-        try:
-            corpus = load_corpus(spec, cache)
-        except OSError as error:
-            # Of all else, such as a corpus that may not be read, the error names the file itself.
-            if cache is None or error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(cache):
-                raise
-            raise ConfigError(
-                f"data.cache = {data.cache!r} cannot be written ({error.strerror}); name another folder, or None"
-            ) from None
+        corpus = load_corpus(spec, None if data.cache is None else Path(data.cache).expanduser())
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
         run = cls(config, corpus, rewards=reward_model is not None)
         # Both sides are packed once here, so that too little text is refused before anything starts.

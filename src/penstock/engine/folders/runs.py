@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import logging
 import math
 import os
 import shutil
@@ -14,7 +13,6 @@ from typing import Any, TextIO
 from penstock.io.files import (
     lines_of,
     naming,
-    open_file,
     parse_json,
     read_bytes,
     refuse_link_out,
@@ -46,36 +44,25 @@ TOKENIZER_FILES = (
     GENERATION_FILE,
 )
 _LOCK_FILE = ".lock"
-_DECAY_END = "optimizer.num_decay_steps"
-
-_logger = logging.getLogger(__name__)
 
 
 def to_toml(config: RunConfig) -> str:
     """Write the settings as TOML that reads back as the same settings; None values are left out."""
-    return toml_text(_without_none(config.to_dict()))
+    return toml_text(config.to_dict())
 
 
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, Mapping) else value
-        for name, value in table.items()
-        if value is not None
-    }
+def writes_tensorboard(log: LogConfig) -> bool:
+    """True for a run that also writes for TensorBoard: if it is to, or says nothing and the library is installed.
 
-
-def check_libraries(config: RunConfig) -> None:
-    """Raises: ConfigError where a library that a run writes its folder with is not installed."""
-    if config.log.tensorboard and find_spec("tensorboard") is None:
+    Raises: ConfigError if it is to, and the library is not installed.
+    """
+    is_installed = find_spec("tensorboard") is not None
+    if log.tensorboard and not is_installed:
         raise ConfigError(
             "log.tensorboard = true needs the library tensorboard, which is not installed; install it with "
             "pip install tensorboard, or leave the setting out"
         )
-
-
-def writes_tensorboard(log: LogConfig) -> bool:
-    """True for a run that also writes for TensorBoard: if it is to, or says nothing and the library is installed."""
-    return find_spec("tensorboard") is not None if log.tensorboard is None else log.tensorboard
+    return is_installed if log.tensorboard is None else log.tensorboard
 
 
 def read_run(folder: Path) -> RunConfig:
@@ -134,78 +121,40 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
             `fresh`) any run at all, or (with `resume`) none.
     """
 
-    def none() -> bool:
-        if resume:
-            raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
-        return False
-
     folder = Path(config.output)
-    if not folder.exists():
-        return none()
-    if not folder.is_dir():
-        raise ConfigError(f"output = {config.output!r} is a file; give a folder")
     copy = folder / RUN_FILE
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output = {config.output!r} is a file; give a folder")
+    if resume and not copy.exists():
+        raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
+    if not folder.exists():
+        return False
     # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
     if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
         raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
-    if others := sorted(path for path in folder.iterdir() if not path.is_dir() and not path.is_file()):
-        raise ConfigError(f"{others[0]} is no regular file; remove it")
     if not copy.exists():
         # A start that was killed may have come no further than these.
         ours = {_LOCK_FILE, unfinished(copy).name}
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in ours)
         if strangers:
-            raise ConfigError(
-                f"output = {config.output!r} holds {strangers[0]!r} and no run; give a new or an empty folder"
-            )
-        return none()
+            raise ConfigError(f"output = {config.output!r} holds {strangers[0]!r} and no run; give an empty folder")
+        return False
     if fresh:
         raise ConfigError(f"output = {config.output!r} already holds a run; --fresh takes another --output")
     theirs = read_config(copy)
     if theirs.digest() != config.digest():
-        ours, known = config.identity(), theirs.identity()
-        changed = differences(ours, known)
-        # Left out, the decay ends with the run, so that another length alone makes it differ.
-        lengthened = len(changed) == 1 and ours[_DECAY_END] != known[_DECAY_END] is not None
-        otherwise = f"give {_DECAY_END} = {known[_DECAY_END]}, which keeps its decay, or" if lengthened else "give"
-        raise ConfigError(
-            f"output = {config.output!r} holds another run: {'; '.join(changed)}; {otherwise} another --output"
-        )
-    metrics, board = folder / METRICS_FILE, folder / TENSORBOARD_FOLDER
-    if metrics.is_dir():
-        raise ConfigError(f"{metrics} is a folder, but the run writes a file there; remove it")
-    if metrics.exists():
-        open_file(metrics).close()
-    tensorboard = writes_tensorboard(config.log)
-    if tensorboard and board.exists() and not board.is_dir():
-        raise ConfigError(f"{board} is a file, but the run writes a folder there; remove it")
-    for path in (board, folder / CHECKPOINT_FOLDER) if tensorboard else (folder / CHECKPOINT_FOLDER,):
-        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(f"{path} cannot be written: permission denied")
-    _refuse_lost_checkpoints(folder, theirs.checkpoint.every)
-    return True
-
-
-def _refuse_lost_checkpoints(folder: Path, every: int) -> None:
-    """Refuse to start a run anew where its metrics show that it has had checkpoints.
-
-    every: steps between them at the run's latest start. Of two the first is there when the second is begun.
-    """
+        changed = "; ".join(differences(config.identity(), theirs.identity()))
+        raise ConfigError(f"output = {config.output!r} holds another run: {changed}; give another --output")
     checkpoints, metrics = folder / CHECKPOINT_FOLDER, folder / METRICS_FILE
-    # One that is being replaced has another name for a moment.
-    if any(any(checkpoints.glob(pattern)) for pattern in ("step-*", ".replaced-step-*")):
-        return
-    last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
-    if last == 0:
-        return
-    # Only now, since it loads PyTorch.
-    from penstock.engine.checkpoint.manifest import OWNER_FILE
-
-    if not (checkpoints / OWNER_FILE).exists() or 0 < 2 * every < last:
-        raise ConfigError(
-            f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is its "
-            "disk there?), or start anew with another --output"
-        )
+    # Of two checkpoints the first is there when the second is begun.
+    if theirs.checkpoint.every and not any(checkpoints.glob("*step-*")):
+        last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
+        if last > 2 * theirs.checkpoint.every:
+            raise ConfigError(
+                f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is "
+                "its disk there?), or start anew with another --output"
+            )
+    return True
 
 
 class RunLock:
@@ -272,35 +221,28 @@ class RunLock:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The numbers of a metrics file's lines, in order; null stands for one that is not finite.
+    """The entries of a metrics file, in order; null stands for a number that is not finite.
 
-    What a user has added to a line, and lines without a step, are left out, and so are those that cannot be read, such
-    as a last one that a crash has torn.
+    Lines without a step are left out, and so are those that cannot be read, such as a last one that a crash has torn.
     """
-    if not path.exists():
-        return []
-    entries = [entry for _, entry in _parsed(path) if entry is not None and "step" in entry]
-    return [{name: value for name, value in entry.items() if _is_metric(value)} for entry in entries]
+    return [entry for _, entry in _parsed(path) if entry is not None and "step" in entry] if path.exists() else []
 
 
 def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield each line that is not blank, and its object; None where it is none, or its step is no whole number."""
-    for line in lines_of(path):
-        if not line.strip():
-            continue
+    for line in filter(bytes.strip, lines_of(path)):
         try:
             entry = parse_json(line.decode())
         except ValueError:
             entry = None
-        step = entry.get("step", 0) if isinstance(entry, dict) else None
-        yield line, entry if type(step) is int and _is_metric(step) else None
+        yield line, entry if isinstance(entry, dict) and type(entry.get("step", 0)) is int else None
 
 
 class MetricsLog:
     """Appends the metrics of a run to its folder; written by one rank.
 
     A run that continues from `resumed_step` first drops the lines of later steps, since those steps are taken again,
-    and lines that cannot be read, which the log counts. All others stay as they are, whatever a user has added to them.
+    and lines that cannot be read. All others stay as they are, whatever a user has added to them.
     """
 
     #: the file of metrics, a line of JSON a step
@@ -312,12 +254,9 @@ class MetricsLog:
 
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / METRICS_FILE
-        lines = list(_parsed(self._path)) if self._path.exists() else []
+        lines = _parsed(self._path) if self._path.exists() else ()
         kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
         write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
-        if num_broken := sum(entry is None for _, entry in lines):
-            shown = "a line" if num_broken == 1 else f"{num_broken} lines"
-            _logger.warning("%s: dropped %s that could not be read", self._path, shown)
         self._file = self._path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
@@ -343,8 +282,3 @@ class MetricsLog:
         if self._board is not None:
             with naming(self._path.parent / TENSORBOARD_FOLDER):
                 self._board.close()
-
-
-def _is_metric(value: Any) -> bool:
-    # A whole number beyond these has no double.
-    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)

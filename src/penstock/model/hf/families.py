@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.io.files import read_json_object
 from penstock.model.hf.files import MissingFile, Names, is_quantized, refuse_unfit_files
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ConfigError, ExpertConfig, ModelConfig, RopeKind, RopeScaling, Scores
-from penstock.settings.declare import check_kinds
 
 _OUTSIDE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -79,12 +76,8 @@ class Family:
 
     def fits(self, config: ModelConfig) -> bool:
         """True if a model of this family can be that decoder."""
-        if config.sliding_window is None:
-            windows = True
-        elif config.num_full_layers:
-            windows = self.windows is Windows.LATER
-        else:
-            windows = self.windows is not Windows.NEVER
+        kinds = {Windows.LATER} if config.num_full_layers else {Windows.ALL, Windows.IF_USED, Windows.LATER}
+        windows = config.sliding_window is None or self.windows in kinds
         layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
         experts = config.experts
         # Layers that predict further tokens have no place in these families' files.
@@ -166,32 +159,6 @@ def names_of(config: ModelConfig) -> NativeNames:
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _OTHERWISE = "native=False (--native false, model.native = false) runs transformers' own layers"
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
-    **dict.fromkeys(("model_type", "hidden_act"), str),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), int),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), int),
-    **dict.fromkeys(("sliding_window", "max_window_layers", "decoder_sparse_step"), int),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), int),
-    **dict.fromkeys(("shared_expert_intermediate_size",), int),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), float),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), bool),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
-}
-# What both the decoder and transformers' layers leave to whoever loads the weights.
-_KINDS_OF_ALL: dict[str, Any] = {
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | list[int]),
-    **dict.fromkeys(("dtype", "torch_dtype"), str),
-    "quantization_config": dict,
-    "attention_dropout": float,
-}
-_ROPE_VALUES: dict[str, type] = {
-    **dict.fromkeys(("rope_type", "type"), str),
-    **dict.fromkeys(("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast"), float),
-    "original_max_position_embeddings": int,
-    "attention_factor": float,
-    "truncate": bool,
-}
 
 
 class NotNative(ValueError):
@@ -223,8 +190,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
     Raises:
         MissingFile: the folder or the file is missing; names its path.
-        ValueError: it is not a JSON object, a link in the folder leads out of it, its dtype, quantization or dropout
-            is of a kind that no model has, or its weights are quantized in a form that is not read.
+        ValueError: it is not a JSON object, a link in the folder leads out of it, or its weights are quantized in a
+            form that is not read.
     """
     path = folder / CONFIG_FILE
     if not folder.is_dir():
@@ -233,14 +200,6 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise MissingFile(f"{path} is missing: a model's folder has one")
     content = read_json_object(path)
-    check_kinds(content, _KINDS_OF_ALL, str(path))
-    for key in ("dtype", "torch_dtype"):
-        name = content.get(key)
-        if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
-            raise ValueError(f"{path}: {key} is {name!r}; a dtype such as 'bfloat16' is expected")
-    quantization = content.get("quantization_config")
-    if quantization and not isinstance(quantization.get("quant_method"), str):
-        raise ValueError(f"{path}: quantization_config has no quant_method that is a string")
     try:
         is_quantized(content)
     except ValueError as error:
@@ -249,12 +208,10 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def architecture(content: Mapping[str, Any]) -> str:
-    """The name of the model's class, from "architectures" or else "model_type". Raises: ValueError if it is none."""
-    named = content.get("architectures") or []
-    if named and not isinstance(named[0], str):
-        raise ValueError(f"{CONFIG_FILE}: architectures begins with {named[0]!r}; the name of a class is expected")
-    if named:
-        return named[0]
+    """The name of the model's class, from "architectures" or else "model_type"."""
+    named = content.get("architectures")
+    if named and isinstance(named, list):
+        return str(named[0])
     types = {family.model_type: name for name, family in FAMILIES.items()}
     return types.get(str(content.get("model_type")), f"model_type {content.get('model_type')!r}")
 
@@ -267,41 +224,36 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
             possible ones.
         ValueError: a setting of another type.
     """
-    check_kinds(content, _KINDS, CONFIG_FILE)
-    for key in ("rope_scaling", "rope_parameters"):
-        check_kinds(content.get(key) or {}, _ROPE_VALUES, f"{CONFIG_FILE}: {key}")
     name = architecture(content)
-    if name.endswith("Classification"):
-        raise NotNative(f"the decoder gives tokens, but {name} rates texts; {_OTHERWISE}")
     if name not in FAMILIES:
         raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
-    if content.get("model_type", family.model_type) != family.model_type:
-        given = content["model_type"]
-        raise NotNative(
-            f"{name} with model_type={given!r} is not the decoder's ({family.model_type!r} is); {_OTHERWISE}"
-        )
     # What a family's config.json may have, but the decoder does not compute.
-    for key, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+    usual = {"model_type": family.model_type, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, known in usual.items():
         value = content.get(key, known)
         if value != known:
             raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
+    try:
+        return _decoder(content, family)
+    except (TypeError, LookupError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else f"has a value of another type ({error})"
+        raise ValueError(f"the {CONFIG_FILE} of a {name} {reason}") from None
+
+
+def _decoder(content: Mapping[str, Any], family: Family) -> ModelConfig:
     window, num_full_layers = _window(content, family)
-    sizes = {ours: _required(content, theirs, name) for ours, theirs in _SIZES.items()}
+    rope, usual = _rope(content), {"max_length": family.max_length, "norm_eps": 1e-6}
+    sizes = {ours: content[theirs] for ours, theirs in _SIZES.items()}
     shape = ModelConfig(
-        **sizes,
-        num_kv_heads=content.get("num_key_value_heads"),
-        head_dim=content.get("head_dim"),
-        max_length=_value(content, "max_position_embeddings", family.max_length),
-        rope_theta=float(_value(_rope(content), "rope_theta", 10000.0)),
-        norm_eps=float(_value(content, "rms_norm_eps", 1e-6)),
+        **sizes | usual | {ours: content[theirs] for ours, theirs in _MORE.items() if theirs in content},
+        rope_theta=rope.get("rope_theta", 10000.0),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        tie_embeddings=bool(content.get("tie_word_embeddings", False)),
         sliding_window=window,
         num_full_layers=num_full_layers,
-        rope_scaling=_scaling(_rope(content)),
-        experts=_experts(content, family, name),
+        rope_scaling=_scaling(rope),
+        experts=_experts(content, family),
     )
     return shape.whole(shape.vocabulary)
 
@@ -313,6 +265,14 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_MORE = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Settings that a config.json must have, and those that it may leave out: their names here and there."""
 _ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
 
 
@@ -332,13 +292,10 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     content: dict[str, Any] = {
         "architectures": [name],
         "model_type": family.model_type,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in (_SIZES | _MORE).items()},
         "num_key_value_heads": config.key_heads,
         "head_dim": config.head_size,
-        "max_position_embeddings": config.max_length,
         "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "rope_scaling": _scaling_to_json(config.rope_scaling),
     }
@@ -350,19 +307,6 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     if config.experts.num_experts:
         content |= _experts_to_json(config, config.experts, family)
     return content
-
-
-def _required(content: Mapping[str, Any], key: str, name: str) -> Any:
-    if content.get(key) is None:
-        raise ValueError(f"{name} needs {key!r}, which its config.json lacks")
-    return content[key]
-
-
-def _value(content: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value of a key that may be left out, but not be null, with which transformers could not compute."""
-    if content.get(key, default) is None:
-        raise ValueError(f"{CONFIG_FILE}: {key} is null; give {_KINDS[key].__name__}, or leave it out for {default}")
-    return content.get(key, default)
 
 
 def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
@@ -380,10 +324,7 @@ def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int
     if types:
         num_full = types.index("sliding_attention") if "sliding_attention" in types else num_layers
         if "full_attention" in types[num_full:]:
-            raise NotNative(
-                f"its layer_types alternate ({', '.join(types[:4])}, ...), but the decoder's first layers see "
-                f"everything and the others a window; {_OTHERWISE}"
-            )
+            raise NotNative(f"its layer_types alternate, but the decoder's first layers see everything; {_OTHERWISE}")
     return (content["sliding_window"], num_full) if num_full < num_layers else (None, 0)
 
 
@@ -408,7 +349,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
     low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
     return RopeScaling(
         RopeKind(kind),
-        factor=float(_required(rope, "factor", f"rope scaling {kind!r}")),
+        factor=float(rope["factor"]),
         original_length=rope.get("original_max_position_embeddings") or None,
         low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
         high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
@@ -430,18 +371,16 @@ def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
     return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
 
 
-def _experts(content: Mapping[str, Any], family: Family, name: str) -> ExpertConfig:
+def _experts(content: Mapping[str, Any], family: Family) -> ExpertConfig:
     if family.experts is None:
         return ExpertConfig()
     mixtral = family.experts is MIXTRAL_EXPERTS
-    known = {"num_experts": content.get("num_experts", content.get("num_local_experts"))}
-    num_experts = _required({key: value for key, value in known.items() if value is not None}, "num_experts", name)
-    shared = _required(content, "shared_expert_intermediate_size", name) if family.shared_expert else 0
+    shared = content["shared_expert_intermediate_size"] if family.shared_expert else 0
     return ExpertConfig(
-        num_experts=num_experts,
-        num_active=_required(content, "num_experts_per_tok", name),
-        intermediate_size=_required(content, "intermediate_size" if mixtral else "moe_intermediate_size", name),
-        normalise=mixtral or bool(content.get("norm_topk_prob", False)),
+        num_experts=content.get("num_experts") or content["num_local_experts"],
+        num_active=content["num_experts_per_tok"],
+        intermediate_size=content["intermediate_size" if mixtral else "moe_intermediate_size"],
+        normalise=mixtral or content.get("norm_topk_prob", False),
         shared_size=shared,
         shared_gate=shared > 0,
         every=content.get("decoder_sparse_step") or 1,
@@ -469,25 +408,14 @@ def _experts_to_json(config: ModelConfig, experts: ExpertConfig, family: Family)
 
 
 _SAMPLED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Fields that would change an answer, and the values besides null that change nothing.
-_LACKING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha", "top_h"), (0,)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings", "sequence_bias"), ([], {}, "")),
-    **dict.fromkeys(("force_words_ids", "constraints", "dola_layers", "exponential_decay_length_penalty"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "max_time"), ()),
-    "max_length": (20,),
-}
 
 
-def sampling_in(folder: Path) -> dict[str, Any]:
+def sampling_in(folder: Path | None) -> dict[str, Any]:
     """The settings of `SamplingParams` that the folder's file names; as there, top_p follows top_k.
 
     Raises: ConfigError for a file that cannot be read, or words that are no tokens.
     """
-    content = _read_if_there(folder / GENERATION_CONFIG)
+    content = {} if folder is None else _read_if_there(folder / GENERATION_CONFIG)
     found = {name: content[name] for name in _SAMPLED if content.get(name) is not None}
     if found.get("top_k") == 0:
         del found["top_k"]
@@ -497,25 +425,14 @@ def sampling_in(folder: Path) -> dict[str, Any]:
         found["temperature"] = 0.0
     if words := content.get("bad_words_ids"):
         if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-            path = folder / GENERATION_CONFIG
-            raise ConfigError(f"{path}: bad_words_ids is {str(words)[:60]}; a list of lists of token ids is expected")
+            raise ConfigError(f"bad_words_ids in {folder} is {str(words)[:60]}; lists of token ids are expected")
         found["bad_words"] = words
     return found
 
 
-def lacking_in(folder: Path) -> dict[str, Any]:
-    """The fields of the folder's file that would change answers in transformers, and have no effect here."""
-    content = _read_if_there(folder / GENERATION_CONFIG)
-    found = {name: content.get(name) for name in _LACKING}
-    # In transformers as well, the number of new tokens decides where both are given.
-    if content.get("max_new_tokens") is not None:
-        del found["max_length"]
-    return {name: value for name, value in found.items() if value is not None and value not in _LACKING[name]}
-
-
-def end_tokens_in(folder: Path) -> tuple[int, ...]:
+def end_tokens_in(folder: Path | None) -> tuple[int, ...]:
     """The end tokens in the settings of generation, or else in those of the model."""
-    for path in (folder / GENERATION_CONFIG, folder / CONFIG_FILE):
+    for path in () if folder is None else (folder / GENERATION_CONFIG, folder / CONFIG_FILE):
         named = _read_if_there(path).get("eos_token_id")
         if named is not None:
             ends = tuple(named) if isinstance(named, list) else (named,)

@@ -76,21 +76,15 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's words for dtypes."""
+"""The format's words for the dtypes that models have."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -117,16 +111,13 @@ class WeightFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "WeightFiles":
-        """Read the headers of all files.
+        """Read the headers of all files of a folder whose config.json has been read.
 
         Raises:
-            MissingFile: a folder or file is missing; names its path.
-            ValueError: a file is truncated or not a safetensors file, an index names a missing tensor, the folder
-                has only pickles, or a link in it leads out of it.
+            MissingFile: a file is missing; names its path.
+            ValueError: a file is truncated or not a safetensors file, an index names a missing tensor, or the folder
+                has only pickles.
         """
-        if not folder.is_dir():
-            raise MissingFile(f"there is no folder {folder} to read a model from")
-        refuse_unfit_files(folder)
         file, index = folder / SINGLE_FILE, folder / INDEX_FILE
         if file.exists() and not index.exists():
             return cls(folder, _read_header(file))
@@ -161,13 +152,15 @@ class WeightFiles:
             return values
         return values.float() * self.read(scales, part[:1]).float()
 
+    def fill(self, target: Tensor, stored: Iterable[StoredSlice], part: TensorSlice) -> Tensor:
+        """Copy into a tensor, which has these elements of a parameter, what its stored tensors have of them."""
+        for name, indices, into in copies(stored, part, target):
+            into.copy_(self.read(name, indices))
+        return target
+
 
 def refuse_unfit_files(folder: Path) -> None:
-    """Refuse the folder of a model or a checkpoint that has what is not to be read.
-
-    That is: links that lead out of it, devices, texts of any size.
-
-    A link could lead to private files, a pipe be waited for without end.
+    """Refuse the folder of a model or a checkpoint that has links out of it, devices, or texts of any size.
 
     In Hugging Face's cache the files of ``snapshots/REVISION`` are links to ``blobs``, all within one model's folder.
 
@@ -241,19 +234,16 @@ def units_from_files(units: Sequence[UnitSpec], names: Names, files: WeightFiles
     return tuple(replace(unit, initialise=partial(_load, unit, names, files)) for unit in units)
 
 
-def whole_shapes(unit: UnitSpec) -> dict[str, Shape]:
-    """The shapes of a unit's whole parameters and persistent buffers, by name in the module."""
+def _state_on_meta(unit: UnitSpec) -> dict[str, Tensor]:
+    """A unit's own parameters and persistent buffers without values, by name in the module."""
     with torch.device("meta"):
-        module = unit.build()
-    return {
-        name: unit.sharding[name].full_shape if name in unit.sharding else tuple(tensor.shape)
-        for name, tensor in module.state_dict(keep_vars=True).items()
-    }
+        return unit.build().state_dict(keep_vars=True)
 
 
 def slices_of(unit: UnitSpec, names: Names) -> Iterator[tuple[str, Shape, tuple[StoredSlice, ...]]]:
     """Yield each tensor of a unit: its name in the module, its whole shape and its stored slices."""
-    for name, shape in whole_shapes(unit).items():
+    for name, tensor in _state_on_meta(unit).items():
+        shape = unit.sharding[name].full_shape if name in unit.sharding else tuple(tensor.shape)
         yield name, shape, names.slices(unit.tied.get(name, unit.full_name(name)), shape)
 
 
@@ -261,23 +251,22 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
     """Compare the whole model's names and shapes with the files; every rank finds the same errors."""
     unread = set(files.tensors)
     for unit in units:
+        dtypes = {name: tensor.dtype for name, tensor in _state_on_meta(unit).items()}
         for name, _, slices in slices_of(unit, names):
             for wanted in slices:
                 unread -= {wanted.name, scale_name(wanted.name)}
                 stored = files.tensors.get(wanted.name)
                 if stored is None:
-                    hint = "; a setting of config.json says whether the model has it" if name.endswith("bias") else ""
-                    raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}{hint}")
-                if stored.dtype == INT8:
-                    scales = files.tensors.get(scale_name(wanted.name))
-                    if scales is None or scales.shape != (*stored.shape[:1], 1):
-                        found = "no scales" if scales is None else f"scales of the shape {list(scales.shape)}"
-                        raise ValueError(
-                            f"{wanted.name} in {stored.file} has 8-bit numbers and {found}; "
-                            "it needs one for each output"
-                        )
-                else:
-                    _check_dtype(wanted.name, stored, unit, name)
+                    raise ValueError(f"{files.folder} lacks {wanted.name}, which is {unit.full_name(name)}")
+                dtype, scales = DTYPES.get(stored.dtype), files.tensors.get(scale_name(wanted.name))
+                is_scaled = stored.dtype == INT8 and scales is not None and scales.shape == (*stored.shape[:1], 1)
+                # Numbers of another kind than the model's, such as weights in a form of quantization that is not known.
+                if not is_scaled and (dtype is None or dtype.is_floating_point < dtypes[name].is_floating_point):
+                    raise ValueError(
+                        f"{wanted.name} in {stored.file} is of the type {stored.dtype}, which is not read as "
+                        f"{dtypes[name]}; save the model with its weights in F32, BF16 or F16, or in {INT8} with a "
+                        "scale for each output"
+                    )
                 if stored.shape != wanted.shape:
                     raise ValueError(
                         f"{wanted.name} in {stored.file} has the shape {list(stored.shape)}, but config.json makes it "
@@ -285,24 +274,7 @@ def _check(units: Sequence[UnitSpec], names: Names, files: WeightFiles) -> None:
                     )
     strangers = sorted(stored for stored in unread if not names.is_surplus(stored))
     if strangers:
-        raise ValueError(
-            f"{files.folder} holds {len(strangers)} tensors that the model of its config.json has not, "
-            f"{strangers[0]} for one"
-        )
-
-
-def _check_dtype(stored_name: str, stored: StoredTensor, unit: UnitSpec, name: str) -> None:
-    """Refuse numbers of another kind than the model's, such as weights in a form of quantization that is not known."""
-    dtype = DTYPES.get(stored.dtype)
-    if dtype is not None and dtype.is_floating_point:
-        return
-    with torch.device("meta"):
-        wanted = unit.build().state_dict()[name].dtype
-    if dtype is None or wanted.is_floating_point:
-        raise ValueError(
-            f"{stored_name} in {stored.file} is of the type {stored.dtype}, which is not read as {wanted}; save the "
-            "model with its weights in F32, BF16 or F16"
-        )
+        raise ValueError(f"{files.folder} holds tensors that the model of its config.json has not: {strangers[:3]}")
 
 
 @torch.no_grad()
@@ -318,13 +290,9 @@ def _load(unit: UnitSpec, names: Names, files: WeightFiles, module: nn.Module, s
     for name, shape, stored in found:
         tensor = tensors[name]
         part = unit.sharding[name].part if name in unit.sharding else TensorSlice.whole(shape)
-        target = torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
-        for name_in_file, indices, into in copies(stored, part, target):
-            into.copy_(files.read(name_in_file, indices))
+        target = files.fill(torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor, stored, part)
         if target is not tensor:
             path, _, own = name.rpartition(".")
-            owner = module.get_submodule(path)
             if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(own, nn.Parameter(target, tensor.requires_grad))
-            else:
-                owner.register_buffer(own, target)
+                target = nn.Parameter(target, tensor.requires_grad)
+            setattr(module.get_submodule(path), own, target)

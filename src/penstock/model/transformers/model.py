@@ -6,7 +6,6 @@ Its modules are built without values; when a rank builds a unit, the values come
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +23,6 @@ from penstock.model.units import Limits, UnitSpec
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ModelConfig
 
-_MAX_EXPERTS = 16384
-#: characters of an error of the library that are shown
-_MAX_REASON = 400
 _NO_LIMIT, _NO_TOKEN = 2**31 - 1, -1
 _PER_SEQUENCE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
 """The ends of the names of classes with a classifier as their head, such as a reward model's or a value head."""
@@ -62,8 +58,7 @@ class TransformersModel:
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         skeleton.drop_parameters()
-        num_outputs = config.num_labels if name.endswith((_PER_SEQUENCE, _PER_TOKEN)) else text.vocab_size
-        before, after = uses_outside(skeleton, text.vocab_size, num_outputs)
+        before, after = uses_outside(skeleton, text.vocab_size)
         if shared := [slot for slot, owner in owners.items() if f"{path}." in f"{slot} {owner}"]:
             raise ValueError(f"{name} shares {shared[0]} between layers, so they cannot be cut")
         both = [slot for slot, owner in owners.items() for part in (before, after) if slot in part and owner in part]
@@ -89,16 +84,10 @@ class TransformersModel:
 
     def units(self) -> tuple[UnitSpec, ...]:
         """The model's units, without values."""
-        rope = [str(self.config.to_dict().get(key)) for key in ("rope_parameters", "rope_scaling")]
+        rope = str(self.config.to_dict().get("rope_parameters"))
         inputs = copy.deepcopy(self.skeleton)
         # Rotary tables that depend on the longest text in the batch.
-        inputs.by_length = any(kind in text for text in rope for kind in ("dynamic", "longrope"))
-
-        def before() -> nn.Module:
-            return BeforeLayers(self._part(self.first), inputs)
-
-        def after() -> nn.Module:
-            return AfterLayers(self._part(self.last), inputs)
+        inputs.by_length = "dynamic" in rope or "longrope" in rope
 
         def layer(number: int) -> nn.Module:
             module = copy.deepcopy(self.layers[number])
@@ -111,9 +100,9 @@ class TransformersModel:
             same = {slot} | {s for s, owner in owners.items() if owner == slot} | {owners.get(slot, slot)}
             if both := sorted(same & self.first):
                 tied[OWN + slot] = f"{FIRST}.{OWN}{both[0]}"
-        last = _spec(LAST, after, tied)
+        last = _spec(LAST, lambda: AfterLayers(inputs, self._part(self.last)), tied)
         return (
-            replace(_spec(FIRST, before), limits=self._limits()),
+            replace(_spec(FIRST, lambda: BeforeLayers(inputs, self._part(self.first))), limits=self._limits()),
             *(_spec(f"layers.{i}", lambda i=i: layer(i)) for i in range(len(self.layers))),
             replace(last, flops_if_read=last.flops_per_token),
         )
@@ -124,12 +113,9 @@ class TransformersModel:
         length = getattr(text, "max_position_embeddings", None)
         if length is None:
             return None
-        rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-        before_change = None
-        if "longrope" in (rope.get("rope_type"), rope.get("type")):
-            # From this length on it turns by other factors.
-            names = "original_max_position_embeddings"
-            before_change = rope.get(names) or getattr(text, names, None)
+        # From this length on such a rotation turns by other factors.
+        rope = getattr(text, "rope_parameters", None) or {}
+        before_change = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return Limits(text.vocab_size, length, max_generated_length=before_change)
 
     def _part(self, slots: frozenset[str]) -> Skeleton:
@@ -164,23 +150,16 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
         # Refused, since the library would build it for hours.
         if text.num_hidden_layers > num_tensors:
             raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
-        for name, value in text.to_dict().items():
-            if "experts" in name and isinstance(value, int) and value > _MAX_EXPERTS:
-                raise ValueError(f"{name} is {value}; at most {_MAX_EXPERTS} is possible")
         if "/" in str(config._attn_implementation):
             raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
         with torch.device("cpu"), _EmptyOnMeta():
             model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
-        ours = sum(parameter.numel() for parameter in model.parameters())
-        theirs = sum(math.prod(tensor.shape) for tensor in files.tensors.values())
-        # Refused before any memory is taken. Some parameters may be missing, and are named later.
-        if ours > 2 * theirs:
-            raise ValueError(f"its config.json describes {ours:,} parameters, and its files hold {theirs:,}")
         if type(model).__name__.endswith(_PER_SEQUENCE):
             # Each token is run as a sequence of its own, so none is padding; but the embedding has its row for it.
             model.config.get_text_config().pad_token_id = _NO_TOKEN
     except Exception as error:  # whatever the library stumbles over in a config.json
-        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+        # A list of all types that it knows may be one.
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ValueError(f"transformers cannot build the causal model of {folder}: {reason}") from None
     for part in model.modules():
         for name, parameter in part._parameters.items():
@@ -199,18 +178,12 @@ def _auto_class(config: Any) -> Any:
         return transformers.AutoModelForSequenceClassification
     if named.endswith(_PER_TOKEN):
         return transformers.AutoModelForTokenClassification
-    if named.endswith("ForMaskedLM"):
-        raise ValueError(f"{named} predicts tokens from both sides")
-    if config.is_encoder_decoder and not named.endswith("ForCausalLM"):
+    has_encoder = config.is_encoder_decoder and not named.endswith("ForCausalLM")
+    is_known = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    if has_encoder or named.endswith("ForMaskedLM") or not is_known:
         raise ValueError(
-            f"{named or type(config).__name__} has an encoder for what it reads and a decoder for what it answers; "
-            "possible are models of a decoder alone (...ForCausalLM), or its layers as your own (Engine.from_layers, "
-            "as in examples/encoder_decoder.py)"
-        )
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"{named or type(config).__name__} is of the type {config.model_type!r}, of which the library has no "
-            "causal language model; possible are folders of a ...ForCausalLM"
+            f"{named or config.model_type} is no causal language model; possible are models of a decoder alone "
+            "(...ForCausalLM), or its layers as your own (Engine.from_layers, as in examples/encoder_decoder.py)"
         )
     return transformers.AutoModelForCausalLM
 
@@ -263,16 +236,18 @@ class TransformersNames(Names):
     @classmethod
     def of(cls, model: nn.Module, path: str, owners: Mapping[str, str], stored: Collection[str]) -> TransformersNames:
         """The names of a whole model with its layers at the path, in files that have these tensors."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
         known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         prefix = getattr(model, "base_model_prefix", "")
-        renamings, converters = _rules(model)
+        whole: Any = model
+        rules: list[Any] = get_model_conversion_mapping(whole)
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         found: dict[str, list[StoredSlice]] = {}
         for name in stored:
-            own, pattern = name, None
-            if renamings or converters:
-                from transformers.core_model_loading import rename_source_key
-
-                own, pattern = rename_source_key(name, renamings, converters)
+            own, pattern = rename_source_key(name, renamings, converters)
             if own not in known:
                 # Files of a model without its head omit the prefix.
                 others = (f"{prefix}.{own}", own.removeprefix(f"{prefix}."))
@@ -286,7 +261,8 @@ class TransformersNames(Names):
                 source = StoredSlice.at(name, known[own])
             else:
                 # One of the parts of an expert's matrix, which lie one after another.
-                parts, expert = list(converter.source_patterns), int(re.findall(r"\.(\d+)\.", name)[-1])
+                parts: list[Any] = list(converter.source_patterns)
+                expert = int(re.findall(r"\.(\d+)\.", name)[-1])
                 size, part = known[own][1] // len(parts), parts.index(pattern)
                 source = StoredSlice.at(name, known[own], expert, slice(part * size, (part + 1) * size))
             found.setdefault(own, []).append(source)
@@ -317,15 +293,3 @@ class TransformersNames(Names):
         copies = {source.name for name in self.owners for source in self.sources.get(name, ())}
         computed = stored.endswith(("inv_freq", "masked_bias")) or any(re.search(p, stored) for p in self.ignored)
         return stored in copies or computed
-
-
-def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """transformers' renamings and conversions for this model; it has none before version 5."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-    except ImportError:
-        return [], []
-    rules = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]  # it is transformers' own model
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters

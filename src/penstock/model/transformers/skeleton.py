@@ -7,7 +7,6 @@ Shapes: B sequences, L tokens of each, T tokens, D hidden size, V vocabulary.
 """
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +37,8 @@ class StubbedForward:
     output: Tensor | None = None
     #: number of a stub -> its arguments beside the hidden states
     arguments: dict[int, LayerArguments] = field(default_factory=dict)
+    #: the dtype of what is computed; None for that of the skeleton's parameters
+    dtype: torch.dtype | None = None
     #: each stub's hidden states, in a tuple where the model left them in one
     hidden: list[Any] = field(default_factory=list)
 
@@ -94,7 +95,8 @@ class Skeleton(nn.Module):
         self.current = StubbedForward()
         #: hollow slot -> the parameter's shape
         self.hollow: dict[str, tuple[int, ...]] = {}
-        self._filled_for: tuple[torch.dtype, torch.device] | None = None
+        #: what the hollow slots hold values of now
+        self.filled_for: tuple[torch.dtype, torch.device] | None = None
         layers = model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
         self.num_layers = len(layers)
@@ -106,17 +108,11 @@ class Skeleton(nn.Module):
         """Make every slot hollow."""
         # A slot that holds a plain tensor already has no parameter to be found by.
         self.hollow |= {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        self._filled_for = None
+        self.filled_for = None
         for slot, shape in self.hollow.items():
-            self._put(slot, torch.empty(shape, device="meta"))
+            self.put(slot, torch.empty(shape, device="meta"))
 
-    def pretend(self, values: Mapping[str, Tensor]) -> None:
-        """Put these values into the hollow slots, on the CPU, until `drop_parameters` is called."""
-        for slot in self.hollow:
-            self._put(slot, values[slot])
-        self._filled_for = (torch.float32, torch.device("cpu"))
-
-    def _put(self, slot: str, values: Tensor) -> None:
+    def put(self, slot: str, values: Tensor) -> None:
         """Put a plain tensor there, not a parameter, so that nothing moves or saves it."""
         path, _, own = slot.rpartition(".")
         owner = self.model.get_submodule(path)
@@ -129,6 +125,7 @@ class Skeleton(nn.Module):
         `past` is transformers' cache of the tokens before these; None if these are the first.
         """
         self.current = forward
+        self._fill(forward.dtype or next((p.dtype for p in self.parameters()), torch.float32), tokens_BL.device)
         given: dict[str, Any] = {"position_ids": positions_BL} if self.takes_positions else {}
         if bool((positions_BL.diff() != 1).any()):
             # Without a mask, transformers takes positions that do not count up for several texts in a row.
@@ -145,7 +142,6 @@ class Skeleton(nn.Module):
     def before_layers(self, tokens_BL: Tensor, positions_BL: Tensor, past: Any = None) -> Tensor:
         """The hidden states [B, L, D] that the first layer receives."""
         forward = StubbedForward(last=0)
-        self._fill(self._own_dtype(), tokens_BL.device)
         self.run(tokens_BL, positions_BL, forward, past)
         return forward.hidden[0]
 
@@ -154,34 +150,29 @@ class Skeleton(nn.Module):
         self, positions_BL: Tensor, dtype: torch.dtype, past: Any = None
     ) -> Mapping[int, LayerArguments]:
         """Each layer's arguments beside hidden states of that dtype, by its number."""
-        forward = StubbedForward(last=self.num_layers - 1)
-        self._fill(dtype, positions_BL.device)
+        forward = StubbedForward(last=self.num_layers - 1, dtype=dtype)
         self.run(torch.zeros_like(positions_BL), positions_BL, forward, past)
         return forward.arguments
 
     def after_layers(self, hidden_TD: Tensor) -> Tensor:
         """The logits [T, V] of the last layer's hidden states, each token by itself."""
         none_T1 = torch.zeros(len(hidden_TD), 1, dtype=torch.int64, device=hidden_TD.device)
-        self._fill(self._own_dtype(), hidden_TD.device)
         logits = self.run(none_T1, none_T1, StubbedForward(output=hidden_TD.unsqueeze(1)))
         assert logits is not None
         # A classifier of sequences gives one row for each already.
         return logits if logits.dim() == 2 else logits.squeeze(1)
 
-    def _own_dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self.parameters()), torch.float32)
-
     @torch.inference_mode(False)
     def _fill(self, dtype: torch.dtype, device: torch.device) -> None:
         # Tensors made while generating are used in training too.
-        if self._filled_for != (dtype, device):
+        if self.filled_for != (dtype, device):
             for slot, shape in self.hollow.items():
-                self._put(slot, torch.zeros((), dtype=dtype, device=device).expand(shape))
+                self.put(slot, torch.zeros((), dtype=dtype, device=device).expand(shape))
             for part in self.modules():
                 for name in part._non_persistent_buffers_set:
                     buffer = part._buffers[name]
                     part._buffers[name] = None if buffer is None else buffer.to(device)
-            self._filled_for = (dtype, device)
+            self.filled_for = (dtype, device)
 
 
 # ---- Inspection of a model before it is cut, by running it without its layers
@@ -189,30 +180,23 @@ class Skeleton(nn.Module):
 
 _FEW, _LONG = 2, 3
 """Sequences and tokens of the texts."""
-_UNPACKED = re.compile(r"values to unpack \(expected (\d+)")
-"""How Python says that a stub's output was to be several values."""
 
 
 def list_of_layers(model: nn.Module, num_layers: int) -> str:
     """Find the name of the list of layers: the outermost `nn.ModuleList` with one module for each of the layers.
 
     Raises:
-        ValueError: the model has no such list; names the lists that it has.
+        ValueError: the model has no such list.
     """
-    lists = {name: len(part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
-    fitting = [name for name, length in lists.items() if length == num_layers]
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    fitting = [name for name, part in lists.items() if len(part) == num_layers]
     if not fitting:
-        known = ", ".join(f"{name} of {length}" for name, length in lists.items()) or "none at all"
-        raise ValueError(
-            f"{type(model).__name__} has no list of its {num_layers} layers to cut it by; its lists of modules: {known}"
-        )
+        raise ValueError(f"{type(model).__name__} has no list of its {num_layers} layers to cut it by")
     return min(fitting, key=lambda name: name.count("."))
 
 
-def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple[frozenset[str], frozenset[str]]:
+def uses_outside(skeleton: Skeleton, vocab_size: int) -> tuple[frozenset[str], frozenset[str]]:
     """Find the slots whose parameters are used before the layers, and those after them; set `skeleton.as_tuple`.
-
-    The model gives `num_outputs` numbers for a token.
 
     The skeleton, whose slots are all hollow, is left without values.
 
@@ -227,32 +211,17 @@ def uses_outside(skeleton: Skeleton, vocab_size: int, num_outputs: int) -> tuple
             first, second = (StubbedForward(last=skeleton.num_layers - 1) for _ in range(2))
             for forward, offset in ((first, 0), (second, _LONG)):
                 skeleton.run(*_text(offset, vocab_size), forward)
-            logits = skeleton.after_layers(first.hidden[0].flatten(0, 1))
+            skeleton.after_layers(first.hidden[0].flatten(0, 1))
         except Exception as error:  # any error of a model that expects its own layers
-            reason = " ".join(str(error).split())
-            if found := _UNPACKED.search(reason):
-                text = skeleton.model.config.get_text_config()  # pyright: ignore
-                kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or ()
-                of_kinds = f" (of the kinds {', '.join(sorted(set(kinds)))})" if kinds else ""
-                raise ValueError(
-                    f"{name} takes {found[1]} values from each of its layers{of_kinds}, so it cannot be cut into them; "
-                    "possible are models whose layers give hidden states alone, or its layers as your own "
-                    "(Engine.from_layers)"
-                ) from error
-            raise ValueError(f"{name} cannot be cut into its layers: run without them, it says {reason!r}") from error
+            raise ValueError(
+                f"{name} cannot be cut into its layers: run without them, it says {' '.join(str(error).split())!r}; "
+                "possible are models whose layers give hidden states alone, or its layers as your own "
+                "(Engine.from_layers)"
+            ) from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
         raise ValueError(f"{name} changes the hidden states between its layers, so they cannot be cut")
-    for layer, (args, kwargs) in first.arguments.items():
-        other_args, other_kwargs = second.arguments[layer]
-        pairs = [(f"argument {i + 1}", *pair) for i, pair in enumerate(zip(args, other_args, strict=True))]
-        pairs += [(key, value, other_kwargs.get(key)) for key, value in kwargs.items()]
-        for argument, value, theirs in pairs:
-            if not _same(value, theirs):
-                raise ValueError(
-                    f"{name} hands its layers {argument}, which depends on the text, so they cannot be cut"
-                )
-    if logits.shape != (_FEW * _LONG, num_outputs):
-        raise ValueError(f"{name} makes logits of the shape {list(logits.shape)} of {_FEW * _LONG} tokens")
+    if not _same(first.arguments, second.arguments):
+        raise ValueError(f"{name} hands its layers an argument that depends on the text, so they cannot be cut")
     if dummies.between:
         raise ValueError(f"{name} uses its {sorted(dummies.between)[0]} between its layers, so they cannot be cut")
     return frozenset(dummies.before), frozenset(dummies.after)
@@ -306,7 +275,9 @@ class _DummyValues(TorchFunctionMode):
         self._slot_of = {id(values): name for name, values in self._values.items()}
 
     def __enter__(self) -> Any:
-        self._skeleton.pretend(self._values)
+        for slot, values in self._values.items():
+            self._skeleton.put(slot, values)
+        self._skeleton.filled_for = (torch.float32, torch.device("cpu"))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -128,10 +128,12 @@ class _TransformersUnit(nn.Module):
     #: the part of the unit to compile; what is computed around it depends on the sequences' lengths
     compiles: str | None = None
 
-    def __init__(self, inputs: Skeleton) -> None:
+    def __init__(self, inputs: Skeleton, skeleton: Skeleton | None = None) -> None:
         super().__init__()
         # Not a submodule, because all units share it.
         self.__dict__["inputs"] = inputs
+        if skeleton is not None:
+            self.skeleton = skeleton
 
     def groups(self, rows: Sequences | CachedRows) -> list[TokenGroup]:
         """The sequences in groups, each padded by itself, or each item alone.
@@ -166,14 +168,12 @@ class _TransformersUnit(nn.Module):
             ValueError: the model caches more than keys and values; names it.
         """
         model: Any = self.inputs.model
-        if type(model).__name__.endswith("Classification"):
-            raise ValueError(f"{type(model).__name__} cannot generate: it rates texts and gives no tokens")
-        takes = "past_key_values" in inspect.signature(model.forward).parameters
+        name, takes = type(model).__name__, "past_key_values" in inspect.signature(model.forward).parameters
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if name.endswith("Classification"):
+            raise ValueError(f"{name} cannot generate: it rates texts and gives no tokens")
         if not takes or getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION_KINDS:
-            raise ValueError(
-                f"{type(model).__name__} cannot generate here: it keeps more than keys and values of what it has read"
-            )
+            raise ValueError(f"{name} cannot generate here: it keeps more than keys and values of what it has read")
         return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "_TransformersUnit":
@@ -190,10 +190,6 @@ class _TransformersUnit(nn.Module):
 
 class BeforeLayers(_TransformersUnit):
     """Token ids [T] -> the hidden states [T, D] that the first layer receives."""
-
-    def __init__(self, skeleton: Skeleton, inputs: Skeleton) -> None:
-        super().__init__(inputs)
-        self.skeleton = skeleton
 
     def forward(self, tokens_T: Tensor, sequences: Sequences | CachedRows) -> Tensor:
         parts = [
@@ -245,10 +241,6 @@ class TransformersLayer(_TransformersUnit):
 
 class AfterLayers(_TransformersUnit):
     """Hidden states [T, D] of the last layer -> logits [T, V]."""
-
-    def __init__(self, skeleton: Skeleton, inputs: Skeleton) -> None:
-        super().__init__(inputs)
-        self.skeleton = skeleton
 
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return self.skeleton.after_layers(only_read(x_TD, sequences.read_rows))
