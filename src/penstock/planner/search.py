@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -141,33 +141,22 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
+@dataclass
 class _Search:
     """One search: makes candidates, bounds them, and simulates the most promising."""
 
-    #: the model and the batch
     workload: Workload
-    #: the devices
     cluster: Cluster
-    #: the constants of the cost model
     constants: Constants
+    effort: float
     #: the schedules, by stages on each rank
-    footprints: tuple[Footprint, ...]
-    #: the number of actions to simulate
-    num_actions: int
+    footprints: tuple[Footprint, ...] = field(default_factory=footprints)
     #: reason -> the number of candidates that were left out for it
-    left_out: Counter[str]
+    left_out: Counter[str] = field(default_factory=Counter)
     #: the least bytes that any candidate is expected to need, and that candidate; None before the first
-    least: tuple[float, Candidate] | None
+    least: tuple[float, Candidate] | None = None
     #: what was simulated
-    tried: list[Estimate]
-
-    def __init__(self, workload: Workload, cluster: Cluster, constants: Constants, effort: float) -> None:
-        self.workload, self.cluster, self.constants = workload, cluster, constants
-        self.footprints = footprints()
-        self.num_actions = round(effort * _NUM_ACTIONS)
-        self.left_out = Counter()
-        self.least = None
-        self.tried = []
+    tried: list[Estimate] = field(default_factory=list)
 
     def run(self, num_best: int) -> Plan:
         bounded = sorted(self._bounded(), key=lambda one: (one.expected_s, str(one.candidate)))
@@ -235,7 +224,7 @@ class _Search:
     def _simulated(self, bounded: Sequence[Bounded], num_best: int) -> list[Estimate]:
         """Simulate in order of the expected step until none can be among the best, or the actions are spent."""
         best: list[Estimate] = []
-        num_left = self.num_actions
+        num_left = round(self.effort * _NUM_ACTIONS)
         for one in bounded:
             worst = best[num_best - 1].step_s if len(best) >= num_best else math.inf
             # The actions that are simulated, transfers included.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from penstock.settings.declare import (
     AT_LEAST_1,
+    FRACTION,
     Bounds,
     NamedValue,
     Settings,
@@ -35,11 +36,7 @@ class DataConfig(Settings, section="data"):
     validation_corpus: str | None = setting(
         None, "The text for validation; left out, part of the corpus's documents is held out."
     )
-    validation_fraction: float = setting(
-        0.1,
-        "The share of documents held out; 0 for no validation.",
-        Bounds(least=0, below=1, otherwise="leaves no text"),
-    )
+    validation_fraction: float = setting(0.1, "The share of documents held out; 0 for no validation.", FRACTION)
     tokenizer: str | None = setting(
         None,
         '"bytes", or a Hugging Face tokenizer.json, or a folder that holds one; left out, that of model.pretrained, '
@@ -65,7 +62,7 @@ class DataConfig(Settings, section="data"):
         1.0,
         "The share of tokens with a label, as 0.1 where answers alone are learned: for the cut into stages, the "
         "rehearsal and the plan; a step leaves the others out of head and loss by itself.",
-        Bounds(above=0, most=1, otherwise="is no share of the tokens"),
+        Bounds(above=0, most=1),
         is_newer=True,
     )
     cache: str | None = setting(

@@ -365,15 +365,13 @@ class ConfigError(ValueError):
 class Bounds:
     """The allowed numbers of a setting, or of each item of a list.
 
-    `otherwise` is the message for numbers that are too large. `limit` is the machine's own upper bound, which only the
-    refusal of a larger number mentions.
+    `limit` is the machine's own upper bound, which only the refusal of a larger number mentions.
     """
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    otherwise: str = "is not possible"
     limit: int | None = None
 
     def contain(self, value: float) -> bool:
@@ -388,10 +386,6 @@ class Bounds:
 
     def refusal(self, value: float, subject: str = "it") -> str:
         """The end of a message, after the offending value: the fault, and the values possible for `subject`."""
-        if self.least == 0 and value < 0:
-            return "is negative; 0 or more is possible"
-        if self.below is not None and value >= self.below:
-            return f"{self.otherwise}; give less than {self.below}"
         if self.limit is not None and value > self.limit:
             return f"is too large; at most {self.limit} is possible"
         return f"is not possible; {subject} must be {self}"
@@ -409,6 +403,7 @@ class Bounds:
 AT_LEAST_0 = Bounds(least=0)
 AT_LEAST_1 = Bounds(least=1)
 ABOVE_0 = Bounds(above=0)
+FRACTION = Bounds(least=0, below=1)
 # With these limits, the bytes of a weight of all heads, or of all experts of a layer, still fit in 64 bits.
 WIDTH = Bounds(least=1, limit=2**20)
 HEADS = Bounds(least=1, limit=2**16)

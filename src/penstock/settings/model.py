@@ -8,6 +8,7 @@ from penstock.settings.declare import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
+    FRACTION,
     HEADS,
     WIDTH,
     Bounds,
@@ -334,9 +335,6 @@ class ModelConfig(Settings, section="model"):
 # ---- Settings of LoRA adapters
 
 
-_KEEPS_SOME = Bounds(least=0, below=1, otherwise="keeps nothing")
-
-
 @dataclass(frozen=True)
 class AdapterConfig(Settings, section="adapter"):
     """LoRA adapters, trained in place of the model's own weights.
@@ -350,7 +348,7 @@ class AdapterConfig(Settings, section="adapter"):
     alpha: float = setting(
         16.0, "Adapters' outputs are scaled by this number, divided by the rank.", ABOVE_0, is_newer=True
     )
-    dropout: float = setting(0.0, "Dropout of the adapters' inputs.", _KEEPS_SOME, is_newer=True)
+    dropout: float = setting(0.0, "Dropout of the adapters' inputs.", FRACTION, is_newer=True)
     target_modules: tuple[str, ...] = setting(
         ("q_proj", "v_proj"),
         "The linear layers that get an adapter, by their ends of names in transformers.",

@@ -17,7 +17,7 @@ from penstock.settings.declare import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
-    Bounds,
+    FRACTION,
     ConfigError,
     NamedValue,
     Setting,
@@ -75,9 +75,6 @@ class Arguments(TableValue):
         return dict(self.values)
 
 
-_FORGETS = Bounds(least=0, below=1, otherwise="never forgets")
-
-
 @dataclass(frozen=True)
 class ParameterGroup(Settings, TableValue, section="optimizer.groups"):
     """Hyperparameters of the parameters whose full names match a pattern; what is left out is the optimizer's.
@@ -94,8 +91,8 @@ class ParameterGroup(Settings, TableValue, section="optimizer.groups"):
     #: the peak of the optimizer's own course of the learning rate, or a course of the group's own; 0 keeps its weights
     learning_rate: float | Rate | None = argument(None, AT_LEAST_0)
     weight_decay: float | Rate | None = argument(None, AT_LEAST_0)
-    beta1: float | None = argument(None, _FORGETS)
-    beta2: float | None = argument(None, _FORGETS)
+    beta1: float | None = argument(None, FRACTION)
+    beta2: float | None = argument(None, FRACTION)
     #: True if only parameters of two dimensions or more belong to it
     matrices: bool = False
     #: True if its parameters are not trained
@@ -296,8 +293,8 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     #: with a `factory`: left out, or None, for the rates with which that makes its optimizer
     learning_rate: LearningRate | Rate | float | None = _USUAL_RATE
-    beta1: float = setting(0.9, "Decay of the mean of gradients (Adam's family).", _FORGETS)
-    beta2: float = setting(0.95, "Decay of the mean of squared gradients (Adam's family).", _FORGETS)
+    beta1: float = setting(0.9, "Decay of the mean of gradients (Adam's family).", FRACTION)
+    beta2: float = setting(0.95, "Decay of the mean of squared gradients (Adam's family).", FRACTION)
     eps: float = setting(1e-8, "Added to the root of the mean of squared gradients (Adam's family).", ABOVE_0)
     #: with a `factory`: as `learning_rate`
     weight_decay: WeightDecay | Rate | float | None = _USUAL_DECAY

@@ -227,12 +227,12 @@ IMPOSSIBLE = {
     ),
     "null character": ({"output": "a\0b"}, "output holds a null character"),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
-    "negative": ({"checkpoint": {"every": -1}}, "every = -1 is negative; 0 or more"),
+    "negative": ({"checkpoint": {"every": -1}}, "every = -1 is not possible; it must be at least 0"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),
     "all warm-up": ({"optimizer": {"num_warmup_steps": 100}}, "leaves nothing of the 100 steps"),
     "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only rise to that"),
-    "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 never forgets"),
-    "share": ({"data": {"validation_fraction": 1.0}}, "leaves no text"),
+    "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 is not possible; it must be at least 0 and less than 1"),
+    "share": ({"data": {"validation_fraction": 1.0}}, "must be at least 0 and less than 1"),
 }
 
 

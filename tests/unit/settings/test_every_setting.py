@@ -178,7 +178,7 @@ def test_a_value_out_of_bounds_is_refused_alike_and_by_name_wherever_it_comes_fr
         (message,) = messages
         shown = float(value) if SETTINGS[name].type in (float, float | None) else value
         assert message.count(f"{name} = {shown}") == 1 and "\n" not in message
-        assert any(text in message for text in ("must be", "give less than", "is possible", "finite"))
+        assert any(text in message for text in ("must be", "is possible", "finite"))
 
 
 @pytest.mark.parametrize("own", [own for own in SAMPLING.values() if own.bounds], ids=lambda own: own.key)
@@ -223,13 +223,13 @@ def has_most(bounds: Bounds) -> bool:
             lambda: EngineOptions(schedule=3),
             "schedule = 3: expected ScheduleConfig or str or function or Schedule",
         ),
-        (lambda: EngineOptions(recompute=(-1,)), r"train.recompute = \[-1\] is negative"),
+        (lambda: EngineOptions(recompute=(-1,)), r"train.recompute = \[-1\] is not possible"),
         (lambda: RunConfig(model="x"), "model = 'x': expected ModelConfig"),
         (lambda: RunConfig(optimizer=None), "optimizer = None: expected OptimizerConfig"),
         (lambda: ModelConfig(experts={"num_experts": 2}), "model.experts = .*: expected ExpertConfig"),
         (lambda: LearningRate(initial="x"), "optimizer.initial = 'x': expected float"),
         (lambda: LearningRate(peak=10**400), "optimizer.learning_rate = inf is not a finite number"),
-        (lambda: LearningRate(initial=-1), r"optimizer\.initial = -1\.0 is negative"),
+        (lambda: LearningRate(initial=-1), r"optimizer\.initial = -1\.0 is not possible"),
         (lambda: LearningRate(0.1, initial=1), r"optimizer\.initial = 1\.0 is above optimizer\.learning_rate = 0\.1"),
         (lambda: WeightDecay(0.1, 0.2, num_steps=-5), r"optimizer\.num_steps = -5 .* at least 1"),
         (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0), r"optimizer\.num_steps = 0 .* at least 1"),

@@ -55,7 +55,7 @@ def test_a_model_is_dense_unless_it_is_told_otherwise() -> None:
         ({"experts": {"num_experts": 6, "num_groups": 2, "num_active_groups": 3}}, r"num_active_groups = 3 .* 2"),
         ({"experts": {"num_experts": 6, "num_groups": 3, "num_active": 3}}, r"num_active = 3 .* at most 2"),
         ({"experts": {"num_experts": 4, "shared_gate": True}}, r"experts\.shared_gate .* experts\.shared_size"),
-        ({"experts": {"num_experts": 4, "z_loss": -1.0}}, r"experts\.z_loss = -1\.0 is negative"),
+        ({"experts": {"num_experts": 4, "z_loss": -1.0}}, r"experts\.z_loss = -1\.0 is not possible"),
         ({"experts": {"num_experts": 4, "scores": "tanh"}}, r"experts\.scores .*softmax"),
         ({"experts": {"num_expert": 4}}, r"experts\.num_expert; the nearest one is experts\.num_experts"),
         ({"experts": {"num_experts": 3}, "parallel": {"dp": 4, "ep": 4}}, r"parallel\.ep = 4 .*num_experts = 3"),
