@@ -122,12 +122,12 @@ def test_what_fits_exactly_is_found_and_what_is_a_byte_too_big_is_not():
     one = max(tried, key=lambda one: one.peak_bytes)
     for memory, fits in ((one.peak_bytes, True), (one.peak_bytes - 1, False)):
         smaller = with_memory(memory)
-        search = _Search(workload, smaller, planner.Constants(), lambda text: None, 1.0)
+        search = _Search(workload, smaller, planner.Constants(), 1.0)
         assert (search._estimate(one.candidate) is not None) == fits
     expected = {(one.schedule, one.stages): one for one in footprints()}
     for one in tried:
         fitting = with_memory(one.peak_bytes)
-        search = _Search(workload, fitting, planner.Constants(), lambda text: None, 1.0)
+        search = _Search(workload, fitting, planner.Constants(), 1.0)
         rank = _RankCosts.of(workload, one.candidate, fitting, planner.Constants())
         footprint = expected[one.candidate.schedule, one.candidate.stages_per_rank]
         assert search._one(one.candidate, footprint, rank) is not None, one.candidate
