@@ -41,7 +41,12 @@ _KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tenso
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, on this rank or another; the ones before it are as they were."""
+    """A checkpoint could not be written, on this rank or another; the ones before it are as they were.
+
+    >>> raise CheckpointError("step 7 could not be saved: rank 1: runs/demo: no space left")
+    Traceback (most recent call last):
+    penstock.engine.checkpoint.manifest.CheckpointError: step 7 could not be saved: rank 1: runs/demo: no space left
+    """
 
 
 class DamagedCheckpoint(ValueError):
