@@ -399,9 +399,7 @@ class HfFolder(ModelFolder):
         if any((self.folder / name).is_file() for name in (TOKENIZER_FILE, _SENTENCEPIECE)):
             return str(self.folder.resolve())
         if self.vocab_size > ByteTokenizer(end_token=True).vocab_size:
-            raise ValueError(
-                f"it has a vocabulary of {self.vocab_size} tokens and no tokenizer.json; give data.tokenizer"
-            )
+            raise ValueError(f"it has {self.vocab_size} tokens and no tokenizer.json; give data.tokenizer")
         return "bytes"
 
     @cached_property

@@ -59,8 +59,7 @@ def writes_tensorboard(log: LogConfig) -> bool:
     is_installed = find_spec("tensorboard") is not None
     if log.tensorboard and not is_installed:
         raise ConfigError(
-            "log.tensorboard = true needs the library tensorboard, which is not installed; install it with "
-            "pip install tensorboard, or leave the setting out"
+            "log.tensorboard = true needs the library tensorboard, which is not installed; install it, or leave it out"
         )
     return is_installed if log.tensorboard is None else log.tensorboard
 

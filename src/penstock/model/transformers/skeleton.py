@@ -215,8 +215,7 @@ def uses_outside(skeleton: Skeleton, vocab_size: int) -> tuple[frozenset[str], f
         except Exception as error:  # any error of a model that expects its own layers
             raise ValueError(
                 f"{name} cannot be cut into its layers: run without them, it says {' '.join(str(error).split())!r}; "
-                "possible are models whose layers give hidden states alone, or its layers as your own "
-                "(Engine.from_layers)"
+                "possible are its layers as your own (Engine.from_layers)"
             ) from error
     if any(hidden is not first.hidden[0] for hidden in first.hidden):
         raise ValueError(f"{name} changes the hidden states between its layers, so they cannot be cut")
