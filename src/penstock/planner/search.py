@@ -145,6 +145,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 class _Search:
     """One search: makes candidates, bounds them, and simulates the most promising."""
 
+    #: the model and the batch
     workload: Workload
     cluster: Cluster
     constants: Constants
