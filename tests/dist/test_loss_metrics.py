@@ -110,10 +110,10 @@ def collectives_of(rank: int, layout: Layout) -> list[tuple[int, int]]:
     engine, num_sums, num_gathered = engine_of(layout), 0, 0
     add_up, gather = engine.pipeline.sum_over_ranks, metrics.gather_json
 
-    def counted_sum(*values: float) -> list[float]:
+    def counted_sum(what: str, *values: float) -> list[float]:
         nonlocal num_sums
         num_sums += 1
-        return add_up(*values)
+        return add_up(what, *values)
 
     def counted(*arguments: Any) -> list[Any]:
         nonlocal num_gathered

@@ -145,10 +145,10 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
         trainer = Trainer(pipeline)
         run = trainer.run
 
-        def watched(feeds: Any, num: int) -> Any:
+        def watched(executor: Any, feeds: Any) -> Any:
             claim_state(trainer, meter)
             meter.restart()
-            return run(feeds, num)
+            return run(executor, feeds)
 
         trainer.run = watched  # type: ignore[method-assign]
         steps = []

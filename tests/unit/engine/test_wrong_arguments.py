@@ -114,7 +114,6 @@ def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
         lambda e: e.gradient("head.norm.wieght"),
         "no gradient of 'head.norm.wieght'; the nearest name is 'head.norm.weight'",
     )
-    yield lambda e: e.simulated(2, 5), "costs = 5: expected Costs"
 
 
 @pytest.mark.shows(113)

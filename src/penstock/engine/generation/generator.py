@@ -163,7 +163,7 @@ class Generator:
     def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
         ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
         ask = listeners.interrupt
-        interrupts: Callable[[], bool] | None = ask
+        interrupts: Callable[[], object] | None = ask
         if ask is not None and layout.tp * layout.cp > 1 and grid.batch_control is not None:
             # Of ranks that share layers the first asks for all.
             first = ask if grid.tp_rank == grid.cp_rank == 0 else None

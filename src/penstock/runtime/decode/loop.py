@@ -54,7 +54,7 @@ class Generation:
     scheduler: Scheduler | None = None
     listen: Callable[[list[schedule.Sequence]], None] | None = None
     admit: Callable[[Scheduler], bool] | None = None
-    interrupts: Callable[[], bool] | None = None
+    interrupts: Callable[[], object] | None = None
     #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
     filter_masks: list[list[Tensor]] = field(init=False)
 
