@@ -73,7 +73,7 @@ def _plan(size: PlanSize, effort: float) -> dict[str, Any]:
     found = plan(workload, Cluster.named(size.host, size.devices), effort=effort)
     seconds = processor_seconds() - start
     rows = [(str(one.candidate), one.candidate.cut, one.step_s, one.peak_bytes) for one in found.tried]
-    whole = json.dumps([rows, [str(one.candidate) for one in found.best], found.left_out])
+    whole = json.dumps([rows, [str(one.candidate) for one in found.best], found.left_out, found.known])
     return {
         "seconds": seconds,
         "peak_bytes": peak_bytes(),

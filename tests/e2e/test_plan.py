@@ -113,6 +113,7 @@ def test_mistakes_are_refused(files: tuple[Path, Path, Path], capsys: pytest.Cap
         (["--model", "llama3-405b", "--cluster", "a100", "--sequences", "8"], "no layout of 8 devices fits"),
         ([str(run), "--cluster", str(cluster), "--devices", "0"], "--devices must be at least 1"),
         ([str(run), "--cluster", str(cluster), "--output", str(planned), "--choose", "11"], "--choose takes numbers"),
+        ([str(run), "--cluster", str(cluster), "--explain", "0", "1"], "--explain takes numbers from 1 to 10, not 0"),
     ):
         assert main(["plan", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -38,6 +38,9 @@ def main(words: Sequence[str]) -> int:
         print_json(as_dict(found))
     else:
         _show(found)
+    if given.explain is not None and not given.json:
+        first, second = (_numbered(found, number, "--explain") for number in given.explain)
+        print("\n" + "\n".join(planner.comparison(first, second)))
     if given.output is not None:
         _write(given, values, found)
     return 0
@@ -76,6 +79,7 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
     parser.add_argument(
         "--effort", type=float, default=1.0, metavar="F", help="simulate F times as much as usual (default 1)"
     )
+    parser.add_argument("--explain", type=int, nargs=2, metavar=("A", "B"), help="compare two of the plan, by number")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
     )
@@ -183,9 +187,7 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
 
     changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
     changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
-    if not 1 <= given.choose <= len(found.best):
-        raise ValueError(f"--choose takes numbers from 1 to {len(found.best)}, not {given.choose}")
-    changed |= planner.settings_of(found.best[given.choose - 1].candidate)
+    changed |= planner.settings_of(_numbered(found, given.choose, "--choose").candidate)
     try:
         from_values(changed)
     except ConfigError as error:
@@ -196,6 +198,12 @@ def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> No
         (sections.setdefault(section, {}) if section else sections)[key] = plain(value)
     plain_first = sorted(sections.items(), key=lambda item: isinstance(item[1], dict))
     write_text(given.output, toml_text(dict(plain_first)), force=given.force)
+
+
+def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate:
+    if not 1 <= number <= len(found.best):
+        raise ValueError(f"{option} takes numbers from 1 to {len(found.best)}, not {number}")
+    return found.best[number - 1]
 
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:
@@ -211,6 +219,7 @@ def as_dict(found: planner.Plan) -> dict[str, Any]:
         "best": [_row(one) for one in found.best],
         "num_simulated": len(found.tried),
         "left_out": found.left_out,
+        "known": dict(found.known),
     }
 
 
@@ -249,3 +258,6 @@ def _show(found: planner.Plan) -> None:
     print(f"\n{len(found.tried)} simulated; left out:")
     for reason, number in found.left_out.items():
         print(f"  {number:6d} {reason}")
+    print("well-known layouts:")
+    for name, reason in found.known:
+        print(f"  {name}: {reason}")

@@ -8,6 +8,7 @@ True
 from penstock.planner.calibrate import MeasuredRun, calibrate, candidate_of, median_step_s
 from penstock.planner.cluster import Cluster, ClusterError, Device, DeviceLink, hosts
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate
+from penstock.planner.explain import comparison
 from penstock.planner.search import NothingFits, Plan, plan, settings_of
 from penstock.planner.shape import ModelShape, models, published_model
 from penstock.planner.times import Constants
@@ -27,6 +28,7 @@ __all__ = [
     "Workload",
     "calibrate",
     "candidate_of",
+    "comparison",
     "estimate",
     "hosts",
     "median_step_s",

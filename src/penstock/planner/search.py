@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.planner.cluster import Cluster
 from penstock.planner.estimate import Candidate, Estimate, Workload, estimate, state_bytes, unit_size
+from penstock.planner.explain import well_known
 from penstock.planner.footprint import Footprint, footprints
 from penstock.planner.links import wiring
 from penstock.planner.model_costs import RecomputedPart, unit_costs
@@ -82,7 +83,7 @@ class Plan:
     """The result of a search.
 
     `best` are the ten fastest that fit, `tried` all that were simulated. `left_out` counts candidates by the reason for
-    which they were not.
+    which they were not; `known` says of well-known layouts why they are not the first.
     """
 
     workload: Workload
@@ -91,6 +92,7 @@ class Plan:
     best: tuple[Estimate, ...]
     tried: tuple[Estimate, ...]
     left_out: dict[str, int]
+    known: tuple[tuple[str, str], ...] = ()
 
 
 @checked
@@ -110,7 +112,9 @@ def plan(
     """
     if not 0 < effort < math.inf:
         raise ValueError(f"effort must be a positive number, not {effort}")
-    return _Search(workload, cluster, constants or Constants(), effort).run(num_best)
+    constants = constants or Constants()
+    found = _Search(workload, cluster, constants, effort).run(num_best)
+    return replace(found, known=well_known(workload, cluster, constants, found.best[0]))
 
 
 def layouts(workload: Workload, cluster: Cluster) -> Iterator[Layout]:

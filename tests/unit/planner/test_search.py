@@ -28,6 +28,7 @@ def test_the_same_arguments_give_the_same_plan_within_memory():
     assert found.best[0].step_s == min(fitting)
     for one in found.best:
         assert sum(one.parts_s.values()) == pytest.approx(one.step_s)
+    assert len(found.known) == 5 and all(reason for _, reason in found.known)
 
 
 def test_layouts_fill_the_devices_and_share_the_model_evenly():
@@ -59,6 +60,7 @@ def test_slower_links_cost_layouts_that_use_them():
     )
     before, after = (planner.estimate(workload, shared, cluster, planner.Constants()) for cluster in (fast, slow))
     assert after.parts_s["tp"] > 50 * before.parts_s["tp"]
+    assert "tp" in planner.comparison(before, after)[3]
 
 
 @pytest.mark.shows(197)
