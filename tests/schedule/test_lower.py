@@ -1,6 +1,7 @@
 """What lowering adds to a schedule, for the builders and for schedules drawn at random."""
 
 from collections import Counter, defaultdict
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,8 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, flatten
+from penstock.schedule.choice import ScheduleChoice
+from penstock.settings import ScheduleConfig
 from tests.schedule.families import NAMES, lowered, stages_of
 from tests.schedule.random_schedules import schedules
 
@@ -260,3 +263,12 @@ def test_an_action_that_has_no_place_is_refused():
         lower(stray)
     with pytest.raises(ValueError, match="receives_ahead must be a whole number of at least 1, got 0"):
         lower(build("afab", ranks=2, microbatches=2), receives_ahead=0)
+
+
+def test_forwards_alone_post_as_many_receives_ahead_as_a_step() -> None:
+    def posted_at_first(receives_ahead: int) -> int:
+        choice = ScheduleChoice(ScheduleConfig("1f1b", receives_ahead=receives_ahead))
+        [_, steps] = choice.forwards(choice.placement(2), 6).ranks
+        return sum(1 for _ in takewhile(lambda step: isinstance(step, Action) and step.op is Op.RECV_F, steps))
+
+    assert [posted_at_first(ahead) for ahead in (1, 2, 5)] == [1, 2, 5]

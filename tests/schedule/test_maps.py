@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock import schedule
 from penstock.schedule import Op, Placement, PlacementKind, flatten
-from penstock.schedule.choice import forward_only
+from penstock.schedule.choice import ScheduleChoice
 
 
 @st.composite
@@ -36,7 +36,7 @@ def test_a_searched_order_of_any_map_is_proved_and_reads_back(homes: tuple[int, 
     assert schedule.from_text(schedule.to_text(program)) == program
     read = schedule.from_csv(schedule.to_csv(found), name="auto")
     assert isinstance(read, schedule.Schedule) and read.orders == found.orders
-    schedule.verify(forward_only(found.placement, num_microbatches))
+    schedule.verify(ScheduleChoice().forwards(found.placement, num_microbatches))
 
 
 @pytest.mark.shows(186)

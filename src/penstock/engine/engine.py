@@ -61,6 +61,9 @@ class Engine(ModelState, WeightEndpoint):
         PipelineError: another rank could not build its part, and why.
         TransportError: a link between two ranks failed its test; the message names it.
 
+    On a process outside of the layout the call gives a `RemoteEngine`, which only takes part in `send_weights`; ask
+    `is_here`.
+
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
     >>> engine.train_batch(batch).num_tokens

@@ -73,7 +73,7 @@ from penstock.runtime import (
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count
-from penstock.schedule.choice import ScheduleChoice, forward_only
+from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 
@@ -436,7 +436,7 @@ class Pipeline:
         if training:
             shared = self.layout.shares_layers
             return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
-        return forward_only(self.placement, num_microbatches)
+        return self.choice.forwards(self.placement, num_microbatches)
 
     def executor(self, num_microbatches: int, training: bool = False) -> Executor:
         """The executor of a step, or of forwards alone; proved once and kept while in use."""

@@ -121,7 +121,7 @@ class Executor:
         for step in program.ranks[self.rank]:
             if isinstance(step, Action) and step.op in others:
                 self._steps.append((step, partial(others[step.op], step, self._wire(step))))
-            elif step != Action(Op.STEP):  # a line of train_batch
+            elif step != Action(Op.STEP):  # that one is `Trainer.step_weights`
                 actions = [(action, self._wire(action), lanes[action.op]) for action in parts(step)]
                 self._steps.append((step, partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)))
         for microbatch, (_, last) in uses(step for step, _ in self._steps).items():

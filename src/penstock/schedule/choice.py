@@ -134,6 +134,15 @@ class ScheduleChoice:
         _check_numbers(self.name, program.schedule, ranks, microbatches)
         return program
 
+    def forwards(self, placement: Placement, microbatches: int) -> Program:
+        """Build the program that scores microbatches in order on the stages of a placement.
+
+        If the placement holds two copies of the model, it uses the first, so that one rank gets all outputs.
+        """
+        if placement.kind is PlacementKind.BIDIRECTIONAL:
+            placement = Placement(PlacementKind.LOOP, placement.num_ranks, placement.stages_per_microbatch)
+        return lower(forwards_alone(placement, microbatches), receives_ahead=self.settings.receives_ahead)
+
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """Build the schedule by its name."""
         options: dict[str, Any] = self._options
@@ -227,13 +236,3 @@ def _check_numbers(name: str, order: Schedule, ranks: int, microbatches: int) ->
         raise ScheduleError(
             f"{name} is for {given[0]} ranks and {given[1]} microbatches, not for {ranks} and {microbatches}"
         )
-
-
-def forward_only(placement: Placement, microbatches: int) -> Program:
-    """Build the program that scores microbatches in order on the stages of a placement.
-
-    If the placement holds two copies of the model, it uses the first, so that one rank gets all outputs.
-    """
-    if placement.kind is PlacementKind.BIDIRECTIONAL:
-        placement = Placement(PlacementKind.LOOP, placement.num_ranks, placement.stages_per_microbatch)
-    return lower(forwards_alone(placement, microbatches))

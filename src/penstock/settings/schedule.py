@@ -39,7 +39,7 @@ class ScheduleConfig(Settings, section="schedule"):
     stages_per_rank: int | None = setting(
         None, "Stages of each pipeline rank; left out, as many as the schedule is meant for.", AT_LEAST_1
     )
-    receives_ahead: int = setting(2, "Receives posted ahead of need on each edge.", AT_LEAST_1)
+    receives_ahead: int = setting(2, "Receives posted ahead of need on each channel.", AT_LEAST_1)
     group_size: int | None = setting(
         None,
         "Microbatches that take turns at a rank's stages in interleaved schedules; left out, the number of ranks.",
