@@ -107,7 +107,7 @@ class Ties:
     @classmethod
     def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], num_routes: int) -> Ties:
         """The ties of a model, given this rank's parameters by full name."""
-        tied = {unit.full_name(own): owner for unit in units for own, owner in unit.tied.items()}
+        tied = {unit.full_name(copied): owner for unit in units for copied, owner in unit.tied.items()}
         if num_routes == 1:
             return cls({}, tied, tied)
         copies = {name: name.removesuffix(SECOND_COPY) for name in parameters if name.endswith(SECOND_COPY)}
@@ -157,9 +157,9 @@ def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[
         ValueError: they are there already, and the layout wants them shared.
     """
     if callable(source):
-        found = source(groups)
-        check_argument("units", found, Sequence[UnitSpec])
-        return tuple(found)
+        units = source(groups)
+        check_argument("units", units, Sequence[UnitSpec])
+        return tuple(units)
     if (layout.tp, layout.cp, layout.ep) != (1, 1, 1):
         raise ValueError(
             f"the layout {layout} shares a model over tp, cp or ep, but its units are given ready-made; "
@@ -186,9 +186,9 @@ class Sharding:
     @classmethod
     def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], grid: Grid) -> Sharding:
         """The sharding of this rank's parameters, given by full name."""
-        shards = {unit.full_name(own): shard for unit in units for own, shard in unit.sharding.items()}
-        partial = {unit.full_name(own) for unit in units for own in unit.partial}
-        own: dict[str, Shard] = {}
+        shards = {unit.full_name(key): shard for unit in units for key, shard in unit.sharding.items()}
+        partial = {unit.full_name(key) for unit in units for key in unit.partial}
+        rank_shards: dict[str, Shard] = {}
         reductions: dict[str, Reduction] = {}
         norm_names: dict[str, str | None] = {}
         for name in parameters:
@@ -207,8 +207,8 @@ class Sharding:
             counts = (grid.ep_rank == 0 or over_experts) and _is_first_with(shard, grid)
             norm_names[name] = None if not counts else name if shard is None else f"{name}[{shard.index}]"
             if shard is not None:
-                own[name] = shard
-        return cls(own, reductions, norm_names)
+                rank_shards[name] = shard
+        return cls(rank_shards, reductions, norm_names)
 
     def lending(self, loans: Mapping[str, str]) -> Sharding:
         """Let copies (the keys of `loans`) use another parameter's values and have only a gradient."""
@@ -251,7 +251,7 @@ def stepped_whole(
     Raises:
         ValueError: tensor- or expert-parallel ranks share one of them, so that none of them has it whole.
     """
-    found = {}
+    sizes = {}
     for name, parameter in parameters.items():
         if groups.division(name, parameter) is not Division.ELEMENTS:
             if name in shards:
@@ -260,8 +260,8 @@ def stepped_whole(
                     f"the optimizer {rule.made_as} steps whole parameters, but {shards[name].axis} ranks share "
                     f"{name}; set {shards[name].axis} = 1, or give it another optimizer"
                 )
-            found[name] = parameter.numel()
-    return found
+            sizes[name] = parameter.numel()
+    return sizes
 
 
 def _owners(whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties: Mapping[str, str]) -> dict[str, int]:
@@ -296,15 +296,15 @@ def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
 
 def local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
     """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
-    found: dict[str, LocalTensor] = {}
+    tensors: dict[str, LocalTensor] = {}
     for name, state in owned.items():
         if state.place is None:
-            found[name] = state.values
+            tensors[name] = state.values
             continue
         shard = shards.get(state.place.name)
         part = TensorSlice.whole(state.place.parameter.shape) if shard is None else shard.part
-        found[name] = local_run(state.values, state.place.first, part)
-    return found
+        tensors[name] = local_run(state.values, state.place.first, part)
+    return tensors
 
 
 # ---- Checks of the whole model at construction, in one exchange: replicas begin alike, and each group has parameters
@@ -316,7 +316,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_whole_model(
-    own: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, groups: Sequence[ParameterGroup]
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, groups: Sequence[ParameterGroup]
 ) -> None:
     """Refuse ranks that begin with other values of one tensor, and groups of the optimizer that no parameter is in.
 
@@ -332,12 +332,12 @@ def check_whole_model(
         parts[name] = f"{shard.axis} {group.rank() if group is not None else 0}"
     view = {
         name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, total)
-        for (name, tensor), total in zip(own.items(), _sums(list(own.values())), strict=True)
+        for (name, tensor), total in zip(tensors.items(), _sums(list(tensors.values())), strict=True)
     }
     seen: dict[tuple[str, str], tuple[int, int]] = {}
     dims: dict[str, int] = {}
-    for rank, theirs in enumerate(gather_json(view, grid.control)):
-        for name, (part, num_dims, total) in theirs.items():
+    for rank, described in enumerate(gather_json(view, grid.control)):
+        for name, (part, num_dims, total) in described.items():
             plain = name.removesuffix(SECOND_COPY)
             first, known = seen.setdefault((plain, part), (rank, total))
             if known != total:
@@ -360,7 +360,7 @@ def check_whole_model(
 @torch.no_grad()
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
     """The sum of each tensor's bits, read as whole numbers; 0 without values."""
-    found: list[Any] = []
+    totals: list[Any] = []
     for tensor in tensors:
         total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
         if not tensor.is_meta:
@@ -369,8 +369,8 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
             bits = values.view(_BITS[values.element_size()])
             for part in bits.split(_ADDED_AT_ONCE):
                 total += part.sum(dtype=torch.int64)
-        found.append(total.cpu())
-    return torch.stack(found).tolist() if found else []
+        totals.append(total.cpu())
+    return torch.stack(totals).tolist() if totals else []
 
 
 # ---- Compilation of units with torch.compile: once per kind of layer, for any number of tokens
@@ -453,11 +453,11 @@ def build_stages(
             )
             raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
     stages = {}
-    for number, own in members.items():
+    for number, indices in members.items():
         # The largest first: what reading one takes beside its weights is then not on top of all others.
-        largest_first = sorted(own, key=lambda i: -units[i].num_parameters)
+        largest_first = sorted(indices, key=lambda i: -units[i].num_parameters)
         made = {i: build_unit(units[i], options, device, pack) for i in largest_first}
-        modules = [(units[i].name, made[i]) for i in own]
+        modules = [(units[i].name, made[i]) for i in indices]
         if options.reproducible:
             make_reproducible(modules, device)
         owner = WeightGradients()
@@ -509,7 +509,7 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pac
     unit.initialise(module, options.seed)
     if unit.is_own:
         # Of other dtypes than torch's default are those that the user chose.
-        module._apply(lambda own: own.to(dtype_under(options.precision, own.dtype)).resolve_conj())
+        module._apply(lambda tensor: tensor.to(dtype_under(options.precision, tensor.dtype)).resolve_conj())
     use_kernels_of(device, module.to(device))
     if options.packs_for_good:
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
@@ -550,8 +550,8 @@ def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype
     first = units[0]
     if first.is_own:
         with torch.device("meta"):
-            own = [p.dtype for p in first.build().parameters() if p.is_floating_point()]
-        return dtype_under(precision, own[0]) if own else parameter_dtype(precision)
+            dtypes = [p.dtype for p in first.build().parameters() if p.is_floating_point()]
+        return dtype_under(precision, dtypes[0]) if dtypes else parameter_dtype(precision)
     return parameter_dtype(precision)
 
 

@@ -249,16 +249,16 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType
     made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, made
     vars(made).update(vars(function))
-    for cell, given in zip(cells, function.__closure__, strict=True):
+    for cell, old_cell in zip(cells, function.__closure__, strict=True):
         try:
-            value = given.cell_contents
+            value = old_cell.cell_contents
             cell.cell_contents = (
                 _copy_function(value, memo) if isinstance(value, FunctionType) else copy.deepcopy(value, memo)
             )
         except ValueError:
             continue  # a variable without a value
         except (TypeError, RuntimeError):
-            cell.cell_contents = given.cell_contents  # what cannot be copied, such as a file, is the same for all
+            cell.cell_contents = old_cell.cell_contents  # what cannot be copied, such as a file, is the same for all
     return made
 
 
@@ -301,7 +301,7 @@ class Observed:
     def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
         """Note what the layers of these names give from now on, microbatch after microbatch."""
 
-        def note(name: str, module: nn.Module, given: Any, output: Any) -> None:
+        def note(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
             self.values[Point(self._step, Quantity.OUTPUT, self._calls[name], name)] = _digest(output)
             self._calls[name] += 1
             if isinstance(output, Tensor) and output.dim():
@@ -321,8 +321,8 @@ class Observed:
         for name, gradient in loop.gradients.items():
             self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
         for layer, module in loop.modules.items():
-            for key, own in module.state_dict().items():
-                value = own.detach().clone() if isinstance(own, Tensor) else _digest(own)
+            for key, state in module.state_dict().items():
+                value = state.detach().clone() if isinstance(state, Tensor) else _digest(state)
                 self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
         state = random_state()
         self.values[Point(self._step, Quantity.RANDOM, -1, "")] = _digest([state["torch"], state.get("cuda")])
@@ -332,8 +332,8 @@ def _digest(value: Any) -> int:
     """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        found = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())
-        return zlib.crc32(data.view(torch.uint8).numpy().tobytes(), found)
+        digest = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())
+        return zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
     if isinstance(value, Mapping):
         value = [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple):
@@ -355,7 +355,7 @@ def _in_words(one: Any, other: Any) -> str:
         return f"{list(one.shape)} in a plain loop, {list(other.shape)} here"
     if one.numel() == 1:
         return f"{one.item():.9g} in a plain loop, {other.item():.9g} here"
-    wide = [own.to(torch.complex128 if own.is_complex() else torch.float64) for own in (one, other)]
+    wide = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other)]
     return f"by up to {(wide[0] - wide[1]).abs().max().item():.3g}, of values up to {wide[0].abs().max().item():.3g}"
 
 
@@ -388,8 +388,8 @@ class Check:
     def watched(self) -> set[str]:
         """The layers whose outputs are compared: not those of which one module stands in several places."""
         ids = [id(layer) for layer in self.parts.layers]
-        names = [own.name if isinstance(own, UnitSpec) else f"layers.{i}" for i, own in enumerate(self.parts.layers)]
-        return {name for name, own in zip(names, ids, strict=True) if ids.count(own) == 1}
+        names = [part.name if isinstance(part, UnitSpec) else f"layers.{i}" for i, part in enumerate(self.parts.layers)]
+        return {name for name, part in zip(names, ids, strict=True) if ids.count(part) == 1}
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
         """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
@@ -409,15 +409,15 @@ class Check:
         ranks = RanksInTurn(layout, self.parts.device)
 
         def work(rank: int) -> None:
-            parts, own = self.parts.copied(), Observed()
+            parts, rank_observed = self.parts.copied(), Observed()
             engine = parts.engine(ranks, rank, self.plain.width or 1, changes)
             if not changes.get("recompute"):
-                own.watch(engine.modules, self.watched)
+                rank_observed.watch(engine.modules, self.watched)
             if folder is not None and steps.start > 1:
                 engine.load(folder)
             for step in steps:
-                self._take_steps(engine, num, range(step, step + 1), own)
-                observed.values |= own.values
+                self._take_steps(engine, num, range(step, step + 1), rank_observed)
+                observed.values |= rank_observed.values
                 if folder is not None and step == 1:
                     engine.save(folder)
             for unit, layer in zip(engine.pipeline.units, parts.layers, strict=True):
@@ -435,24 +435,24 @@ class Check:
 
     def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
         """The first place where what `run` computes parts from the plain loop; None if there is none."""
-        found, error = Observed(), None
+        observed, error = Observed(), None
         try:
-            run(found)
+            run(observed)
         except Exception as caught:
             error = caught
-        steps = {place.step for place in found.values}
+        steps = {place.step for place in observed.values}
         for place, expected in plain.values.items():
-            is_there = place in found.values
-            if is_there and _is_equal(expected, found.values[place]):
+            is_there = place in observed.values
+            if is_there and _is_equal(expected, observed.values[place]):
                 continue
             if not is_there and (error or place.step not in steps or place.kind is Quantity.OUTPUT):
                 continue
-            values = _in_words(expected, found.values[place]) if is_there else "it is not there"
-            if place.kind is Quantity.GRADIENT and place.name in found.reached:
-                values += f"; rank {found.reached[place.name]}, which does not hold it, reaches it, too"
+            values = _in_words(expected, observed.values[place]) if is_there else "it is not there"
+            if place.kind is Quantity.GRADIENT and place.name in observed.reached:
+                values += f"; rank {observed.reached[place.name]}, which does not hold it, reaches it, too"
             what = f"{place.kind.value} {place.name}".strip() + " differs"
             number = None if place.microbatch < 0 else place.microbatch
-            return Difference(way, place.step, number, what, values, self._causes(way, place, found.reached))
+            return Difference(way, place.step, number, what, values, self._causes(way, place, observed.reached))
         if error is None:
             return None
         causes = self._causes(way, Point(1, Quantity.OUTPUT, -1, ""), {})
@@ -483,8 +483,8 @@ class Check:
         self.run_plain(self.parts.copied(), self.num_microbatches, self.num_steps, self.plain)
         with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
             for way, look in self._ways(Path(folder)).items():
-                if (found := look()) is not None:
-                    yield found
+                if (difference := look()) is not None:
+                    yield difference
                     if way in (Way.AGAIN, Way.STAGES, Way.APART):
                         return
 
@@ -514,24 +514,24 @@ class Check:
     def _again(self) -> Difference | None:
         """Compare a second plain loop, while the layers that were given have other values: copies do not read them."""
         layers = [layer for layer in self.parts.layers if isinstance(layer, nn.Module)]
-        tensors = {id(own): own for layer in layers for own in (*layer.parameters(), *layer.buffers())}
-        given = [own for own in tensors.values() if own.is_floating_point()]
+        tensors = {id(tensor): tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+        floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
         if self.strangers:
-            ours = any(own is stranger for own in given for stranger in self.strangers)
+            ours = any(tensor is stranger for tensor in floats for stranger in self.strangers)
             values = f"it is of {list(self.strangers[0].shape)}"
             cause = Cause.ELSEWHERE if ours else Cause.UNTRAINED
             return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
         again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
-        before = [own.detach().clone() for own in given]
+        before = [tensor.detach().clone() for tensor in floats]
         with torch.no_grad():
-            for own in given:
-                own.add_(1.0)
+            for tensor in floats:
+                tensor.add_(1.0)
         try:
             return self.compare(Way.AGAIN, self.plain, again)
         finally:
             with torch.no_grad():
-                for own, values in zip(given, before, strict=True):
-                    own.copy_(values)
+                for tensor, values in zip(floats, before, strict=True):
+                    tensor.copy_(values)
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
@@ -561,11 +561,11 @@ class Check:
         if seed is not None:
             parts = replace(parts, options=replace(parts.options, seed=seed))
         loop, microbatches = parts.plain_loop(), parted.microbatches
-        list(loop.modules.values())[-1].register_forward_hook(lambda module, given, output: outputs.append(output))
+        list(loop.modules.values())[-1].register_forward_hook(lambda module, arguments, output: outputs.append(output))
         losses = loop.losses_of(microbatches, 1, training=False)
-        weight = math.fsum(float(parts.loss_weight_fn(own)) for own in microbatches)
+        weight = math.fsum(float(parts.loss_weight_fn(microbatch)) for microbatch in microbatches)
         shapes = [output.shape[:1] if isinstance(output, Tensor) else None for output in outputs]
-        are_rows = shapes == [(own.num_tokens,) for own in microbatches]
+        are_rows = shapes == [(microbatch.num_tokens,) for microbatch in microbatches]
         rows = merge([output.detach().double() for output in outputs], parted) if are_rows else None
         return math.fsum(map(float, losses)) * weight, weight, rows
 

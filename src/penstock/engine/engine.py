@@ -372,17 +372,17 @@ class Engine(ModelState, WeightEndpoint):
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
             saved = CheckpointReader(path, pipeline.grid, None, self.ties)
-            found = saved.existing()
-            own = self.state_to_load(found)
-            saved.check_used(found, own, ignored="" if pipeline.options.learns else "optimizer.")
-            saved.load(found, own)
+            info = saved.existing()
+            tensors = self.state_to_load(info)
+            saved.check_used(info, tensors, ignored="" if pipeline.options.learns else "optimizer.")
+            saved.load(info, tensors)
 
         def go_on(values: Any) -> Any:
             self.load_progress(values["engine"])
-            restore_random_state([theirs["random"] for theirs in found.rank_values], rank, world_size)
+            restore_random_state([of_rank["random"] for of_rank in info.rank_values], rank, world_size)
             return values.get("extra")
 
-        extra = saved.restore(found, go_on)
+        extra = saved.restore(info, go_on)
         pipeline.casts.renew()
         return extra
 
@@ -450,9 +450,9 @@ class Engine(ModelState, WeightEndpoint):
             self.pipeline.close()
 
     def _slices(self) -> Slices:
-        found: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
+        slices: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for name, local in self.state(optimizer=False).items():
             # A tied copy counts under its owner's name.
             if name not in self.pipeline.loans and (parts := local_slices(local)):
-                found.setdefault(self.ties.get(name, name), []).extend(parts.items())
-        return found
+                slices.setdefault(self.ties.get(name, name), []).extend(parts.items())
+        return slices

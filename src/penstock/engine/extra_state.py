@@ -56,15 +56,15 @@ class ExtraState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it for a checkpoint. Raises: ValueError naming what cannot be saved."""
-        found: dict[str, Tensor] = {}
+        tensors_by_name: dict[str, Tensor] = {}
         for name, value in self.values().items():
             try:
                 structure, tensors = pack(value)
             except TypeError as error:
                 raise ValueError(f"{name}: {error}") from None
-            found[name] = torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8)
-            found |= {f"{name}.{number}": tensor for number, tensor in enumerate(tensors)}
-        return found
+            tensors_by_name[name] = torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8)
+            tensors_by_name |= {f"{name}.{number}": tensor for number, tensor in enumerate(tensors)}
+        return tensors_by_name
 
     def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
         """Room for what the checkpoint has of it, and for what this rank's modules need of it."""

@@ -84,13 +84,13 @@ class EngineOptions(Settings):
 
     def _check(self) -> None:
         if self.packs_for_good:
-            given = f"quantize = {self.quantize}" if self.quantize is not Quantize.NONE else "read_only"
+            setting_given = f"quantize = {self.quantize}" if self.quantize is not Quantize.NONE else "read_only"
             if self.learns:
-                raise ConfigError(f"{given} leaves no weights to train; give learns=False as well")
+                raise ConfigError(f"{setting_given} leaves no weights to train; give learns=False as well")
             if self.adapter is not None or self.precision is Precision.BF16_AUTOCAST:
                 what = "an adapter" if self.adapter is not None else "precision bf16-autocast"
                 raise ConfigError(
-                    f"{given} packs weights as they are, and {what} needs them itself; leave out one of them"
+                    f"{setting_given} packs weights as they are, and {what} needs them itself; leave out one of them"
                 )
         if self.num_kept_microbatches and self.recompute in ("none", ()):
             raise ConfigError(
@@ -124,8 +124,8 @@ class EngineOptions(Settings):
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""
         # Whatever is declared as a setting of the run is that setting's value; none is copied by hand.
-        ours = [own for own in walk_settings(cls()) if len(own.path) == 1 and own.name in SETTINGS]
-        same = {own.path[0]: value_of(config, SETTINGS[own.name].path) for own in ours}
+        ours = [setting for setting in walk_settings(cls()) if len(setting.path) == 1 and setting.name in SETTINGS]
+        same = {setting.path[0]: value_of(config, SETTINGS[setting.name].path) for setting in ours}
         sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
         # Those of a full microbatch.
         num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
@@ -153,20 +153,22 @@ def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callab
     """
     names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
     names += ("quantize", "label_share", "attention")
-    rules, given = {name: getattr(options, name) for name in names}, options.schedule
-    rules |= {f"optimizer.{own.name}": getattr(options.optimizer, own.name) for own in fields(options.optimizer)}
-    if isinstance(given, ScheduleConfig):
-        rules |= {f"schedule.{own.name}": getattr(given, own.name) for own in fields(given)}
+    rules, schedule = {name: getattr(options, name) for name in names}, options.schedule
+    rules |= {f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)}
+    if isinstance(schedule, ScheduleConfig):
+        rules |= {f"schedule.{field.name}": getattr(schedule, field.name) for field in fields(schedule)}
     else:
         # Whole orders of actions may be long.
-        rules["schedule"] = given if isinstance(given, str) else f"{options.choice.name} ({_digest(_described(given))})"
+        rules["schedule"] = (
+            schedule if isinstance(schedule, str) else f"{options.choice.name} ({_digest(_described(schedule))})"
+        )
     # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
     rules["schedule, by its text"] = _digest(options.choice.text)
     views = gather({name: _described(value) for name, value in (rules | {**model}).items()})
-    for rank, theirs in enumerate(views):
-        if theirs != views[0]:
-            found = differences(views[0], theirs, "on rank 0", f"on rank {rank}")
-            raise ConfigError(f"ranks were given different settings: {found[0]}; give all the same")
+    for rank, view in enumerate(views):
+        if view != views[0]:
+            different = differences(views[0], view, "on rank 0", f"on rank {rank}")
+            raise ConfigError(f"ranks were given different settings: {different[0]}; give all the same")
 
 
 def _digest(text: str) -> str:
@@ -187,9 +189,9 @@ def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> Engine
     options = options or EngineOptions()
     known = [field.name for field in fields(options)]
     if _OF_A_STEP & changes.keys():
-        given = min(_OF_A_STEP & changes.keys())
+        option = min(_OF_A_STEP & changes.keys())
         raise ConfigError(
-            f"an engine has no option {given!r}: a loss, and its weights, are given with each batch, as in "
+            f"an engine has no option {option!r}: a loss, and its weights, are given with each batch, as in "
             "train_batch(batch, loss_fn, loss_weight_fn)"
         )
     if unknown := sorted(changes.keys() - known):

@@ -48,7 +48,7 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             # What the others know of it: names, shapes and dtypes.
             makers[number] = partial(_made, layer, number)
             layer = makers[number]()
-            if real := [name for name, own in layer.named_parameters() if not own.is_meta]:
+            if real := [name for name, parameter in layer.named_parameters() if not parameter.is_meta]:
                 raise ValueError(
                     f"layer {number} is made on the rank that holds it, but its {real[0]!r} exists already; make the "
                     "parameter in the layer, or give the layer itself"
@@ -116,11 +116,11 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
     it uses the owner's storage.
     """
     owners: dict[nn.Parameter, str] = {}
-    found: list[dict[str, str]] = []
+    ties: list[dict[str, str]] = []
     for i, module in enumerate(modules):
         # A copy that an engine made before knows what it is a copy of.
-        named = {name: getattr(own, _COPY_OF, own) for name, own in module.named_parameters()}
-        shared = {name: owners[own] for name, own in named.items() if own in owners}
+        named = {name: getattr(parameter, _COPY_OF, parameter) for name, parameter in module.named_parameters()}
+        shared = {name: owners[parameter] for name, parameter in named.items() if parameter in owners}
         if shared and any(module is earlier for earlier in modules[:i]):
             if next(module.buffers(), None) is not None:
                 raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
@@ -131,11 +131,11 @@ def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
             if not hasattr(module.get_parameter(name), _COPY_OF):
                 copied = in_place_of(named[name], named[name].detach().clone())
                 setattr(copied, _COPY_OF, named[name])
-                place, _, own = name.rpartition(".")
-                setattr(module.get_submodule(place), own, copied)
-        owners |= {own: f"layers.{i}.{name}" for name, own in named.items() if name not in shared}
-        found.append(shared)
-    return found
+                place, _, key = name.rpartition(".")
+                setattr(module.get_submodule(place), key, copied)
+        owners |= {parameter: f"layers.{i}.{name}" for name, parameter in named.items() if name not in shared}
+        ties.append(shared)
+    return ties
 
 
 def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
@@ -143,7 +143,7 @@ def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
     parts, made = list(layer.modules()), dict[int, Any]()
     for part in parts:
         # Tensors that are no parameters stay shared.
-        made |= {id(own): own for own in (*part.buffers(), *vars(part).values()) if isinstance(own, Tensor)}
+        made |= {id(tensor): tensor for tensor in (*part.buffers(), *vars(part).values()) if isinstance(tensor, Tensor)}
     for part in parts:
         if part not in earlier:
             for name, child in part._modules.items():
@@ -185,10 +185,10 @@ class OwnLayers:
         """True if all take and give the plain stream with its sequences, and ask for no more."""
         return not (self._wanted or self._are_open or any(call.parameters.required for call in self.calls))
 
-    def given(self, own: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
+    def given(self, part: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
         """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
-        wanted = sorted(self._wanted.intersection(own.keys))
-        return Given({key: own[key].to(self._device) for key in wanted}, randomness, numbers)
+        wanted = sorted(self._wanted.intersection(part.keys))
+        return Given({key: part[key].to(self._device) for key in wanted}, randomness, numbers)
 
     def prepare_for(self, batch: PackedBatch) -> None:
         """Refuse a batch that they cannot take, as far as that is known before they run.
@@ -196,7 +196,7 @@ class OwnLayers:
         Raises:
             ValueError: a layer of this rank needs more; names the layer.
         """
-        if (given := (frozenset(batch.keys), batch.data is None)) == self._checked:
+        if (form := (frozenset(batch.keys), batch.data is None)) == self._checked:
             return
         for call in self.calls:
             call.lacks = call.lacking(batch.keys)
@@ -205,4 +205,4 @@ class OwnLayers:
                 raise ValueError(call.lacks)
             if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
                 raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")
-        self._checked = given
+        self._checked = form

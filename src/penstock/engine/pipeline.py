@@ -295,9 +295,9 @@ class Pipeline:
         self.lend_weights()
 
     def _check_whole_model(self) -> None:
-        own = {name: own for name, own in (self.parameters() | self.buffers()).items() if name not in self.loans}
+        tensors = {name: x for name, x in (self.parameters() | self.buffers()).items() if name not in self.loans}
         groups = self.options.optimizer.groups if self.options.learns else ()
-        check_whole_model(own, self.sharding.shards, self.grid, groups)
+        check_whole_model(tensors, self.sharding.shards, self.grid, groups)
         if self.options.reproducible:
             units = [unit for stage in self.stages.values() for unit in stage.units]
             build_on_all_ranks(
@@ -315,7 +315,7 @@ class Pipeline:
         for name in reductions.keys() & since.keys():
             # Parameters with another number of updates have buckets of their own.
             reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
-        found = {
+        buckets_by_stage = {
             number: GradientBuckets(
                 stage.named_parameters(),
                 self.grid.dp_cp_group,
@@ -327,14 +327,14 @@ class Pipeline:
         }
 
         def settle_all() -> None:
-            for buckets in found.values():
+            for buckets in buckets_by_stage.values():
                 buckets.settle()
 
-        for number, buckets in found.items():
+        for number, buckets in buckets_by_stage.items():
             # The owner of a lent weight may lie in any stage of this rank.
             if self.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
                 self.stages[number].weights_ready = settle_all if self.loans else buckets.settle
-        return found
+        return buckets_by_stage
 
     def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
         return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)
@@ -441,10 +441,10 @@ class Pipeline:
     def executor(self, num_microbatches: int, training: bool = False) -> Executor:
         """The executor of a step, or of forwards alone; proved once and kept while in use."""
         key = (training, num_microbatches)
-        found = self._executors.pop(key, None)
-        if found is None:
+        executor = self._executors.pop(key, None)
+        if executor is None:
             program = self.program(num_microbatches, training)
-            found = Executor(
+            executor = Executor(
                 program,
                 {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
                 self.transport,
@@ -452,11 +452,11 @@ class Pipeline:
                 reduce=self.start_reduction,
                 pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
             )
-            found.alarm = self.recovery.alarm
-        self._executors[key] = found
+            executor.alarm = self.recovery.alarm
+        self._executors[key] = executor
         if len(self._executors) > _MAX_EXECUTORS:
             del self._executors[next(iter(self._executors))]
-        return found
+        return executor
 
     def continue_from(self, step: int) -> None:
         """Go on as if this number of optimizer steps had been taken."""
@@ -484,9 +484,9 @@ class Pipeline:
 
         That of all ranks is gathered, so all call it.
         """
-        kept = (self.recorder.records(), self.recorder.collective_records())
-        own = [[record.row() for record in records if record.end_ns] for records in kept]
-        by_rank = gather_json(own, self.grid.pp_control) if of_all else [own]
+        records_by_kind = (self.recorder.records(), self.recorder.collective_records())
+        rows = [[record.row() for record in records if record.end_ns] for records in records_by_kind]
+        by_rank = gather_json(rows, self.grid.pp_control) if of_all else [rows]
         if of_all and self.grid.rank:
             return None
         ranks = f"{self.layout.pp} rank{'s' * (self.layout.pp != 1)}"

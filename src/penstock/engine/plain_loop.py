@@ -62,9 +62,9 @@ class PlainLoop:
         self.losses, self.gradients, self.strangers, self._num_steps = [], {}, [], 0
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
-            f"{name}.{own}": parameter
+            f"{name}.{key}": parameter
             for name, module in self.modules.items()
-            for own, parameter in module.named_parameters()
+            for key, parameter in module.named_parameters()
         }
         self._present = units[-1].present
         self._asked = {name: Parameters.of(module) for name, module in self.modules.items()}
@@ -80,7 +80,7 @@ class PlainLoop:
         self._buckets.zero_()
         self.losses = self.losses_of(microbatches, self._num_steps)
         gradients = self._buckets.gradients
-        self.gradients = {name: own.clone() for name, own in gradients.items()}
+        self.gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         sum_tied(self._ties.tied, gradients, None)
         self._optimizer.step(self._num_steps)
 
@@ -97,19 +97,19 @@ class PlainLoop:
                 loss = self._loss(self._output(microbatch, numbers), microbatch, numbers) * factor
                 losses.append(loss.detach())
                 if training:
-                    self.strangers = [own for own in _leaves(loss) if not any(own is p for p in known)]
+                    self.strangers = [tensor for tensor in _leaves(loss) if not any(tensor is p for p in known)]
                     loss.backward()
         return losses
 
     def _output(self, microbatch: PackedBatch, numbers: dict[str, int]) -> Any:
         """The last layer's output for a microbatch."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
-        given = Given({key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers)
+        given_by_name = Given({key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers)
         randomness = Randomness(self._seed, numbers["step"] - 1, 0, numbers["microbatch"], self._device)
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)
-            args, named = self._asked[name].arguments(x, sequences, given)
+            args, named = self._asked[name].arguments(x, sequences, given_by_name)
             x = module(*args, **named)
         return x if self._present is None else self._present(x)
 

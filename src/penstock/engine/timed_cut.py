@@ -35,8 +35,10 @@ def measure_units(
     """
 
     def measure() -> dict[str, Any]:
-        found = times_here(units, hidden_size, lengths, options, grid.device)
-        return {name: getattr(found, name) for name in ("forward", "backward_input", "backward_weight", "recompute")}
+        unit_times = times_here(units, hidden_size, lengths, options, grid.device)
+        return {
+            name: getattr(unit_times, name) for name in ("forward", "backward_input", "backward_weight", "recompute")
+        }
 
     times = build_on_all_ranks(measure if grid.rank == 0 else dict, grid.control)
     return Costs(**gather_json(times, grid.control)[0])
@@ -60,7 +62,7 @@ def times_here(
     sequences = sequences.with_read_rows(rows_with_label(labels_of_share(sequences.num_tokens, options.label_share)))
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
     known: dict[tuple[str, int, float, bool], list[float]] = {}
-    found = []
+    times = []
     for i, unit in enumerate(units):
         again = recomputes(unit.name, options)
         kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token, again)
@@ -72,8 +74,8 @@ def times_here(
             stages[0].set_training(False)
             known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
         forward, backward_input, backward_weight = known[kind]
-        found.append((forward, backward_input, backward_weight, min(forward, backward_input) if again else 0.0))
-    forward, backward_input, backward_weight, recompute = zip(*found, strict=True)
+        times.append((forward, backward_input, backward_weight, min(forward, backward_input) if again else 0.0))
+    forward, backward_input, backward_weight, recompute = zip(*times, strict=True)
     return Costs(forward, backward_input, backward_weight, recompute=recompute)
 
 

@@ -40,12 +40,12 @@ class Watchers:
 
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks. Raises: ValueError for one without any of the methods."""
-        for given in callbacks:
-            found = load_object(given) if isinstance(given, str) else given
-            found = found() if isinstance(found, type) else found
-            if not any(callable(getattr(found, event, None)) for event in EVENTS):
-                raise ConfigError(f"{given!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
-            self.callbacks.append(found)
+        for callback in callbacks:
+            made = load_object(callback) if isinstance(callback, str) else callback
+            made = made() if isinstance(made, type) else made
+            if not any(callable(getattr(made, event, None)) for event in EVENTS):
+                raise ConfigError(f"{callback!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
+            self.callbacks.append(made)
             self.pipeline.is_watched = True
 
     def saw(self, event: str, *values: Any) -> bool:
@@ -108,8 +108,8 @@ class EarlyStop:
 
     def __post_init__(self) -> None:
         if self.patience < 1 or not self.min_delta >= 0:
-            given = f"{self.patience}, {self.min_delta}"
-            raise ValueError(f"early stopping needs a patience of at least 1 and no negative min_delta, not {given}")
+            values = f"{self.patience}, {self.min_delta}"
+            raise ValueError(f"early stopping needs a patience of at least 1 and no negative min_delta, not {values}")
 
     @property
     def stopped(self) -> bool:
@@ -255,12 +255,12 @@ class Trackers:
         """Open the trackers that `log` asks for, in a folder; a run that continues drops the lines of later steps."""
         folder, log = Path(folder), log or LogConfig()
         folder.mkdir(parents=True, exist_ok=True)
-        found: list[Tracker] = [MetricsLog(folder, resumed_step, writes_tensorboard(log))]
+        trackers: list[Tracker] = [MetricsLog(folder, resumed_step, writes_tensorboard(log))]
         if log.prometheus:
-            found.append(PrometheusFile(folder / PROMETHEUS_FILE))
+            trackers.append(PrometheusFile(folder / PROMETHEUS_FILE))
         if log.wandb:
-            found.append(WandbTracker(folder, log.wandb))
-        return cls(found)
+            trackers.append(WandbTracker(folder, log.wandb))
+        return cls(trackers)
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Write the values of a step everywhere."""
@@ -277,7 +277,7 @@ class Trackers:
 
     def on_evaluation(self, step: int, loss: EvaluationLoss) -> None:
         """Write the numbers of an evaluation."""
-        validation = {f"validation_{name}": own for name, own in loss.metrics.items()}
+        validation = {f"validation_{name}": value for name, value in loss.metrics.items()}
         self.write(step, {"validation_loss": float(loss), **validation})
 
     def on_end(self, step: int) -> None:

@@ -189,8 +189,8 @@ class WeightTransfer:
             timeout_s = max(source.options.timeout_s, target.options.timeout_s)
             place = _place(source, target)
             store = PrefixStore(f"{place}/{self._meet(place, timeout_s)}", default_store())
-            own, size = self.ranks.index(self.rank), len(self.ranks)
-            self.group = gloo_group(store, own, size, timedelta(seconds=timeout_s))
+            index, size = self.ranks.index(self.rank), len(self.ranks)
+            self.group = gloo_group(store, index, size, timedelta(seconds=timeout_s))
 
     def run(
         self, source: Slices, target: Slices, version: int | None, extra: Mapping[str, Any]
@@ -216,7 +216,7 @@ class WeightTransfer:
             raise TransportError(
                 f"weights were not sent: a rank of {list(self.ranks)} has ended or did not come in time ({error})"
             ) from error
-        return next(given for given in versions if given is not None), extra
+        return next(one for one in versions if one is not None), extra
 
     def close(self) -> None:
         """Cut the way, so that nobody waits in it."""
@@ -241,47 +241,47 @@ class WeightTransfer:
 
     def _plan(self, by_rank: Mapping[int, Any]) -> dict[str, list[_Piece]]:
         """This rank's part in each tensor's way, in one order on all ranks. Raises: ValueError if models differ."""
-        given, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
+        sent, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
         wanted, takers = _tensors({rank: by_rank[rank][1] for rank in self.targets})
-        for name in [*given, *wanted]:
-            own, theirs = given.get(name), wanted.get(name)
-            if own is None or theirs is None:
-                lacks = "sends" if own is None else "receives"
+        for name in [*sent, *wanted]:
+            form_sent, form_wanted = sent.get(name), wanted.get(name)
+            if form_sent is None or form_wanted is None:
+                lacks = "sends" if form_sent is None else "receives"
                 raise ValueError(
                     f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
                     "with the same adapters"
                 )
-            if own != theirs:
+            if form_sent != form_wanted:
                 raise ValueError(
-                    f"weights cannot be sent, because {name} is {own} in the engine that sends, and {theirs} in the "
-                    "one that receives; both need the same model in the same precision"
+                    f"weights cannot be sent, because {name} is {form_sent} in the engine that sends, and "
+                    f"{form_wanted} in the one that receives; both need the same model in the same precision"
                 )
         return {
-            name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in given
+            name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in sent
         }
 
-    def _extra_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _extra_state(self, rank_state: Mapping[str, Any]) -> dict[str, Any]:
         """The extra state that the source's ranks have; of one name that of the first. Tensors lie in host memory."""
 
         def sendable() -> tuple[None, list[str]]:
-            check_portable(own)
-            return None, list(own)
+            check_portable(rank_state)
+            return None, list(rank_state)
 
         _, names = shown_to_all_ranks(sendable, partial(gather_json, group=self.group), TypeError)
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for number, of_rank in enumerate(names):
-            if not found.keys() >= set(of_rank):
-                found = broadcast_value(own, number, self.group) | found
-        return found
+            if not states.keys() >= set(of_rank):
+                states = broadcast_value(rank_state, number, self.group) | states
+        return states
 
     @torch.no_grad()
-    def _move(self, pieces: Sequence[_Piece], own: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
+    def _move(self, pieces: Sequence[_Piece], held: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
         """Send and receive the slices of one tensor; memory beyond both engines' is that of what leaves or arrives."""
         works, leaving, arriving = [], dict[TensorSlice, Tensor](), list[tuple[Tensor, list[Tensor]]]()
         for part, source, target in pieces:
             places = [values[part.within(outer)] for outer, values in into if _contains(outer, part)]
             if source == self.rank:
-                values = next(values[part.within(outer)] for outer, values in own if _contains(outer, part))
+                values = next(values[part.within(outer)] for outer, values in held if _contains(outer, part))
                 if target == self.rank:
                     arriving.append((values, places))
                     continue
@@ -328,13 +328,13 @@ _View = Mapping[str, tuple[str, Sequence[int], Sequence[Any]]]
 """A rank's tensors: name -> dtype and whole shape in words, that shape, and its slices' places and shapes."""
 
 
-def _view(own: Slices) -> _View:
-    found = {}
-    for name, parts in own.items():
+def _view(slices_by_name: Slices) -> _View:
+    view = {}
+    for name, parts in slices_by_name.items():
         full_shape, dtype = parts[0][0].full_shape, str(parts[0][1].dtype).removeprefix("torch.")
         slices = [[part.start, part.shape] for part in dict.fromkeys(part for part, _ in parts)]
-        found[name] = f"{dtype} {list(full_shape)}", full_shape, slices
-    return found
+        view[name] = f"{dtype} {list(full_shape)}", full_shape, slices
+    return view
 
 
 def _tensors(by_rank: Mapping[int, _View]) -> tuple[dict[str, str], dict[str, dict[TensorSlice, list[int]]]]:
@@ -350,13 +350,13 @@ def _tensors(by_rank: Mapping[int, _View]) -> tuple[dict[str, str], dict[str, di
 
 
 def _pieces(
-    given: Mapping[TensorSlice, Sequence[int]], wanted: Mapping[TensorSlice, Sequence[int]]
+    holders_by_part: Mapping[TensorSlice, Sequence[int]], wanted: Mapping[TensorSlice, Sequence[int]]
 ) -> Iterable[_Piece]:
     """One tensor's slices on their way: from the process itself where it has them, else from the holders in turn."""
     turn = 0
     for target_part, targets in wanted.items():
         for target in targets:
-            for part, holders in given.items():
+            for part, holders in holders_by_part.items():
                 common = part.overlap(target_part)
                 if common is not None:
                     yield common, target if target in holders else holders[turn % len(holders)], target

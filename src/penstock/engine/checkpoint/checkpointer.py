@@ -112,8 +112,8 @@ class CheckpointReader:
             is_one = (self.folder / MANIFEST).is_file()
             return None, ["."] if is_one else [path.name for path in published(self.folder)]
 
-        _, found = shown_to_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
-        for name in reversed(found[0]):
+        _, names_by_rank = shown_to_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
+        for name in reversed(names_by_rank[0]):
             path, info, reason = self.folder / name, None, None
             try:
                 refuse_unfit_files(path)
@@ -210,12 +210,12 @@ class CheckpointReader:
         for path in (info.path / file for file in sorted(info.files)):
             try:
                 with safe_open(path, framework="pt") as file:
-                    found = wanted.keys() & file.keys()
+                    present = wanted.keys() & file.keys()
                     # One stretch at a time.
-                    for name in sorted(found):
+                    for name in sorted(present):
                         for indices, into in wanted[name]:
                             into.copy_(take(file, name, indices))
-                    unread -= found
+                    unread -= present
             except SafetensorError as error:
                 raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
         if unread:
@@ -227,13 +227,13 @@ def _copies(
 ) -> list[tuple[str, Indices, Tensor]]:
     """All that must be copied into a rank's tensor, whose precision alone may differ."""
     every, full_shape = [], stored[0].part.full_shape
-    for own, values in local_slices(local).items():
-        if own.full_shape != full_shape:
-            raise ValueError(f"{name} has the shape {own.full_shape}, but checkpoint {info.path} holds {full_shape}")
+    for part, values in local_slices(local).items():
+        if part.full_shape != full_shape:
+            raise ValueError(f"{name} has the shape {part.full_shape}, but checkpoint {info.path} holds {full_shape}")
         for record in (info.tensors[one.name] for one in stored):
             if getattr(torch, record.dtype).is_floating_point != values.is_floating_point():
                 raise ValueError(f"{name} is of {values.dtype}, but checkpoint {info.path} holds {record}")
-        every += copies(stored, own, values)
+        every += copies(stored, part, values)
     return every
 
 
@@ -298,7 +298,7 @@ class Checkpointer(CheckpointReader):
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
         texts: list[str] = []
-        own: dict[str, tuple[Tensor, TensorRecord]] = {}
+        records: dict[str, tuple[Tensor, TensorRecord]] = {}
 
         def prepare() -> None:
             # As text at once: the caller may change the value while the writer runs.
@@ -308,19 +308,19 @@ class Checkpointer(CheckpointReader):
                 whole = local.resolve_conj() if isinstance(local, Tensor) else local
                 for part, values in local_slices(whole).items() if self._source(name) == name else ():
                     record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
-                    own[record.stored_name] = values, record
+                    records[record.stored_name] = values, record
             if self._rank == 0:
                 remove(staging, ignore_errors=True)
                 staging.mkdir()
 
         self._together(step, prepare)
-        stored, writer_of = _plan_save(step, own, self._gather)
+        stored, writer_of = _plan_save(step, records, self._gather)
         copies: dict[str, Tensor] = {}
 
         def copy() -> None:
             for name, writer in writer_of.items():
                 if writer == self._rank:
-                    copies[name] = self._copy_to_host(name, own[name][0])
+                    copies[name] = self._copy_to_host(name, records[name][0])
 
         # Host memory may be short on one rank, and the writers wait for each other without a limit.
         self._together(step, copy)
@@ -452,18 +452,18 @@ class Checkpointer(CheckpointReader):
 
 
 def _plan_save(
-    step: int, own: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
+    step: int, records: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
 ) -> tuple[dict[str, TensorRecord], dict[str, int]]:
     """Divide all ranks' slices among the ranks that have them, by bytes: stored name -> the tensor, and its writer."""
-    described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in own.items()}
+    described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in records.items()}
     by_rank = gather({"step": step, "tensors": described})
-    if len({theirs["step"] for theirs in by_rank}) > 1:
-        raise ValueError(f"ranks save different steps: {[theirs['step'] for theirs in by_rank]}")
+    if len({plan["step"] for plan in by_rank}) > 1:
+        raise ValueError(f"ranks save different steps: {[plan['step'] for plan in by_rank]}")
     holders: dict[str, list[int]] = {}
     sizes_bytes: dict[str, int] = {}
     tensors: dict[str, TensorRecord] = {}
-    for rank, theirs in enumerate(by_rank):
-        for name, (json_record, size_bytes) in sorted(theirs["tensors"].items()):
+    for rank, plan in enumerate(by_rank):
+        for name, (json_record, size_bytes) in sorted(plan["tensors"].items()):
             record = TensorRecord.from_json(name, json_record)
             if tensors.setdefault(name, record) != record:
                 raise ValueError(f"{name} is {tensors[name]} on rank {holders[name][0]} and {record} on rank {rank}")

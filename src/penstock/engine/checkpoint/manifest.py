@@ -127,10 +127,10 @@ class CheckpointInfo(Names):
     @cached_property
     def stored(self) -> dict[str, tuple[StoredSlice, ...]]:
         """The stored slices of each tensor, by the tensor's name."""
-        found: dict[str, tuple[StoredSlice, ...]] = {}
+        slices: dict[str, tuple[StoredSlice, ...]] = {}
         for name, record in self.tensors.items():
-            found[record.of] = (*found.get(record.of, ()), StoredSlice(name, record.part))
-        return found
+            slices[record.of] = (*slices.get(record.of, ()), StoredSlice(name, record.part))
+        return slices
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
         """As of all names; none for a parameter that only training uses and this run did not."""
@@ -139,7 +139,7 @@ class CheckpointInfo(Names):
         missing = () if only_in_training else (StoredSlice.at(full_name, shape),)
         stored = self.stored.get(full_name) or self.stored.get(under_adapter) or missing
         # A whole tensor must have the shape of the parameter, which is checked against the file.
-        return tuple(StoredSlice.at(found.name, shape) if found.part.is_whole else found for found in stored)
+        return tuple(StoredSlice.at(piece.name, shape) if piece.part.is_whole else piece for piece in stored)
 
     def is_surplus(self, stored: str) -> bool:
         """True: stored tensors such as optimizer state are rightly left unread."""
@@ -234,9 +234,9 @@ def describe_file(path: Path) -> dict[str, Any]:
         return {"size_bytes": file.tell(), "sha256": sha256}
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def differing(ours: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     """Say in which settings two identities differ; an earlier version may have compared more."""
-    return differences(ours, {name: theirs[name] for name in theirs if name in ours or name not in MAY_CHANGE})
+    return differences(ours, {name: others[name] for name in others if name in ours or name not in MAY_CHANGE})
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -287,7 +287,9 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_si
         set_random_state(saved[rank])
     else:
         first = saved[0].items()
-        set_random_state({kind: own for kind, own in first if all(other.get(kind) == own for other in saved)})
+        set_random_state(
+            {kind: numbers for kind, numbers in first if all(other.get(kind) == numbers for other in saved)}
+        )
 
 
 def _text(state: Tensor) -> str:

@@ -73,8 +73,8 @@ class ExportOptions:
         """True for parameters that become 8-bit numbers."""
         return self.quantize and parameter.is_product
 
-    def torch_dtype(self, own: torch.dtype) -> torch.dtype:
-        return own if self.dtype is None else _DTYPES[self.dtype]
+    def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.dtype is None else _DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
-            for own, tensor in module.state_dict().items():
-                name = f"{unit}.{own}".replace(".base_layer.", ".")
-                if ".lora_" in own or name in state.ties:
+            for key, tensor in module.state_dict().items():
+                name = f"{unit}.{key}".replace(".base_layer.", ".")
+                if ".lora_" in key or name in state.ties:
                     continue
-                fetch = partial(merged_weight, module, own, tensor) if merges else lambda own=tensor: own
+                fetch = partial(merged_weight, module, key, tensor) if merges else lambda values=tensor: values
                 shape, shard = tuple(tensor.shape), state.shards.get(name)
                 if shard is not None:
                     group = grid.tp_group if shard.axis == "tp" else grid.ep_group
@@ -137,14 +137,14 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
 
 
 def _whole(fetch: Callable[[], Tensor], shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    own = fetch()
+    part_here = fetch()
     if group is None:
-        return own
+        return part_here
     shards = [shard.on(rank, group.size()) for rank in range(group.size())]
-    whole = own.new_empty(shard.full_shape)
-    parts = gather_uneven(own, [theirs.length for theirs in shards], group, shard.dim)
-    for theirs, part in zip(shards, parts, strict=True):
-        theirs.of(whole).copy_(part)
+    whole = part_here.new_empty(shard.full_shape)
+    parts = gather_uneven(part_here, [their_shard.length for their_shard in shards], group, shard.dim)
+    for their_shard, part in zip(shards, parts, strict=True):
+        their_shard.of(whole).copy_(part)
     return whole
 
 
@@ -179,13 +179,13 @@ def write_folder(
             lambda: (None, _write(staging / str(rank), form, parameters, options)), gather, ValueError
         )
         dtype = next((options.torch_dtype(parameter.dtype) for parameter in parameters), torch.float32)
-        kept: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+        fields: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
         if form.bytes_end:
-            kept["eos_token_id"] = list(ByteTokenizer(end_token=True).end_tokens)
+            fields["eos_token_id"] = list(ByteTokenizer(end_token=True).end_tokens)
         if options.quantize:
-            kept[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
+            fields[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
         on_all_ranks(
-            lambda: _publish(staging, folder, form, kept, files) if rank == 0 else None,
+            lambda: _publish(staging, folder, form, fields, files) if rank == 0 else None,
             gather,
             ValueError,
         )
@@ -240,12 +240,16 @@ def _publish(
     staging: Path,
     folder: Path,
     form: HuggingFaceForm,
-    kept: Mapping[str, Any],
+    fields: Mapping[str, Any],
     files: Sequence[Sequence[Sequence[str]]],
 ) -> None:
     """Name the files of all ranks (by rank and file the names of their tensors), and add what stands beside them."""
     with naming(folder):
-        written = [(f"{rank}-{number}", file) for rank, own in enumerate(files) for number, file in enumerate(own)]
+        written = [
+            (f"{rank}-{number}", file)
+            for rank, rank_files in enumerate(files)
+            for number, file in enumerate(rank_files)
+        ]
         file_of: dict[str, str] = {}
         for number, (name, tensors) in enumerate(written, 1):
             public = SINGLE_FILE if len(written) == 1 else f"model-{number:05d}-of-{len(written):05d}.safetensors"
@@ -255,7 +259,8 @@ def _publish(
             total_bytes = sum((staging / file).stat().st_size for file in set(file_of.values()))
             index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
             (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        content = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)} | dict(kept)
+        described = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)}
+        content = {**described, **fields}
         (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for file in set(file_of.values()):
             # safetensors writes for the user alone, whatever the umask.
@@ -284,37 +289,39 @@ def to_hugging_face(source: Path, destination: Path, options: ExportOptions) -> 
     Raises:
         ValueError: there is no model, or none that transformers knows, or the destination is not new.
     """
-    found = open_folder(source)
-    if options.merge_adapters and not found.has_adapters:
+    folder = open_folder(source)
+    if options.merge_adapters and not folder.has_adapters:
         raise ValueError(f"{source} has no adapters to merge")
     if options.quantize:
-        found.check_quantizable()
+        folder.check_quantizable()
     # Any fault of the files is found before one is written.
-    units_from_files(found.units, found.names, found.files)
-    if not found.has_adapters:
-        write_folder(destination, found.form, tuple(_parameters(found)), options)
-        return found.step
-    units, hidden_size, layout, own, _ = found.arguments(ParallelConfig(device="cpu"))
-    pipeline = Pipeline(with_adapter(units, own.adapter, found.form, layout), hidden_size, layout, own)
+    units_from_files(folder.units, folder.names, folder.files)
+    if not folder.has_adapters:
+        write_folder(destination, folder.form, tuple(_parameters(folder)), options)
+        return folder.step
+    units, hidden_size, layout, engine_options, _ = folder.arguments(ParallelConfig(device="cpu"))
+    pipeline = Pipeline(
+        with_adapter(units, engine_options.adapter, folder.form, layout), hidden_size, layout, engine_options
+    )
     state = ModelState(pipeline, Trainer(pipeline))
     try:
-        found.load(state)
-        export_model(state, found.form, destination, options)
+        folder.load(state)
+        export_model(state, folder.form, destination, options)
     finally:
         pipeline.close()
-    return found.step
+    return folder.step
 
 
-def _parameters(found: ModelFolder) -> Iterator[ExportedParameter]:
-    for unit in found.units:
+def _parameters(folder: ModelFolder) -> Iterator[ExportedParameter]:
+    for unit in folder.units:
         with torch.device("meta"):
             products = joint_weights(unit.build())
-        for name, shape, stored in slices_of(unit, found.names):
+        for name, shape, stored in slices_of(unit, folder.names):
             if name not in unit.tied and stored:
-                word = found.files.tensors[stored[0].name].dtype
+                word = folder.files.tensors[stored[0].name].dtype
                 dtype = torch.float32 if word == INT8 else DTYPES[word]
 
                 def fetch(shape: Shape = shape, dtype: torch.dtype = dtype, stored: Any = stored) -> Tensor:
-                    return found.files.fill(torch.empty(shape, dtype=dtype), stored, TensorSlice.whole(shape))
+                    return folder.files.fill(torch.empty(shape, dtype=dtype), stored, TensorSlice.whole(shape))
 
                 yield ExportedParameter(unit.full_name(name), shape, dtype, fetch, is_product=name in products)

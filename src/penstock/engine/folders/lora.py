@@ -65,28 +65,28 @@ class Adapter:
     source: Path | None = None
 
     @classmethod
-    def of(cls, given: Any, form: HuggingFaceForm | None) -> Adapter:
+    def of(cls, adapter: Any, form: HuggingFaceForm | None) -> Adapter:
         """The adapters that settings, a LoraConfig of peft or a folder in its format describe."""
         try:
             from peft import LoraConfig
         except ImportError:
             raise ValueError("adapters need the peft library; install it with pip install peft") from None
         source = None
-        if isinstance(given, AdapterConfig):
-            given = given.pretrained or LoraConfig(
-                r=given.rank,  # pyright: ignore[reportArgumentType]  # one of the two is given
+        if isinstance(adapter, AdapterConfig):
+            adapter = adapter.pretrained or LoraConfig(
+                r=adapter.rank,  # pyright: ignore[reportArgumentType]  # one of the two is given
                 # Whole numbers are written as such.
-                lora_alpha=int(given.alpha) if given.alpha.is_integer() else given.alpha,  # type: ignore[arg-type]
-                lora_dropout=given.dropout,
-                target_modules=list(given.target_modules),
-                use_rslora=given.rank_stabilised,
+                lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,  # type: ignore[arg-type]
+                lora_dropout=adapter.dropout,
+                target_modules=list(adapter.target_modules),
+                use_rslora=adapter.rank_stabilised,
             )
-        if isinstance(given, str | Path):
-            source = Path(given)
-            given = _config_in(source)
-        if not isinstance(given, LoraConfig):
-            raise ValueError(f"adapter = {given!r} is neither a LoraConfig of peft nor a folder in its format")
-        config = copy.deepcopy(given)
+        if isinstance(adapter, str | Path):
+            source = Path(adapter)
+            adapter = _config_in(source)
+        if not isinstance(adapter, LoraConfig):
+            raise ValueError(f"adapter = {adapter!r} is neither a LoraConfig of peft nor a folder in its format")
+        config = copy.deepcopy(adapter)
         for name, usual in _USUAL.items():
             value = getattr(config, name, usual)
             if value != usual and (value or usual):
@@ -134,8 +134,8 @@ class Adapter:
             if ".base_layer" in f".{name}" or "lora_" in name:
                 continue
             base = getattr(part, "base_layer", part)
-            for own, parameter in base.named_parameters(recurse=False):
-                full_name = unit.full_name(f"{name}.{own}" if name else own)
+            for parameter_name, parameter in base.named_parameters(recurse=False):
+                full_name = unit.full_name(f"{name}.{parameter_name}" if name else parameter_name)
                 known = self.name_of(full_name, tuple(parameter.shape))
                 stored = [weight.removesuffix(".weight") for weight in known if weight.endswith(".weight")]
                 # Linear layers of the model's layers that are called as such.
@@ -144,10 +144,10 @@ class Adapter:
                 called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
                 linear = isinstance(base, nn.Linear) or _is_transposed(base)
                 can = unit.name.startswith("layers.") and name != "" and linear and called and len(stored) == 1
-                found = (can or not self.takes_all) and any(map(self._is_target, stored))
-                if found and not can:
+                is_target = (can or not self.takes_all) and any(map(self._is_target, stored))
+                if is_target and not can:
                     raise ValueError(f"{stored[0]} cannot have an adapter; linear layers of attention and MLPs can")
-                if found:
+                if is_target:
                     yield name, stored[0]
 
     @property
@@ -244,7 +244,7 @@ def _config_in(folder: Path) -> Any:
     return config
 
 
-def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
+def with_adapter(units: UnitSource, adapter: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
     """The units with the adapters that options describe.
 
     Those with adapters are made, and a folder of adapters is read, when the engine asks for its units. That raises
@@ -255,7 +255,7 @@ def with_adapter(units: UnitSource, given: Any, form: HuggingFaceForm | None, la
         plain = units_for(units, groups, layout)
         if groups.tp_size > 1:
             raise ValueError(f"adapters cannot be shared over tp = {groups.tp_size}; pp, dp and cp are possible")
-        return Adapter.of(given, form).units(plain)
+        return Adapter.of(adapter, form).units(plain)
 
     return adapted
 
@@ -266,10 +266,10 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     Raises:
         ValueError: there are none, or the folder holds something; on all ranks alike.
     """
-    given, grid, folder = pipeline.options.adapter, pipeline.grid, Path(folder)
-    if given is None:
+    setting, grid, folder = pipeline.options.adapter, pipeline.grid, Path(folder)
+    if setting is None:
         raise ValueError("this engine has no adapters to save; give one with adapter = LoraConfig(...)")
-    adapter, is_first = Adapter.of(given, form), grid.rank == 0
+    adapter, is_first = Adapter.of(setting, form), grid.rank == 0
     gather = partial(gather_json, group=grid.control)
     on_all_ranks(lambda: refuse_used(folder) if is_first else None, gather, ValueError)
     local: dict[str, Tensor] = {}

@@ -347,8 +347,8 @@ class ModelFolder(ABC):
             if self.is_native:
                 # A run's names are not those that transformers reads.
                 form = replace(form, names=names_of(shape or self.shape))
-            own = options or EngineOptions(precision=self.stored_precision)
-            return EngineArguments(units, self.shape.hidden_size, layout or Layout(), own, form)
+            engine_options = options or EngineOptions(precision=self.stored_precision)
+            return EngineArguments(units, self.shape.hidden_size, layout or Layout(), engine_options, form)
 
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return check()
@@ -419,8 +419,8 @@ class HfFolder(ModelFolder):
         # would take too long.
         files = [(path.name, path.stat()) for path in sorted(self.folder.iterdir()) if path.is_file()]
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
-        kept = "" if self.kept_as is Quantize.NONE else f", {self.kept_as}"
-        return f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()} native={self.is_native}{kept}"
+        packing = "" if self.kept_as is Quantize.NONE else f", {self.kept_as}"
+        return f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()} native={self.is_native}{packing}"
 
 
 @dataclass(eq=False)
@@ -480,8 +480,8 @@ class RunFolder(ModelFolder):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         # A given text is scored and continued as it is: no end token is put after it.
-        found = load_tokenizer(self.tokenizer_name)
-        return found if self.run.data.special_tokens else found.without_special_tokens()
+        tokenizer = load_tokenizer(self.tokenizer_name)
+        return tokenizer if self.run.data.special_tokens else tokenizer.without_special_tokens()
 
     @cached_property
     def _in_training(self) -> Tokenizer:
@@ -549,6 +549,6 @@ class RunFolder(ModelFolder):
             # The engine's units read them when it was made.
             return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
         saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.ties)
-        found = saved.existing()
-        saved.load(found, state.state(optimizer=False))
-        return f"step {found.step} of {self.run.digest()}"
+        info = saved.existing()
+        saved.load(info, state.state(optimizer=False))
+        return f"step {info.step} of {self.run.digest()}"

@@ -56,8 +56,8 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     """
     folder = config.model.pretrained
     if folder is None:
-        found = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
-        return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
+        values = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
+        return with_values(config, {SETTINGS[name].path: value for name, value in values.items()})
     known = continued_run(config)
     if known is not None:
         shape, tokenizer, precision = known.model, config.data.tokenizer or known.data.tokenizer, known.train.precision
@@ -75,23 +75,23 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             tokenizer, precision = config.data.tokenizer or model.tokenizer_name, model.stored_precision
         except ValueError as error:
             raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
-    given, usual = config.flat(), RunConfig().flat()
-    found = {
-        own.name: plain(own.default)
-        for own in walk_settings(shape)
-        if own.name not in _FREE and not own.name.endswith("_loss")
+    asked, usual = config.flat(), RunConfig().flat()
+    values = {
+        setting.name: plain(setting.default)
+        for setting in walk_settings(shape)
+        if setting.name not in _FREE and not setting.name.endswith("_loss")
     }
-    for name, wanted in found.items():
-        if given[name] not in (usual[name], wanted):
+    for name, wanted in values.items():
+        if asked[name] not in (usual[name], wanted):
             raise ConfigError(
-                f"{name} = {given[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
+                f"{name} = {asked[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
             )
-    found[_TOKENIZER] = tokenizer
-    found[_PRECISION] = config.train.precision or precision
+    values[_TOKENIZER] = tokenizer
+    values[_PRECISION] = config.train.precision or precision
     if shape.native is False:
-        found[_NATIVE] = False
-    if given["model.max_length"] == usual["model.max_length"]:
-        found["model.max_length"] = shape.max_length
-        if given[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
-            found[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
-    return with_values(config, {SETTINGS[name].path: value for name, value in found.items()})
+        values[_NATIVE] = False
+    if asked["model.max_length"] == usual["model.max_length"]:
+        values["model.max_length"] = shape.max_length
+        if asked[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
+            values[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
+    return with_values(config, {SETTINGS[name].path: value for name, value in values.items()})

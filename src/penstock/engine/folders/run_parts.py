@@ -81,9 +81,9 @@ def with_steps(config: RunConfig) -> RunConfig:
         return config
     num_items = RunData.load(config).loader(DataShard(), with_data=False).packing.num_items
     steps = ceil(epochs * ceil(num_items / config.data.num_sequences))
-    found = replace(config, train=replace(config.train, steps=steps, epochs=None))
-    check_rates(found)
-    return found
+    with_its_steps = replace(config, train=replace(config.train, steps=steps, epochs=None))
+    check_rates(with_its_steps)
+    return with_its_steps
 
 
 def check_parts(config: RunConfig) -> "RunData":
@@ -128,8 +128,8 @@ class RunData:
         """
         data, source, reward_model = config.data, config.model.pretrained, None
         if source is not None and config.model.native is False:
-            found = open_folder(source, native=False)
-            reward_model = found if found.is_reward_model else None
+            folder = open_folder(source, native=False)
+            reward_model = folder if folder.is_reward_model else None
         spec = CorpusSpec(
             source=data.corpus,
             validation_source=data.validation_corpus,
@@ -180,7 +180,7 @@ class RunData:
         if isinstance(loader.packing, WindowPacking):
             return [config.data.sequence_length] * per_rank
         num_batches = max(1, min(config.train.steps * config.parallel.dp, _MOST_COUNTED // per_rank))
-        each = [sum(own) for own in loader.packing.lengths(loader.items(0, num_batches * per_rank))]
+        each = [sum(item) for item in loader.packing.lengths(loader.items(0, num_batches * per_rank))]
         lengths = np.array(each).reshape(num_batches, per_rank)
         # None is cut, and the others are shared evenly.
         largest = np.maximum(lengths.max(axis=1), lengths.sum(axis=1) / config.train.num_microbatches)

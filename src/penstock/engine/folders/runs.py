@@ -76,9 +76,9 @@ def read_run(folder: Path) -> RunConfig:
 def tokenizer_of(config: RunConfig) -> str:
     """The place of a run's tokenizer: its own copy, once its folder has one, or else what the settings name."""
     folder, name = Path(config.output), config.data.tokenizer or "bytes"
-    own = folder / MODEL_FOLDER
-    has_own = name != "bytes" and (own / TOKENIZER_FILE).is_file() and (folder / RUN_FILE).is_file()
-    return str(own) if has_own and read_run(folder).data.tokenizer == name else name
+    copies = folder / MODEL_FOLDER
+    has_own = name != "bytes" and (copies / TOKENIZER_FILE).is_file() and (folder / RUN_FILE).is_file()
+    return str(copies) if has_own and read_run(folder).data.tokenizer == name else name
 
 
 def continued_run(config: RunConfig) -> RunConfig | None:
@@ -96,20 +96,20 @@ def model_files(config: RunConfig) -> dict[str, Path]:
 
     They are the tokenizer's, and the settings of the model that the run begins with.
     """
-    name, found = config.data.tokenizer or "bytes", {}
+    name, files = config.data.tokenizer or "bytes", {}
     if config.model.pretrained is not None:
         base = Path(config.model.pretrained)
         for folder in (base / MODEL_FOLDER, base):
-            theirs = (CONFIG_FILE, GENERATION_FILE, *(TOKENIZER_FILES if name == "bytes" else ()))
-            found |= {own: folder / own for own in theirs if (folder / own).is_file()}
+            names_of_model = (CONFIG_FILE, GENERATION_FILE, *(TOKENIZER_FILES if name == "bytes" else ()))
+            files |= {file: folder / file for file in names_of_model if (folder / file).is_file()}
     if name != "bytes":
         place = Path(name).expanduser()
         folder = place if place.is_dir() else place.parent
         # A file stands for itself: it may lie beside a model that it does not belong to.
-        names = [own for own in TOKENIZER_FILES if place.is_dir() or own not in (TOKENIZER_FILE, GENERATION_FILE)]
-        found |= {own: folder / own for own in names if (folder / own).is_file()}
-        found |= {} if place.is_dir() else {TOKENIZER_FILE: place}
-    return found
+        names = [file for file in TOKENIZER_FILES if place.is_dir() or file not in (TOKENIZER_FILE, GENERATION_FILE)]
+        files |= {file: folder / file for file in names if (folder / file).is_file()}
+        files |= {} if place.is_dir() else {TOKENIZER_FILE: place}
+    return files
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
@@ -140,15 +140,15 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
         return False
     if fresh:
         raise ConfigError(f"output = {config.output!r} already holds a run; --fresh takes another --output")
-    theirs = read_config(copy)
-    if theirs.digest() != config.digest():
-        changed = "; ".join(differences(config.identity(), theirs.identity()))
+    earlier = read_config(copy)
+    if earlier.digest() != config.digest():
+        changed = "; ".join(differences(config.identity(), earlier.identity()))
         raise ConfigError(f"output = {config.output!r} holds another run: {changed}; give another --output")
     checkpoints, metrics = folder / CHECKPOINT_FOLDER, folder / METRICS_FILE
     # Of two checkpoints the first is there when the second is begun.
-    if theirs.checkpoint.every and not any(checkpoints.glob("*step-*")):
+    if earlier.checkpoint.every and not any(checkpoints.glob("*step-*")):
         last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
-        if last > 2 * theirs.checkpoint.every:
+        if last > 2 * earlier.checkpoint.every:
             raise ConfigError(
                 f"{checkpoints} holds no checkpoint, but {metrics} has steps up to {last}; bring the folder back (is "
                 "its disk there?), or start anew with another --output"
@@ -197,18 +197,18 @@ class RunLock:
 
         Raises: ConfigError with the path that cannot be written.
         """
-        own = self.path / MODEL_FOLDER
-        new = unfinished(own)
-        contents = {} if own.exists() else {name: read_bytes(path) for name, path in model_files(config).items()}
+        copies = self.path / MODEL_FOLDER
+        new = unfinished(copies)
+        contents = {} if copies.exists() else {name: read_bytes(path) for name, path in model_files(config).items()}
         try:
             write_durably(self.path / RUN_FILE, to_toml(config))
-            with naming(own):
+            with naming(copies):
                 shutil.rmtree(new, ignore_errors=True)
                 if contents:
                     new.mkdir()
                     for name, content in contents.items():
                         (new / name).write_bytes(content)
-                    os.replace(new, own)
+                    os.replace(new, copies)
                     sync_folder(self.path)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
@@ -254,8 +254,8 @@ class MetricsLog:
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / METRICS_FILE
         lines = _parsed(self._path) if self._path.exists() else ()
-        kept = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
-        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in kept))
+        lines_until_then = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
+        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in lines_until_then))
         self._file = self._path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:

@@ -207,9 +207,9 @@ class AnswerText:
         return self._show(0)
 
     def _cut(self) -> None:
-        found = [place for stop in self.stop if (place := self.text.find(stop)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        places = [place for stop in self.stop if (place := self.text.find(stop)) >= 0]
+        if places:
+            self.text, self.stopped = self.text[: min(places)], True
 
     def _show(self, num_held: int) -> str:
         shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)
@@ -227,22 +227,26 @@ def checked_prompts(
 ) -> tuple[Prompts, list[SamplingParams]]:
     """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
     check_argument("prompts", prompts, Sequence)
-    found: list[list[int]] = []
+    token_lists: list[list[int]] = []
     for number, prompt in enumerate(prompts):
         check_argument(name := f"prompts[{number}]", prompt, Sequence)
         tokens = prompt.tolist() if isinstance(prompt, Tensor) else prompt
         try:
-            found.append(list(map(index, tokens)))
+            token_lists.append(list(map(index, tokens)))
         except TypeError:
             raise ValueError(mismatch(name, list(tokens), Sequence[int])) from None
     check_argument("params", params, SamplingParams | Sequence[SamplingParams] | None)
-    params = [params or SamplingParams()] * len(found) if isinstance(params, SamplingParams | None) else list(params)
-    if len(params) != len(found):
-        raise ValueError(f"{len(params)} SamplingParams were given for {len(found)} prompts; give one, or one for each")
+    params = (
+        [params or SamplingParams()] * len(token_lists) if isinstance(params, SamplingParams | None) else list(params)
+    )
+    if len(params) != len(token_lists):
+        raise ValueError(
+            f"{len(params)} SamplingParams were given for {len(token_lists)} prompts; give one, or one for each"
+        )
     for stage in stages:
         stage.check_cached()
-    check_prompts(found, params, limits)
-    return found, params
+    check_prompts(token_lists, params, limits)
+    return token_lists, params
 
 
 def check_prompts(
@@ -255,7 +259,7 @@ def check_prompts(
     Raises:
         ValueError: naming the prompt, or the setting, and what would be possible.
     """
-    for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+    for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         name = f"prompt {number}" if names is None else names[number]
         if not prompt:
             raise ValueError(f"{name} is empty; it needs at least one token to begin with")
@@ -267,26 +271,28 @@ def check_prompts(
         if max(prompt) >= limits.vocab_size:
             raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
         named = {
-            "end_tokens": own.end_tokens,
-            "begins_with": own.begins_with,
-            "logit_bias": tuple(token for token, _ in own.biases),
-            "bad_words": tuple(token for word in own.bad_words for token in word),
+            "end_tokens": sampling.end_tokens,
+            "begins_with": sampling.begins_with,
+            "logit_bias": tuple(token for token, _ in sampling.biases),
+            "bad_words": tuple(token for word in sampling.bad_words for token in word),
         }
         for setting, tokens in named.items():
             if max(tokens, default=0) >= limits.vocab_size:
                 raise ValueError(f"{setting} holds the token {max(tokens)}; {known}")
-        if own.top_log_probs > limits.vocab_size:
-            raise ValueError(f"top_log_probs={own.top_log_probs}: the model knows {limits.vocab_size} tokens")
-        if len({word[0] for word in own.bad_words if len(word) == 1}) >= limits.vocab_size:
+        if sampling.top_log_probs > limits.vocab_size:
+            raise ValueError(f"top_log_probs={sampling.top_log_probs}: the model knows {limits.vocab_size} tokens")
+        if len({word[0] for word in sampling.bad_words if len(word) == 1}) >= limits.vocab_size:
             raise ValueError("bad_words hold every token alone, so none could be drawn; leave some out")
-        if own.min_new_tokens and len(set(own.end_tokens)) >= limits.vocab_size:
-            raise ValueError(f"min_new_tokens={own.min_new_tokens}: every token is an end token, none could be drawn")
+        if sampling.min_new_tokens and len(set(sampling.end_tokens)) >= limits.vocab_size:
+            raise ValueError(
+                f"min_new_tokens={sampling.min_new_tokens}: every token is an end token, none could be drawn"
+            )
         longest, most = limits.max_length, f"the model's max_length={limits.max_length}"
         if limits.max_generated_length is not None:
             longest = limits.max_generated_length
             most = f"{longest}, where the model's rotary factors change for all tokens before (longrope)"
-        if len(prompt) + own.max_new_tokens > longest:
+        if len(prompt) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"{name} has {len(prompt)} tokens, and with max_new_tokens={own.max_new_tokens} more it would pass "
-                f"{most}"
+                f"{name} has {len(prompt)} tokens, and with max_new_tokens={sampling.max_new_tokens} more it would "
+                f"pass {most}"
             )

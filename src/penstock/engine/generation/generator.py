@@ -228,15 +228,15 @@ class Generator:
             listeners.check(pipeline.layout)
             self._check_begin()
             checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
-            num_answers = sum(own.num_samples for own in checked[1])
+            num_answers = sum(sampling.num_samples for sampling in checked[1])
             for number in sorted(options.skip):
                 if not 0 <= number < num_answers:
                     raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
-            if options.tokenizer is None and any(own.stop for own in checked[1]):
+            if options.tokenizer is None and any(sampling.stop for sampling in checked[1]):
                 raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
             asks = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
-            given = repr((checked, sorted(options.skip), asks))
-            digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
+            described = repr((checked, sorted(options.skip), asks))
+            digest = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
             num_slots = options.num_slots or pipeline.layout.pp
             return (checked, digest, num_slots), [grid.dp_rank, digest, num_slots]
 
@@ -252,8 +252,8 @@ class Generator:
             otherwise=PipelineError,
             message="rank {rank} of those that generate together cannot: {error}",
         )
-        for rank, (dp_rank, theirs, their_slots) in enumerate(views):
-            if dp_rank == grid.dp_rank and theirs != digest:
+        for rank, (dp_rank, their_digest, their_slots) in enumerate(views):
+            if dp_rank == grid.dp_rank and their_digest != digest:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given other prompts or parameters"
                 )

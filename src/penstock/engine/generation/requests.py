@@ -192,11 +192,14 @@ class RequestQueue:
                 raise QueueError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
             first, prompt = self._next_sequence, self._next_prompt
             self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
-            taken = [replace(own, number=first + own.number, prompt=prompt + own.prompt) for own in sequences]
+            taken = [
+                replace(sequence, number=first + sequence.number, prompt=prompt + sequence.prompt)
+                for sequence in sequences
+            ]
             self._submitted += taken
-            self._texts |= {own.number: AnswerText(self.tokenizer, own.params.stop) for own in taken}
+            self._texts |= {sequence.number: AnswerText(self.tokenizer, sequence.params.stop) for sequence in taken}
             self._changed.notify()
-        return [own.number for own in taken]
+        return [sequence.number for sequence in taken]
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End these answers, if they have not ended yet; nothing more is published of them."""

@@ -122,8 +122,8 @@ class _Nowhere:
             raise AttributeError(f"{name} cannot be rehearsed")
 
         def call(*arguments: Any, **settings: Any) -> Done:
-            kind, given = _KINDS[name], arguments[1 if name in _INPUT_SECOND else 0]
-            self._traffic.launched(kind, self._group, given[0] if isinstance(given, list) else given)
+            kind, sent = _KINDS[name], arguments[1 if name in _INPUT_SECOND else 0]
+            self._traffic.launched(kind, self._group, sent[0] if isinstance(sent, list) else sent)
             return Done()
 
         return call

@@ -196,15 +196,15 @@ def _at_peak(interval: _MeteredInterval) -> BytesByKind:
         total += block.num_bytes * ((after is not None) - (before is not None))
         if total > most:
             most, num_until_peak = total, i + 1
-    found = dict(interval.start)
+    num_bytes = dict(interval.start)
     for block, *kinds in interval.changes[:num_until_peak]:
         final = block.kind if block.is_alive else MemoryKind.TRANSIENT
         before, after = (final if kind is MemoryKind.TRANSIENT else kind for kind in kinds)
         if before is not None:
-            found[before] -= block.num_bytes
+            num_bytes[before] -= block.num_bytes
         if after is not None:
-            found[after] += block.num_bytes
-    return _some(found)
+            num_bytes[after] += block.num_bytes
+    return _some(num_bytes)
 
 
 def _some(alive: dict[MemoryKind, int]) -> BytesByKind:
@@ -217,13 +217,13 @@ def _tensors(values: Any) -> list[Tensor]:
         return [values]
     if not isinstance(values, tuple | list):
         return []
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list):
-            found.extend(_tensors(value))
-    return found
+            tensors.extend(_tensors(value))
+    return tensors
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -241,17 +241,17 @@ class RehearsedRun:
         vocab_size = config.model.vocab_size or vocab_size
         if not vocab_size:
             vocab_size = load_tokenizer(tokenizer_of(config), config.data.end_token).vocab_size
-        found = engine_arguments(config, vocab_size)
-        device = device or found.options.device
-        options = replace(found.options, device="cuda" if device == "auto" else device)
-        units = found.units
+        arguments = engine_arguments(config, vocab_size)
+        device = device or arguments.options.device
+        options = replace(arguments.options, device="cuda" if device == "auto" else device)
+        units = arguments.units
         if options.adapter is not None:
-            units = with_adapter(units, options.adapter, found.form, found.layout)
+            units = with_adapter(units, options.adapter, arguments.form, arguments.layout)
         num_sequences = config.data.num_sequences // config.parallel.dp
         lengths, share = lengths or [config.data.sequence_length] * num_sequences, config.data.label_share
         batch = RehearsedBatch(lengths, micro_batches(config), label_share=share)
         experts = config.model.experts
-        return cls(found._replace(units=units, options=options), batch, experts.num_experts, experts.num_active)
+        return cls(arguments._replace(units=units, options=options), batch, experts.num_experts, experts.num_active)
 
     def rehearse(self, rank: int) -> Rehearsal:
         """One rank's step; see `rehearse`."""
@@ -269,7 +269,7 @@ class RehearsedRun:
         owns_whole = any(rule.division is not Division.ELEMENTS for rule in rules)
         sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
         first: dict[Hashable, int] = {}
-        found = []
+        representatives = []
         for rank in range(layout.world_size):
             place = layout.coordinates(rank)
             ep_rank = next((ranks.index(rank) for ranks in layout.expert_groups() if rank in ranks), 0)
@@ -281,8 +281,8 @@ class RehearsedRun:
                 sizes[shared] = tuple(unit.num_parameters for unit in units_for(self.engine.units, groups, layout))
             divided = () if self._is_even else (place.tp, place.cp, ep_rank)
             owned = (place.dp, place.cp) if owns_whole else ()
-            found.append(first.setdefault((place.pp, sizes[shared], divided, owned), rank))
-        return found
+            representatives.append(first.setdefault((place.pp, sizes[shared], divided, owned), rank))
+        return representatives
 
     @property
     def _is_even(self) -> bool:

@@ -55,7 +55,7 @@ class RehearsedPlace:
         """
         for unit in units:
             module = unit.build() if unit.is_own else nn.Module()
-            if not all(own.is_meta for own in (*module.parameters(), *module.buffers())):
+            if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 raise ConfigError(
                     f"a rehearsal runs layers without data, and {unit.name} has values that it would lose; make your "
                     'layers for it under torch.device("meta")'
@@ -75,14 +75,14 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     """Give a module's tensors, which are on no device, memory on one."""
     known: dict[Tensor, Tensor] = {}
     for part in module.modules():
-        for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None:
                     continue
                 if tensor not in known:
                     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                     known[tensor] = in_place_of(tensor, new) if isinstance(tensor, nn.Parameter) else new
-                own[name] = known[tensor]  # type: ignore[assignment]
+                tensors[name] = known[tensor]  # type: ignore[assignment]
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def rehearsed_costs(
 ) -> tuple[UnitCost, ...]:
     """The costs of these stages' units for a microbatch, in order; equal units are run once."""
     known: dict[Hashable, tuple[ActionCost, ...]] = {}
-    found = []
+    unit_costs = []
     for number, stage in stages.items():
         members = [units[i] for i in cut[number % len(cut)]]
         for spec, (name, module) in zip(members, stage.units, strict=True):
@@ -124,8 +124,8 @@ def rehearsed_costs(
                 tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
                 known[kind] = _costs_alone(alone, replace(feed, tokens=tokens, finish=finish), place)
             num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-            found.append(UnitCost(name, number, num_bytes, known[kind]))
-    return tuple(found)
+            unit_costs.append(UnitCost(name, number, num_bytes, known[kind]))
+    return tuple(unit_costs)
 
 
 def _kind(build: Any) -> Hashable:
