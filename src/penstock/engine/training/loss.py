@@ -30,7 +30,7 @@ from penstock.model import (
 )
 from penstock.model.linear import dtype_of_sums
 from penstock.settings import Normalize
-from penstock.settings.declare import check_argument, type_in_words
+from penstock.settings.declare import match, mismatch, type_in_words
 
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
@@ -148,8 +148,10 @@ def divisor_of(normalize: Normalize | str | float) -> Normalize | float:
     if isinstance(normalize, Normalize):
         return normalize
     if not isinstance(normalize, int | float):
-        check_argument("normalize", normalize, Normalize)
-        return Normalize(normalize)
+        is_one, rule = match(Normalize, normalize)
+        if not is_one:
+            raise ValueError(mismatch("normalize", normalize, Normalize))
+        return rule
     if isinstance(normalize, bool) or not 0 < normalize < math.inf:
         raise ValueError(f"normalize = {normalize!r} is no divisor of a loss; a number is above 0 and finite")
     return float(normalize)
