@@ -152,9 +152,9 @@ class Collectives:
     def gather_owned(self, flat: Tensor) -> Handle[Tensor]:
         """Give every rank the parts that the others own, in place."""
         # As bytes, since gloo does not support every type. A copy, since input and output must not overlap.
-        own = self.owned_part(flat).clone()
-        work = _all_gather(flat.view(torch.uint8), own.view(torch.uint8), group=self.group, async_op=True)
-        return self._launched(CollectiveKind.ALL_GATHER, work, own, lambda: flat)
+        part = self.owned_part(flat).clone()
+        work = _all_gather(flat.view(torch.uint8), part.view(torch.uint8), group=self.group, async_op=True)
+        return self._launched(CollectiveKind.ALL_GATHER, work, part, lambda: flat)
 
     def sum_gradients_at(self, flat: Tensor, owner: int) -> Handle[Tensor]:
         """Sum over the group on its rank `owner`; elsewhere `flat` becomes undefined."""
@@ -196,12 +196,12 @@ class Collectives:
 
 def observe(module: nn.Module, observer: Observer) -> int:
     """Attach the observer to all `Collectives` that are attributes of the module or its parts; return their number."""
-    found = {
+    by_members = {
         id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Collectives)
     }
-    for collectives in found.values():
+    for collectives in by_members.values():
         collectives.observer = observer
-    return len(found)
+    return len(by_members)
 
 
 def gather_uneven(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = 0) -> list[Tensor]:

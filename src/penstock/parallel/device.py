@@ -35,8 +35,8 @@ def agree_on_device(wanted: Device, gather: Gather, rank: int, transport: Transp
     """
     views: Sequence[_View] = gather(_own_view(wanted, transport))
     if other := next((number for number, view in enumerate(views) if view["transport"] != views[0]["transport"]), None):
-        given = f'"{views[0]["transport"]}", but rank {other} "{views[other]["transport"]}"'
-        raise ConfigError(f"rank 0 was given transport = {given}; give all the same")
+        transports = f'"{views[0]["transport"]}", but rank {other} "{views[other]["transport"]}"'
+        raise ConfigError(f"rank 0 was given transport = {transports}; give all the same")
     lack = _lack(views)
     if lack is None:
         device = torch.device("cuda", views[rank]["gpu"])

@@ -270,8 +270,8 @@ class GradientBuckets:
     ) -> None:
         ordinary, number = Reduction(group), group_of or matrices_apart
 
-        def kind_of(name: str, own: nn.Parameter) -> BucketKind:
-            return number(name, own), (reductions or {}).get(name, ordinary), own.dtype, own.device
+        def kind_of(name: str, parameter: nn.Parameter) -> BucketKind:
+            return number(name, parameter), (reductions or {}).get(name, ordinary), parameter.dtype, parameter.device
 
         self._observer = observer
         self._pending, self._gathering = [], []

@@ -120,7 +120,7 @@ def _backend(device: torch.device, transport: TransportKind) -> str:
 
 def _refuse_other_layouts(layout: Layout, gather: Gather) -> None:
     views = gather(str(layout))
-    if other := next((other for other, theirs in enumerate(views) if theirs != views[0]), None):
+    if other := next((other for other, view in enumerate(views) if view != views[0]), None):
         raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
 
 

@@ -101,7 +101,7 @@ def shown_to_all_ranks(
             raised = (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
             raised.is_of_other_rank = True  # pyright: ignore[reportAttributeAccessIssue]
             raise raised
-    return result, [theirs for theirs, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
+    return result, [value_there for value_there, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
 
 
 def refuse_other_software(gather: Gather) -> None:
@@ -110,8 +110,8 @@ def refuse_other_software(gather: Gather) -> None:
     Raises: ConfigError on all ranks alike, with each version that differs.
     """
     views = gather({"penstock": __version__, "torch": torch.__version__})
-    for rank, theirs in enumerate(views):
-        if changed := differences(theirs, views[0], f"on rank {rank}", "on rank 0"):
+    for rank, view in enumerate(views):
+        if changed := differences(view, views[0], f"on rank {rank}", "on rank 0"):
             raise ConfigError(
                 f"all hosts of a run need the same versions, but these differ: {'; '.join(changed)}; install the same "
                 "on all"
@@ -143,23 +143,23 @@ def gather_rows(kind: str, row: bytes, group: dist.ProcessGroup | None) -> list[
     """
     tagged = (kind.encode().ljust(_KIND_BYTES) + row).ljust(_ROW_BYTES)
     assert len(tagged) == _ROW_BYTES, f"a row of {len(row)} bytes is too long"
-    found = _gather(tagged, group)
-    kinds = [theirs[:_KIND_BYTES].decode().rstrip() for theirs in found]
-    if other := next((rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]), None):
+    rows = _gather(tagged, group)
+    kinds = [other_row[:_KIND_BYTES].decode().rstrip() for other_row in rows]
+    if other := next((rank for rank, other_row in enumerate(kinds) if other_row != kinds[0]), None):
         raise DifferentCalls(
             f"all ranks make the same calls in the same order, but rank 0 shows its {kinds[0]} and rank {other} its "
             f"{kinds[other]}: train_batch, evaluate and forward begin with a batch, save, load and others with values"
         )
-    return [theirs[_KIND_BYTES : _KIND_BYTES + len(row)] for theirs in found]
+    return [other_row[_KIND_BYTES : _KIND_BYTES + len(row)] for other_row in rows]
 
 
 def _gather(row: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     if group is None:
         return [row]
-    own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(rows, own, group=group)
-    return [theirs.numpy().tobytes() for theirs in rows]
+    sent = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(rows, sent, group=group)
+    return [received.numpy().tobytes() for received in rows]
 
 
 def check_portable(value: Any) -> None:

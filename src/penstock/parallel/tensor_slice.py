@@ -94,16 +94,18 @@ def local_slices(local: LocalTensor) -> Mapping[TensorSlice, Tensor]:
     All are views, of a tensor that is conjugated by a mark one of real parts and one of imaginary ones.
     """
     slices = {TensorSlice.whole(local.shape): local.detach()} if isinstance(local, Tensor) else local
-    found = {}
-    for part, own in slices.items():
-        if own.is_complex():
+    real_slices = {}
+    for part, tensor in slices.items():
+        if tensor.is_complex():
             # No file format holds all of them.
-            views = [own.real[..., None], own.imag[..., None]] if own.is_conj() else [torch.view_as_real(own)]
+            views = (
+                [tensor.real[..., None], tensor.imag[..., None]] if tensor.is_conj() else [torch.view_as_real(tensor)]
+            )
             for place, view in enumerate(views):
-                found[TensorSlice((*part.start, place), tuple(view.shape), (*part.full_shape, 2))] = view
+                real_slices[TensorSlice((*part.start, place), tuple(view.shape), (*part.full_shape, 2))] = view
         else:
-            found[part] = own
-    return found
+            real_slices[part] = tensor
+    return real_slices
 
 
 def local_run(flat: Tensor, first: int, outer: TensorSlice) -> LocalTensor:

@@ -69,12 +69,12 @@ _DIMENSIONS = re.compile(
 )
 
 
-def shape_given(error: Exception, given: Any) -> str:
+def shape_given(error: Exception, value: Any) -> str:
     """The shape of what a layer was given, as the end of its error's sentence; "" where that is not the reason."""
-    if not isinstance(given, Tensor) or not _DIMENSIONS.search(words_of(error)):
+    if not isinstance(value, Tensor) or not _DIMENSIONS.search(words_of(error)):
         return ""
     return (
-        f"; it was given {list(given.shape)}, all tokens of a microbatch end to end, and no [B, T]: see "
+        f"; it was given {list(value.shape)}, all tokens of a microbatch end to end, and no [B, T]: see "
         "docs/tutorials/from_a_training_loop.md"
     )
 

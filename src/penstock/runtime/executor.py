@@ -291,8 +291,8 @@ def run_together(executors: Sequence[Executor], feeds: Sequence[Sequence[Feed]])
         Deadlock: no rank can go on; the message says for each what it waits for.
     """
     running = {
-        executor: Driven(executor.steps(own), partial(torch.set_grad_enabled, executor.training))
-        for executor, own in zip(executors, feeds, strict=True)
+        executor: Driven(executor.steps(rank_feeds), partial(torch.set_grad_enabled, executor.training))
+        for executor, rank_feeds in zip(executors, feeds, strict=True)
     }
     awaited: dict[Executor, Receipt] = {}
     results: dict[Executor, list[Tensor]] = {}

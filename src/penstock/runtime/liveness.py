@@ -68,11 +68,11 @@ class Processes:
     def of(cls, listener: socket.socket, group: ProcessGroup, pipeline: Sequence[int]) -> Self:
         """All processes of `group`, the world's in host memory; each gives its listening socket."""
         address, port = listener.getsockname()[:2]
-        found = gather_json([socket.gethostname(), address, port], group)
-        several = len({host for host, *_ in found}) > 1
+        addresses = gather_json([socket.gethostname(), address, port], group)
+        several = len({host for host, *_ in addresses}) > 1
         every = (
             Process(rank, host, address, None if several and address.startswith("127.") else port)
-            for rank, (host, address, port) in enumerate(found)
+            for rank, (host, address, port) in enumerate(addresses)
         )
         return cls(group.rank(), tuple(every), tuple(pipeline))
 
@@ -113,9 +113,9 @@ class Processes:
 
     def _absent(self, answers: Mapping[int, Presence | Absence]) -> str:
         return "; ".join(
-            f"{absence.value}: {self.named(found)}"
+            f"{absence.value}: {self.named(ranks)}"
             for absence in Absence
-            if (found := [rank for rank, answer in answers.items() if answer is absence])
+            if (ranks := [rank for rank, answer in answers.items() if answer is absence])
         )
 
 

@@ -214,8 +214,8 @@ class GraphSegment:
         if grads is None:
             roots = [root for root in self.roots if root is not None]
             torch.autograd.backward(roots)  # type: ignore[arg-type]  # the stubs lag behind GradientEdge
-        elif kept := [pair for pair in zip(self.roots, grads, strict=True) if pair[0] is not None]:
-            enter_graph(*zip(*kept, strict=True))  # pyright: ignore[reportArgumentType]
+        elif edges := [pair for pair in zip(self.roots, grads, strict=True) if pair[0] is not None]:
+            enter_graph(*zip(*edges, strict=True))  # pyright: ignore[reportArgumentType]
         return tuple(
             [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves if leaf is not None]
         )
@@ -363,9 +363,9 @@ class Stage:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) in model order."""
         return [
-            (f"{name}.{own}{self.suffix}", parameter)
+            (f"{name}.{key}{self.suffix}", parameter)
             for name, module in self.units
-            for own, parameter in module.named_parameters()
+            for key, parameter in module.named_parameters()
         ]
 
     @property
@@ -382,11 +382,11 @@ class Stage:
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(full name, buffer) in model order; those that belong to the modules' state dict."""
         return [
-            (f"{name}.{f'{path}.' if path else ''}{own}{self.suffix}", buffer)
+            (f"{name}.{f'{path}.' if path else ''}{key}{self.suffix}", buffer)
             for name, module in self.units
             for path, part in module.named_modules()
-            for own, buffer in part._buffers.items()
-            if buffer is not None and own not in part._non_persistent_buffers_set
+            for key, buffer in part._buffers.items()
+            if buffer is not None and key not in part._non_persistent_buffers_set
         ]
 
     def forward(

@@ -73,7 +73,7 @@ class LocalBatch:
     @cached_property
     def sampled(self) -> list[schedule.Sequence]:
         """The sequences of which a token is sampled, in order."""
-        return [own for item, own in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
+        return [sequence for item, sequence in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
 
 
 @dataclass(eq=False)

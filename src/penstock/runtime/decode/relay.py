@@ -74,10 +74,14 @@ def packed_news(batch: Batch) -> Tensor | None:
 
 
 def _described(sequence: schedule.Sequence) -> list[object]:
-    defaults = {own.key: own.default for own in walk_settings(SamplingParams())}
-    given = {own.key: plain(own.default) for own in walk_settings(sequence.params) if own.default != defaults[own.key]}
+    defaults = {setting.key: setting.default for setting in walk_settings(SamplingParams())}
+    changed = {
+        setting.key: plain(setting.default)
+        for setting in walk_settings(sequence.params)
+        if setting.default != defaults[setting.key]
+    }
     place = [sequence.number, sequence.prompt, sequence.sample]
-    return [*place, list(sequence.prompt_tokens), given, sequence.identity]
+    return [*place, list(sequence.prompt_tokens), changed, sequence.identity]
 
 
 # ---- Headers and tokens
