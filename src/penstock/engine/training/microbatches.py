@@ -117,26 +117,26 @@ def agree_on_microbatches(
         ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    known = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
-    made: MicrobatchSource | None = None
-    error, num = None, None
+    base = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
+    source_here: MicrobatchSource | None = None
+    num: int | None = None
     while True:
-        report = replace(known, failed=True)
+        report, error = replace(base, failed=True), None
         try:
-            if error is None:
-                made = made or source()
-                report = made.report(known, num)
+            source_here = source_here or source()
+            report = source_here.report(base, num)
         except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
             error = exception
         with pipeline.recorder.collective("agree on the batch"):
             rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
         reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
-        if made is not None and all(any(view.counts) for view in reports) and len(_kinds(reports)) <= 1:
-            num = agree([view.counts for view in reports], made.spec)
         _check_alike(pipeline, reports, call, error)
-        if made is not None and all(view.ended or view.num_microbatches == num for view in reports):
-            made.begin(num or 0, reports)
-            return made
+        assert source_here is not None, "a rank without a source has failed"
+        num = agree([view.counts for view in reports], source_here.spec)
+        if all(view.ended or view.num_microbatches == num for view in reports):
+            source_here.begin(num, reports)
+            return source_here
+        # Another rank needs more microbatches than this one wished for.
 
 
 def _kinds(reports: Sequence[BatchReport]) -> set[int]:
