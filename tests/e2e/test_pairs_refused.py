@@ -34,9 +34,12 @@ REFUSED = {
     "more active experts than experts": ([*EXPERTS, "--experts.num_active", "5"], r"num_active = 5 .*at most 4"),
     "more ranks than experts": (
         [*EXPERTS, *COMBINED, "--parallel.dp", "8", "--parallel.ep", "8"],
-        r"parallel.ep = 8 .*num_experts = 4; at most 4 ranks",
+        r"parallel.ep = 8 .*num_experts = 4; at most as many",
     ),
-    "no experts to share": ([*COMBINED, "--parallel.dp", "2", "--parallel.ep", "2"], r"no experts to share"),
+    "no experts to share": (
+        [*COMBINED, "--parallel.dp", "2", "--parallel.ep", "2"],
+        r"parallel.ep = 2 .*num_experts = 0",
+    ),
 }
 
 

@@ -218,7 +218,7 @@ def test_errors_reach_the_client_as_its_own(client: "openai.OpenAI", served: Ser
         client.with_options(api_key="another").completions.create(model="tiny", prompt="a")
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
         client.completions.create(model="gpt", prompt="a")
-    with pytest.raises(openai.BadRequestError, match=f"the {MAX_LENGTH} that this server takes") as refused:
+    with pytest.raises(openai.BadRequestError, match=f"pass the model's max_length={MAX_LENGTH}") as refused:
         client.completions.create(model="tiny", prompt="a " * 300)
     assert refused.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="temperature is 3; from 0 to 2 is possible") as refused:

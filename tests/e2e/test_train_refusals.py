@@ -119,7 +119,10 @@ def test_ranks_with_different_settings_are_refused_by_name(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--parallel.pp", "8000", "--model.num_layers", "16384"], "has 2 processes, but .* is 8000; start 8000 proc"),
+        (
+            ["--parallel.pp", "8000", "--model.num_layers", "16384"],
+            "needs 8000 processes, but there are 2; start as many",
+        ),
         (["--model.vocab_size", "2000000000"], "model.vocab_size = 2000000000, .* need at least"),
     ],
 )
