@@ -67,22 +67,10 @@ HARMLESS: dict[str, dict[str, str]] = {
             "leaves out earlier what leaves later ranks too few units anyway"
         ),
     },
-    "schedule/builders/registry.py": {
-        "form.bind(1, (2))": "asks whether two values can be given, not which",
-        "form.bind((2), 1)": "asks whether two values can be given, not which",
-    },
     "schedule/builders/squeeze.py": {
         "numbers = {(Op.F, second): (2), (Op.I, second): 2, (Op.I, first): 3, (Op.F, first): 0}": (
             "only the first pass and the last are told from the others"
         ),
-    },
-    "schedule/search/cut.py": {
-        "for step in (-(1), -1, 1, 2):": "which cuts lie beside another",
-        "for step in (-(3), -1, 1, 2):": "which cuts lie beside another",
-    },
-    "schedule/search/order.py": {
-        "*(_Way(allowance) for allowance in (0.0, 0.5, (2.0), 2.0, 4.0, inf, None)),": "which excesses are tried",
-        "*(_Way(allowance) for allowance in (0.0, (-0.5), 1.0, 2.0, 4.0, inf, None)),": "which excesses are tried",
     },
     "schedule/search/skeletons.py": {
         "self.free = [(-1.0)] * num_ranks": "is read only of a rank that has run something",

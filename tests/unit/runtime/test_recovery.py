@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from penstock import Engine
-from penstock.engine import EngineOptions, pipeline
-from penstock.model import decoder_units
-from penstock.runtime import InProcessHub, InProcessTransport, Recorder, Recovery
+from penstock.runtime import Recorder, Recovery
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Action, Op
-from penstock.settings import ModelConfig
 
 
 class Counted(StepState):
@@ -37,23 +33,3 @@ def test_an_action_that_has_failed_is_over_for_the_watchdog_and_still_named() ->
     assert "in 0F3 for" in recorder.where()
     recorder.begin(Action(Op.F, 0, 4))
     assert recorder.busy_since_s() > 0
-
-
-class Renewable(InProcessTransport):
-    """A transport that also has the methods of `Communicator`, as docs/architecture.md recommends."""
-
-    def backends(self) -> list[object]:
-        return []
-
-    def renew(self, generation: int) -> None:
-        assert generation >= 0
-
-
-def test_any_transport_that_can_be_renewed_is_renewed_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in (Renewable(InProcessHub(), 0), InProcessTransport(InProcessHub(), 0)):
-        monkeypatch.setattr(pipeline, "open_transport", lambda *arguments, made=made: made)
-        model = ModelConfig(16, 8, 8, 1, 1)
-        engine = Engine(decoder_units(model), model.hidden_size, options=EngineOptions(device="cpu"))
-        assert engine.pipeline.transport is made
-        assert (made in engine.pipeline.recovery.communicators) == isinstance(made, Renewable)
-        engine.close()
