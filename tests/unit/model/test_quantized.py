@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,21 +17,25 @@ from benchmarks.int8 import AVX2, INSTRUCTIONS
 from penstock.model import Linear
 from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.cpu.quantized import (
-    IN_HALVES,
+    IN_PARTS,
     INT8_KERNELS,
     SHAPES,
     _measured,
-    in_halves,
+    _medians,
+    fbgemm,
+    in_parts,
     int4_weights,
     int8_weights,
+    int8_weights_alone,
     int_mm,
     measured_seconds,
+    onednn,
     quantizer,
     rounded,
     seconds_of_all,
     times_as_slow,
 )
-from penstock.model.linear import fix_weights, outputs
+from penstock.model.linear import PackedWeights, fix_weights, outputs
 from penstock.settings import Quantize
 
 SIZES = [(64, 96), (520, 80), (1408, 512)]
@@ -108,6 +113,17 @@ def test_rounding_makes_products_neither_larger_nor_smaller(kind: Quantize) -> N
     assert ((y * exact).sum() / exact.square().sum()).item() == pytest.approx(1, abs=0.003)
 
 
+@pytest.mark.parametrize("num_inputs", [1, 31, 56, 520])
+@pytest.mark.parametrize("kind", [Quantize.INT8, Quantize.INT8_WEIGHTS])
+def test_any_number_of_inputs_will_do_in_8_bits(kind: Quantize, num_inputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(count, num_inputs, generator=generator) for count in (5, 24))
+    packed = quantizer(kind)(weight, None)
+    assert packed is not None
+    exact = x @ weight.t()
+    assert torch.allclose(packed.output(x), exact, atol=0.02 * exact.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_rounded_part_by_part_are_those_rounded_at_once_and_stay_as_they_were(dtype: torch.dtype) -> None:
     weight_OI = torch.randn(700, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -131,7 +147,7 @@ def kernels_here() -> list[str]:
 def test_all_int8_kernels_that_are_exact_give_the_same_bits(num_inputs: int) -> None:
     x, weight, bias = values(num_inputs, 80)
     x[5], x[6], weight[0], bias[0] = 0, 1, 3, 0
-    names = {*kernels_here(), IN_HALVES}
+    names = {*kernels_here(), *(name for name in INT8_KERNELS if name.endswith(IN_PARTS))}
     found = {name: int8_weights(weight, bias, INT8_KERNELS[name]).output(x) for name in names}
     first = next(iter(found.values()))
     assert all(torch.equal(y, first) for y in found.values()), list(found)
@@ -180,13 +196,32 @@ def exact(x: torch.Tensor, weight_OI: torch.Tensor, scales_O: torch.Tensor) -> t
 
 @pytest.mark.shows(175)
 @pytest.mark.parametrize("num_inputs", [1, 57, 512, 5000])
-def test_products_in_halves_are_those_of_whole_numbers(num_inputs: int) -> None:
+@pytest.mark.parametrize("kernel", [fbgemm, onednn])
+def test_products_in_parts_are_those_of_whole_numbers(
+    kernel: Callable[[torch.Tensor, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]], num_inputs: int
+) -> None:
     scales_O = torch.rand(40, generator=torch.Generator().manual_seed(0))
     for name, (x, weight_OI) in adversaries(num_inputs).items():
-        product, expected = in_halves(weight_OI, scales_O), exact(x, weight_OI, scales_O)
+        product, expected = in_parts(weight_OI, scales_O, kernel), exact(x, weight_OI, scales_O)
         assert torch.equal(product(x), expected), name
         assert torch.equal(product(x[:1]), expected[:1]), f"{name}, one row"
         assert torch.equal(product(x.view(3, 3, -1)), expected.view(3, 3, -1)), f"{name}, rows of any shape"
+
+
+def test_what_does_not_fit_16_bits_is_multiplied_apart() -> None:
+    rows: list[int] = []
+
+    def counted(weight_OI: torch.Tensor, scales_O: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        pairs = weight_OI[:, : weight_OI.shape[1] // 2 * 2].int().unflatten(1, (-1, 2)).sum(2)
+        assert pairs.abs().max() * 255 < 2**15
+        product = fbgemm(weight_OI, scales_O)
+        return lambda x: rows.append(len(x)) or product(x)
+
+    for name, (x, weight_OI) in adversaries(512).items():
+        rows.clear()
+        in_parts(weight_OI, torch.ones(40), counted)(x)
+        # One product where all fits or nearly all; two where much does not.
+        assert rows == ([9] if name in ("full", "small", "one pair", "normal", "between") else [9, 9]), name
 
 
 def bits_here() -> dict[str, Any]:
@@ -215,7 +250,7 @@ def test_a_processor_with_avx2_alone_gives_the_same_bits_where_fbgemm_itself_ove
     )
     limited, whole = json.loads(done.stdout.splitlines()[-1]), bits_here()
     kernels = limited.pop("kernels")
-    assert "FBGEMM" not in kernels and IN_HALVES in kernels
+    assert "FBGEMM" not in kernels and f"FBGEMM{IN_PARTS}" in kernels
     assert not limited["FBGEMM: largest, 2048"], "the limits hold: these sums are lost"
     for name, value in limited.items():
         if name.startswith("product"):
@@ -269,6 +304,22 @@ def test_kernels_are_chosen_by_shape_and_by_what_all_ranks_have_measured(monkeyp
     assert times_as_slow(Quantize.INT8, torch.float32, [{"fp32": [9.0, 1.0], "int8 by a": [1.0, 2.0]}] * 2, True) == 2
 
 
+def test_a_product_that_is_disturbed_now_and_then_keeps_its_place() -> None:
+    turns = iter(range(100))
+
+    def act(seconds: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            end = time.thread_time() + seconds * (20 if next(turns) % 5 == 0 else 1)
+            while time.thread_time() < end:
+                pass
+            return x
+
+        return product
+
+    found = _medians({"slow": act(0.003), "fast": act(0.001)}, torch.ones(1), 5)
+    assert found["fast"] < found["slow"] < 0.01
+
+
 def test_int4_refuses_shapes_that_its_kernel_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"48 inputs.*int8 is possible"):
         int4_weights(torch.zeros(96, 48), None)
@@ -312,6 +363,18 @@ def test_packed_weights_take_the_place_of_the_parameters_of_layers_that_read_the
             else torch.allclose(of_all, own, atol=0.15 * own.abs().max().item())
         )
         assert kind is None or not torch.equal(of_all, own)
+
+
+def test_the_table_has_every_kind() -> None:
+    weight = torch.randn(64, 64)
+    for kind in Quantize:
+        if kind in (Quantize.NONE, Quantize.AUTO):
+            with pytest.raises(ValueError, match="packs nothing; possible are int8"):
+                quantizer(kind)
+        else:
+            packed: PackedWeights | None = quantizer(kind)(weight, None)
+            assert packed is not None and packed.output(torch.ones(2, 64)).shape == (2, 64)
+    assert quantizer(Quantize.INT8_WEIGHTS) is int8_weights_alone
 
 
 def test_rows_of_any_shape_are_multiplied_by_torchs_own_product() -> None:

@@ -25,9 +25,13 @@ from penstock.settings import Quantize
 _LARGEST = 127
 _ZERO = 128
 """Kernels that take unsigned activations take this for zero."""
-_EXACT_INPUTS = 2048
-"""Sums of so many products of halves of weights are below 2^24: each is a whole number in fp32."""
-IN_HALVES = "FBGEMM, in halves"
+_LARGEST_PAIR = (2**15 - 1) // 255
+"""The largest sum of two weights whose products with activations fit 16 bits together."""
+_SPARSE = 32
+"""Of so many weights one may be multiplied alone: then it takes less time than all of them together."""
+_EXACT = 2**24
+"""Up to here each whole number is one in fp32."""
+IN_PARTS = ", in parts"
 
 SHAPES = ((512, 2048), (2048, 2048))
 """Inputs and outputs of the products that are timed; each layer is taken for the nearest."""
@@ -98,30 +102,87 @@ def int_mm(weight_OI: Tensor, scales_O: Tensor) -> Product:
     return product
 
 
-def in_halves(weight_OI: Tensor, scales_O: Tensor) -> Product:
-    """FBGEMM's for processors that add up two products in 16 bits, as those do that know neither VNNI nor AMX.
+def in_parts(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tensor], Product]) -> Product:
+    """The same bits from a kernel that adds up two products in 16 bits, as those do that know neither VNNI nor AMX.
 
-    Two halves of weights fit together. Each of their products is exact in fp32, and the sum of all is rounded once.
+    Of two neighbouring weights that are too large together, one is cut to what fits. What is cut off is the rest: as a
+    rule few numbers, each of which is multiplied alone (a hundredth of normally distributed weights); where they are
+    many, they are a second product.
     """
-    ones_O, half_OI = torch.ones(len(scales_O)), weight_OI // 2
-    products = [
-        (fbgemm(part.contiguous(), ones_O), slice(begin, begin + _EXACT_INPUTS))
-        for halves in (half_OI, weight_OI - half_OI)
-        for begin, part in zip(range(0, weight_OI.shape[1], _EXACT_INPUTS), halves.split(_EXACT_INPUTS, 1), strict=True)
+    fitting_OI, rest_OI = _cut_to_16_bits(weight_OI)
+    if not rest_OI.any():
+        return kernel(weight_OI, scales_O)
+    ones_O = torch.ones(len(scales_O))
+    is_sparse = int(rest_OI.count_nonzero()) * _SPARSE <= rest_OI.numel() and len(_exact_parts(rest_OI)) == 1
+    # Each addend is exact in fp32, and the sum of all is rounded once.
+    addends = [
+        (kernel(part.contiguous(), ones_O), own)
+        for weights in ([fitting_OI] if is_sparse else [fitting_OI, rest_OI])
+        for part, own in _exact_parts(weights)
     ]
+    if is_sparse:
+        addends.append((_few_products(rest_OI), slice(None)))
+    if len(addends) == 2:
+        multiply, multiply_rest = (product for product, _ in addends)
+        return lambda x: multiply(x).add_(multiply_rest(x)).mul_(scales_O)
 
     def product(x: Tensor) -> Tensor:
-        sums = [multiply(x[..., inputs].contiguous()).double() for multiply, inputs in products]
+        sums = [multiply(x[..., own].contiguous()).double() for multiply, own in addends]
         return torch.stack(sums).sum(0).float().mul_(scales_O)
 
     return product
+
+
+def _cut_to_16_bits(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of which no two neighbours' products with 0 to 255 add up to more than 16 bits, and the rest, in int8."""
+    fitting_OI, rest_OI = weight_OI.clone(), torch.zeros_like(weight_OI)
+    num_pairs, num_outputs = weight_OI.shape[1] // 2, max(1, _PART // weight_OI.shape[1])
+    for fitting, rest in zip(fitting_OI.split(num_outputs), rest_OI.split(num_outputs), strict=True):
+        pairs = fitting[:, : 2 * num_pairs].unflatten(1, (num_pairs, 2))
+        sums = pairs.sum(2, dtype=torch.int16)
+        over = sums - sums.clamp(-_LARGEST_PAIR, _LARGEST_PAIR)
+        # The larger one is more than half of what fits, so that nothing changes its sign.
+        larger = pairs.abs().argmax(2, keepdim=True)
+        cut = torch.zeros_like(pairs).scatter_(2, larger, over[..., None].to(torch.int8))
+        pairs -= cut
+        rest[:, : 2 * num_pairs] = cut.flatten(1)
+    return fitting_OI, rest_OI
+
+
+def _few_products(rest_OI: Tensor) -> Product:
+    """The product with weights that are nearly all zero, each output being a weighted sum of some inputs."""
+    outputs, inputs = rest_OI.nonzero().unbind(1)
+    weights = rest_OI[outputs, inputs].float()
+    counts = torch.bincount(outputs, minlength=len(rest_OI))
+    starts, inputs = (counts.cumsum(0) - counts).int(), inputs.int()
+    zero = torch.tensor(float(_ZERO))
+
+    def product(x: Tensor) -> Tensor:
+        rounded = torch.add(x, zero).round_().sub_(zero)
+        x_IT = (rounded if x.dim() == 2 else rounded.flatten(0, -2)).t().contiguous()
+        sums_TO = torch.embedding_bag(x_IT, inputs, starts, False, 0, False, weights)[0].t()
+        return sums_TO if x.dim() == 2 else sums_TO.unflatten(0, x.shape[:-1])
+
+    return product
+
+
+def _exact_parts(weight_OI: Tensor) -> list[tuple[Tensor, slice]]:
+    """As few equal parts of the inputs as leave each output's sum of products exact in fp32; pairs stay together."""
+    sizes, num_parts, num_all = weight_OI.abs(), 1, weight_OI.shape[1]
+    while True:
+        num_inputs = 2 * -(-num_all // (2 * num_parts))
+        if all(part.sum(1).max().item() * _LARGEST <= _EXACT for part in sizes.split(num_inputs, 1)):
+            begins = range(0, num_all, num_inputs)
+            return [(weight_OI[:, begin : begin + num_inputs], slice(begin, begin + num_inputs)) for begin in begins]
+        num_parts += 1
 
 
 INT8_KERNELS: Mapping[str, Int8Kernel] = {
     "FBGEMM": fbgemm,
     "oneDNN": onednn,
     "torch._int_mm": int_mm,
-    IN_HALVES: in_halves,
+    f"FBGEMM{IN_PARTS}": partial(in_parts, kernel=fbgemm),
+    f"oneDNN{IN_PARTS}": partial(in_parts, kernel=onednn),
 }
 
 
@@ -316,7 +377,7 @@ def _products(dtype: torch.dtype, kinds: Sequence[Quantize], shape: tuple[int, i
         return found
     x, usual_OI = _rows(_FEW, shape, torch.float32), torch.randn(weight_OI.shape, generator=torch.Generator())
     for name, kernel in INT8_KERNELS.items():
-        if name == IN_HALVES and f"{_BY}FBGEMM" in found:
+        if _BY + name.removesuffix(IN_PARTS) in found:
             continue
         try:
             product = int8_weights(weight_OI, None, kernel).output

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorPar
 from penstock.model.linear import (
     Linear,
     Matmul,
+    bare,
     dtype_of_sums,
     joint_output,
     outputs,
@@ -114,6 +116,9 @@ def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -
 @dataclass(frozen=True)
 class GateKernel:
     """The gate of an MLP, silu(gate) * up, as PyTorch computes it; a subclass computes it in another way."""
+
+    #: the rows that generation takes through an MLP with packed weights at a time; None for all
+    rows_at_once: ClassVar[int | None] = None
 
     gated = staticmethod(gated)
     #: in generation
@@ -439,6 +444,15 @@ class MLPBlock(nn.Module):
         return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
+        num_rows = self.kernel.rows_at_once
+        if num_rows is None or len(x_TD) <= num_rows or getattr(self.gate, "packed", None) is None:
+            return self._decode_rows(x_TD)
+        if not all(map(bare, (self.norm, self.gate, self.up, self.down))):
+            # A hook sees all rows.
+            return self._decode_rows(x_TD)
+        return torch.cat([self._decode_rows(part_TD) for part_TD in x_TD.split(num_rows)])
+
+    def _decode_rows(self, x_TD: Tensor) -> Tensor:
         gate, up = outputs(self.norm(x_TD), (self.gate, self.up))
         return x_TD + self.summed(self.down(self.kernel.gated_rows(gate, up)))
 
