@@ -52,6 +52,7 @@ from penstock.model import (
 )
 from penstock.model.cpu.host_memory import keep_freed_memory
 from penstock.model.cpu.reproducible import check_reproducible
+from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven
 from penstock.parallel.collectives import observe
@@ -237,6 +238,9 @@ class Pipeline:
         self.own_layers = None if own_layers.are_plain else own_layers
         self.extra_state = ExtraState(self.stages.values())
         self._check_whole_model()
+        # Only now: the check computes the last layer for all tokens.
+        for stage in self.stages.values():
+            read_sampled_alone([module for _, module in stage.units])
         self.recovery = Recovery(
             self._ranks_to_tell(),
             self.recorder,

@@ -151,6 +151,11 @@ class CachedRows(SharedByLayers):
         """Tokens of all items together."""
         return len(self.rows_T)
 
+    @property
+    def num_sampled(self) -> int:
+        """The tokens whose logits are wanted."""
+        return len(self.sampled_S)
+
     @cached_property
     def runs(self) -> list[list[BatchItem]]:
         """The items in order: those of one token together if neighbouring rows are equally long, all others alone."""
@@ -168,7 +173,7 @@ class CachedRows(SharedByLayers):
         return runs
 
     def sampled(self, x_TD: Tensor) -> Tensor:
-        """The tokens [S, D] whose logits are wanted."""
+        """The tokens [S, D] whose logits are wanted, of all tokens or of those alone."""
         return x_TD if len(x_TD) == len(self.sampled_S) else x_TD[self.sampled_S]
 
     def write(self, cache: KVCache, k_TGK: Tensor, v_TGK: Tensor) -> None:
@@ -211,6 +216,8 @@ class SlotRows(SharedByLayers):
     def num_tokens(self) -> int:
         """Tokens of all rows together, dead ones included."""
         return len(self.positions)
+
+    num_sampled = num_tokens
 
     def sampled(self, x_RD: Tensor) -> Tensor:
         """The tokens whose logits are wanted: each row's."""

@@ -86,6 +86,10 @@ class Matmul:
         """True where torch itself computes the products of this input and their gradients."""
         return True
 
+    def has_apart_rows(self, weight_OI: Tensor) -> bool:
+        """True if a row of the output has the same bits whatever other rows there are."""
+        return False
+
 
 TORCH = Matmul()
 
@@ -342,6 +346,11 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = False, matmul: Matmul = TORCH) -> None:
         super().__init__(in_features, out_features, bias)
         self.matmul = matmul
+
+    @property
+    def has_apart_rows(self) -> bool:
+        """True if a row of the layer's output has the same bits whatever other rows there are."""
+        return self.packed is not None or self.matmul.has_apart_rows(self.weight)
 
     def reset_parameters(self) -> None:
         """Keep the values as they are: `initialise` sets them."""

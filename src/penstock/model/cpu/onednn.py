@@ -45,6 +45,9 @@ class OneDnnMatmul(Matmul):
     def is_torchs(self, x: Tensor) -> bool:
         return x.device.type != "cpu"
 
+    def has_apart_rows(self, weight_OI: Tensor) -> bool:
+        return _has_onednn(weight_OI) and _rows_are_apart(self, weight_OI.dtype)
+
     def packed(self, weight_OI: Tensor, bias_O: Tensor | None) -> PackedWeights | None:
         if not _has_onednn(weight_OI):
             return None
@@ -78,16 +81,16 @@ def fastest_matmul() -> Matmul:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return TORCH
     onednn, padded = OneDnnMatmul(), PaddedMatmul()
-    return next((own for own in (onednn, padded) if _rows_are_apart(own)), onednn)
+    return next((own for own in (onednn, padded) if _rows_are_apart(own, torch.float32)), onednn)
 
 
 @cache
-def _rows_are_apart(matmul: Matmul) -> bool:
-    """True if a row of fp32 has the same bits among any number of rows, as this release and processor compute."""
+def _rows_are_apart(matmul: Matmul, dtype: torch.dtype) -> bool:
+    """True if a row of the output has the same bits among any number of rows, as this release and processor compute."""
     generator = torch.Generator("cpu").manual_seed(0)
     # A layer may be made where tensors have no data.
     with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-        x_TI, weight_OI = (torch.randn(size, 64, generator=generator, device="cpu") for size in (40, 48))
+        x_TI, weight_OI = (torch.randn(size, 64, generator=generator, device="cpu").to(dtype) for size in (40, 48))
         whole_TO = matmul.output(x_TI, weight_OI, None)
         return all(torch.equal(matmul.output(x_TI[:n], weight_OI, None), whole_TO[:n]) for n in range(1, len(x_TI)))
 

@@ -8,7 +8,7 @@ vocabulary, U this rank's part of it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar
@@ -299,6 +299,8 @@ class AttentionBlock(nn.Module):
     has_fixed_shapes = True
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
+    #: the units after it, if these are the last of all; see `read_sampled_alone`
+    readers: tuple[nn.Module, ...] = ()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
@@ -328,6 +330,8 @@ class AttentionBlock(nn.Module):
         q_THK, k_THK, v_THK = self.heads(self.norm(x_TD), rows)
         rows.write(cache, k_THK, v_THK)
         mean_THK = self.attention.cached(q_THK, k_THK, v_THK, cache, rows)
+        if self.readers and rows.num_sampled < len(x_TD) and _are_by_rows((self.output, *self.readers)):
+            x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
         return x_TD + self.summed(self.output(mean_THK.flatten(1)))
 
     def summed(self, y_TD: Tensor) -> Tensor:
@@ -527,3 +531,30 @@ class TensorParallelHead(TensorParallelUnit, Head):
 def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
     """The head in the form that these groups need."""
     return Head(config, matmul) if groups.tp is None else TensorParallelHead(config, matmul, groups)
+
+
+def read_sampled_alone(units: Sequence[nn.Module]) -> None:
+    """Have the last layer compute in generation only the tokens whose logits are wanted, once it has its attention.
+
+    units: those of a stage; nothing changes unless they end with a layer of this module and the head.
+    """
+    attention, readers = (units[-3] if len(units) > 2 else None), tuple(units[-2:])
+    if isinstance(attention, AttentionBlock) and tuple(map(type, readers)) in _LAST_UNITS:
+        attention.readers = readers
+
+
+_LAST_UNITS = (MLPBlock, Head), (TensorParallelMLPBlock, TensorParallelHead)
+_BY_ROWS = {Linear, RMSNorm, *_LAST_UNITS[0], *_LAST_UNITS[1]}
+
+
+def _are_by_rows(modules: Iterable[nn.Module]) -> bool:
+    """True if each row of the modules' outputs depends on that row alone, to the bit, and nobody watches the others."""
+    # Who puts a function of one's own in the place of a method may look at all rows.
+    return all(
+        type(part) in _BY_ROWS
+        and bare(part)
+        and not any(map(callable, vars(part).values()))
+        and (not isinstance(part, Linear) or part.has_apart_rows)
+        for module in modules
+        for part in module.modules()
+    )
