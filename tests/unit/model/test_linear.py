@@ -309,6 +309,7 @@ def test_the_fastest_products_agree_with_double_precision(num_tokens: int, fast:
 
 def test_a_row_of_an_output_has_the_same_bits_among_any_number_of_rows() -> None:
     layer = Linear(96, 33, True, fastest_matmul())
+    assert layer.has_apart_rows
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
     x = torch.randn(70, 96)
@@ -326,7 +327,8 @@ def test_where_onednn_adds_up_by_the_number_of_rows_it_is_not_taken(monkeypatch:
     onednn._rows_are_apart.cache_clear()
     try:
         chosen = fastest_matmul()
-        assert isinstance(chosen, PaddedMatmul) or not onednn._rows_are_apart(PaddedMatmul())
+        assert isinstance(chosen, PaddedMatmul) or not onednn._rows_are_apart(PaddedMatmul(), torch.float32)
+        assert Linear(8, 8, matmul=chosen).has_apart_rows == isinstance(chosen, PaddedMatmul)
     finally:
         onednn._rows_are_apart.cache_clear()
 

@@ -14,8 +14,9 @@ from penstock.engine import token_scores
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
+from penstock.model.layers import dense
 from penstock.model.linear import outputs
-from penstock.settings import ModelConfig, Precision
+from penstock.settings import ModelConfig, Precision, Quantize
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
 CONFIG = ModelConfig(64, 32, 64, 2, 4, num_kv_heads=2, qkv_bias=True, max_length=64)
@@ -182,6 +183,37 @@ def test_a_change_of_a_norm_or_of_one_bias_counts() -> None:
     for layer in layers_with(engine, "gate"):
         layer.gate.bias = nn.Parameter(torch.ones(CONFIG.intermediate_size))
     assert answers(engine) == answers(engine, packed=False) != after
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": Precision.BF16}, {"quantize": Quantize.INT8, "learns": False}])
+def test_the_last_layer_computes_only_tokens_whose_logits_are_wanted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+
+    def noted(gate: Tensor, *given: Any) -> Tensor:
+        rows.append(len(gate))
+        return dense.gated(gate, *given)
+
+    monkeypatch.setattr(dense.GateKernel, "gated", staticmethod(noted))
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=EngineOptions(device="cpu", **options))
+    prompts = [[1, 2, 3, 4, 5] * 8, [6] * 30, [7]]
+    # Prompts are cut: most of what is read ends without a token that is wanted.
+    plan = GenerateOptions(prefill_tokens=16)
+    sparing = [(answer.tokens, answer.log_probs) for answer in engine.generate(prompts, PARAMS, plan)]
+    first, last = rows[::2], rows[1::2]
+    assert sum(first) == sum(map(len, prompts)) + 3 * (PARAMS.max_new_tokens - 1)
+    (*_, mlp), seen = layers_with(engine, "down"), []
+    # Where a row's bits depend on the other rows, as in bf16 without instructions for it, all are computed.
+    assert mlp.down.has_apart_rows or "precision" in options
+    assert sum(last) == (3 * PARAMS.max_new_tokens if mlp.down.has_apart_rows else sum(first))
+    rows.clear()
+    # Who watches the last layer sees every token, and the answers are the same.
+    mlp.down.register_forward_hook(lambda module, given, output: seen.append(len(output)))
+    watched = [(answer.tokens, answer.log_probs) for answer in engine.generate(prompts, PARAMS, plan)]
+    assert watched == sparing
+    assert sum(seen) == sum(rows[::2]) == sum(rows[1::2])
+    engine.close()
 
 
 @pytest.mark.parametrize("width", [40, 44, 48])

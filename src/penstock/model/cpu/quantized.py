@@ -103,7 +103,7 @@ def int_mm(weight_OI: Tensor, scales_O: Tensor) -> Product:
 
 
 def in_parts(weight_OI: Tensor, scales_O: Tensor, kernel: Callable[[Tensor, Tensor], Product]) -> Product:
-    """The same bits from a kernel that adds up two products in 16 bits, as those do that know neither VNNI nor AMX.
+    """A product of the usual bits by a kernel that adds up two in 16 bits, as those do that know neither VNNI nor AMX.
 
     Of two neighbouring weights that are too large together, one is cut to what fits. What is cut off is the rest: as a
     rule few numbers, each of which is multiplied alone (a hundredth of normally distributed weights); where they are
