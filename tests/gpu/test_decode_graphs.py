@@ -9,7 +9,7 @@ from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import decoder_units
-from penstock.runtime import StageDecoder
+from penstock.runtime import FixedDecoder
 from penstock.settings import ModelConfig, Precision
 
 # Heads of 64 and vectors of 16 bytes, as the kernels want them.
@@ -32,9 +32,9 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(kind, seed=i, num_samples=1 + i % 3, max_new_tokens=3 + 12 * (i % 4)) for i in range(count)]
 
 
-def decoders(engine: Engine) -> list[StageDecoder]:
+def decoders(engine: Engine) -> list[FixedDecoder]:
     every = (decoder for decoders in engine.generator.decoders.by_form.values() for decoder in decoders)
-    return [decoder for decoder in every if decoder.num_cached is not None]
+    return [decoder for decoder in every if isinstance(decoder, FixedDecoder)]
 
 
 @pytest.mark.gpu

@@ -310,7 +310,8 @@ class Engine(ModelState, WeightEndpoint):
                 `Engine.resume` can go on with them.
 
         Raises:
-            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed.
+            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed. Or, at
+                the end, some logits were NaN or infinite.
             PipelineError: ranks of one pipeline were given different ones.
             StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
             TransportError: a peer did not send or receive in time.

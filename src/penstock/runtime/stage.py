@@ -583,3 +583,17 @@ class Stage:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
         if tape.weight_gradients:
             WeightGradients.drain(tape.weight_gradients)
+
+
+@dataclass(eq=False)
+class StageDecoder:
+    """A stage with the KV caches of its units; decodes the live rows of a batch."""
+
+    #: the local stage, whose units can read chunk by chunk
+    stage: Stage
+    #: its units' KV caches
+    caches: Sequence[Any]
+
+    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
+        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        return self.stage.decode(x, self.caches, rows)

@@ -13,7 +13,7 @@ import torch
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.engine.generation.requests import QueueError, RequestQueue, TokenDelta
 from penstock.model import CacheSize
-from penstock.runtime import DecodeLoop, Generation, Recorder, Ring, StageDecoder
+from penstock.runtime import DecodeLoop, FixedDecoder, Generation, Recorder, Ring, StageDecoder
 from penstock.runtime.decode.relay import packed_header, packed_news, unpacked_header
 from penstock.schedule import Batch, BatchItem, Ending, Placement, PlacementKind, RingShape, Scheduler, Sequence, Token
 from penstock.settings import ModelConfig, SamplingParams
@@ -66,11 +66,12 @@ def open_ring(
         )
         caches = [stage.new_caches(size) for stage in local]
         decoders = [
-            StageDecoder(stage, own, MAX_LENGTH if fixed else None) for stage, own in zip(local, caches, strict=True)
+            FixedDecoder(stage, own, MAX_LENGTH) if fixed else StageDecoder(stage, own)
+            for stage, own in zip(local, caches, strict=True)
         ]
         generation = Generation((), shape)
         if rank == 0:
-            generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
+            generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
         loops.append(DecodeLoop(ring, decoders, generation))
     return loops
 
@@ -248,7 +249,7 @@ def test_a_stop_string_ends_an_answer_with_the_batch_that_completes_it() -> None
         assert requests.admit(scheduler)
         batch = scheduler.schedule()
         assert batch is not None and batch.num_tokens == 1
-        requests.hear(scheduler.update(batch, [Token(token)]))
+        requests.report(scheduler.update(batch, [Token(token)]))
     assert "".join(delta.text for delta in published.deltas[number]) == "b"
     assert [delta.ending for delta in published.deltas[number]] == [None, None, Ending.STOPPED]
     requests.close("")

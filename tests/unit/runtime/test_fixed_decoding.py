@@ -15,7 +15,7 @@ from penstock.engine import EngineOptions
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_units
 from penstock.model.attention.kernels import AttentionKernel
-from penstock.runtime import Boundary, DecodeForm, Stage, StageDecoder
+from penstock.runtime import Boundary, DecodeForm, FixedDecoder, Stage
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
@@ -36,9 +36,9 @@ def params(kind: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(kind, seed=i, num_samples=1 + i % 3, max_new_tokens=3 + 5 * (i % 4)) for i in range(count)]
 
 
-def decoders(engine: Engine) -> list[StageDecoder]:
+def decoders(engine: Engine) -> list[FixedDecoder]:
     every = (decoder for decoders in engine.generator.decoders.by_form.values() for decoder in decoders)
-    return [decoder for decoder in every if decoder.num_cached is not None]
+    return [decoder for decoder in every if isinstance(decoder, FixedDecoder)]
 
 
 @pytest.mark.shows(72)
@@ -74,7 +74,7 @@ def stage() -> Stage:
 
 
 @contextmanager
-def decoder_of_slot(num_tokens: int = 128) -> Iterator[StageDecoder]:
+def decoder_of_slot(num_tokens: int = 128) -> Iterator[FixedDecoder]:
     """A stage's decoder whose cache holds something in every row."""
     own = stage()
     caches = own.new_caches(CacheSize(8, num_tokens, torch.float32, torch.device("cpu")))
@@ -84,7 +84,7 @@ def decoder_of_slot(num_tokens: int = 128) -> Iterator[StageDecoder]:
             for store in (cache.keys, cache.values_RGLK):
                 store.copy_(torch.randn(store.shape, generator=generator))
     with torch.inference_mode():
-        yield StageDecoder(own, caches, num_tokens)
+        yield FixedDecoder(own, caches, num_tokens)
 
 
 def visit(row_starts: dict[int, int]) -> CachedRows:

@@ -35,7 +35,7 @@ def compute(boxes: Mailboxes) -> None:
     boxes.queue.admit(scheduler)
     while (batch := scheduler.schedule()) is not None:
         tokens = [Token(number + place) for place in range(len(batch.sampled))]
-        boxes.queue.hear(scheduler.update(batch, tokens))
+        boxes.queue.report(scheduler.update(batch, tokens))
         number += len(tokens)
 
 
@@ -169,7 +169,7 @@ def test_a_queue_that_is_served_does_not_grow_with_its_prompts() -> None:
             while not scheduler.is_idle:
                 batch = scheduler.schedule()
                 assert batch is not None
-                queue.hear(scheduler.update(batch, [Token(0) for _ in batch.sampled]))
+                queue.report(scheduler.update(batch, [Token(0) for _ in batch.sampled]))
         held = [value for one in (queue, scheduler) for value in vars(one).values() if isinstance(value, Sized)]
         return sum(map(len, held))
 

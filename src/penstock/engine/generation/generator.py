@@ -17,7 +17,7 @@ from penstock.engine.generation.answers import (
     GenerateResult,
     checked_prompts,
 )
-from penstock.engine.generation.requests import AgreedInterrupt, Listeners, RequestQueue
+from penstock.engine.generation.requests import NOT_FINITE, AgreedInterrupt, Listeners, RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.model import cache_dtype
 from penstock.parallel.host import gather_json, meet, shown_to_all_ranks
@@ -30,7 +30,7 @@ from penstock.runtime import (
     host_channels,
 )
 from penstock.runtime.transport import unique_number
-from penstock.schedule import RingShape, Scheduler
+from penstock.schedule import Ending, RingShape, Scheduler
 from penstock.settings import Precision
 from penstock.settings.declare import check_argument
 
@@ -131,7 +131,7 @@ class Generator:
             with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
-                    generation = Generation((), shape, Scheduler((), shape), requests.hear, requests.admit)
+                    generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
                 self._run(generation, options, max_length)
                 # As after a failed call: here the requests have failed one by one.
                 self.decoders.release()
@@ -158,6 +158,11 @@ class Generator:
         if isinstance(generation.interrupts, AgreedInterrupt):
             generation.interrupts.forget()
         self._interrupted = None if result.is_complete else (generation, options)
+        for answer in answers:
+            if answer.ending is Ending.NOT_FINITE:
+                # The next call's masks would not hide what is left in the caches.
+                self.release()
+                raise ValueError(f"the logits of sequence {answer.number} {NOT_FINITE}")
         return result
 
     def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
@@ -183,7 +188,8 @@ class Generator:
         scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, ask_others)
         scheduler.stop(options.skip)
         stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-        listen = partial(listeners.hear, scheduler, stops)
+        listens = stops or listeners.on_token is not None or listeners.on_answer is not None
+        listen = partial(listeners.report, scheduler, stops) if listens else None
         return Generation(sequences, shape, scheduler, listen, interrupts=interrupts)
 
     def _run(self, generation: Generation, options: GenerateOptions, longest: int) -> DecodeLoop:

@@ -52,16 +52,14 @@ class Listeners:
                 "together and one of them may have ended; layouts with ep = 1 can"
             )
 
-    def hear(self, scheduler: Scheduler, texts: Mapping[int, AnswerText], grown: Iterable[schedule.Sequence]) -> None:
+    def report(self, scheduler: Scheduler, texts: Mapping[int, AnswerText], grown: Iterable[schedule.Sequence]) -> None:
         """Report new tokens, and sequences that they have ended; stop those that a listener or a stop string ends.
 
         texts: number of a sequence with stop strings -> its text, up to the first of them.
-
-        Raises: ValueError for a token of logits that are not finite.
         """
         for sequence in grown:
             if sequence.ending is Ending.NOT_FINITE:
-                raise ValueError(f"the logits of sequence {sequence.number} {NOT_FINITE}")
+                continue
             text = texts.get(sequence.number)
             if text is not None:
                 text.add(sequence.last_token)
@@ -239,7 +237,7 @@ class RequestQueue:
             self._num_running = scheduler.num_running
             return self._closed is None
 
-    def hear(self, grown: Iterable[schedule.Sequence]) -> None:
+    def report(self, grown: Iterable[schedule.Sequence]) -> None:
         """Publish new tokens with their text, and end answers that hold one of their stop strings."""
         deltas: list[TokenDelta] = []
         with self._changed:

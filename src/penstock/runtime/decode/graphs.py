@@ -1,4 +1,4 @@
-"""Stages that decode: each with its KV caches, over the live rows of a batch, or over shapes that never change.
+"""Decoding over shapes that never change, captured as CUDA graphs where there is CUDA; and the KV caches of all stages.
 
 A batch that samples a token of each live row can be computed for all rows of its slot, dead ones included: then only
 values of tensors change from batch to batch. Where there is CUDA the kernels are captured once, for each slot and each
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, WeightCasts, spare_position
 from penstock.model.cpu.host_memory import prepare_large_pages
-from penstock.runtime.stage import Stage
+from penstock.runtime.stage import Stage, StageDecoder
 from penstock.schedule import BatchItem
 from penstock.settings.declare import NamedValue
 
@@ -47,7 +47,7 @@ class _Fixed:
     """
 
     #: the decoder that owns it
-    decoder: "StageDecoder"
+    decoder: "FixedDecoder"
     #: rows of the cache, and how many of their tokens are looked at
     slot: range
     num_seen: int
@@ -59,7 +59,7 @@ class _Fixed:
     #: where the graph leaves its output
     _output: Tensor | None
 
-    def __init__(self, decoder: "StageDecoder", slot: range, num_seen: int, like: Tensor) -> None:
+    def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int, like: Tensor) -> None:
         self.decoder, self.slot, self.num_seen = decoder, slot, num_seen
         self.x = like.new_zeros(len(slot), *like.shape[1:])
         self.positions = torch.zeros(len(slot), dtype=torch.int64, device=like.device)
@@ -95,18 +95,11 @@ class _Fixed:
 
 
 @dataclass(eq=False)
-class StageDecoder:
-    """A stage with the KV caches of its units; decodes the live rows of a batch, or over fixed shapes.
+class FixedDecoder(StageDecoder):
+    """A stage that `takes` accepts, decoding over fixed shapes; inputs and graphs are made when needed."""
 
-    Those are for a stage that `takes` accepts; their inputs and graphs are made when needed.
-    """
-
-    #: the local stage, whose units can read chunk by chunk
-    stage: Stage
-    #: its units' KV caches
-    caches: Sequence[Any]
-    #: tokens of a row of the cache, for fixed shapes; None for the live rows
-    num_cached: int | None = None
+    #: tokens of a row of the cache
+    num_cached: int
     #: the stream on which CUDA graphs are captured; None to run computations as they are
     capture_stream: torch.cuda.Stream | None = None
     #: memory of all graphs of the stage, which never run at the same time
@@ -144,9 +137,6 @@ class StageDecoder:
             self.pool = torch.cuda.graph_pool_handle()
 
     def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
-        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
-        if self.num_cached is None:
-            return self.stage.decode(x, self.caches, rows)
         if any(item.cleaned for item in rows.items):
             # Until it is live again, a row computes from what is left here.
             for fixed in self._fixed.values():
@@ -157,20 +147,20 @@ class StageDecoder:
         if num_single == 0:
             return self.stage.decode(x, self.caches, rows)
         self.stage.copy_prompts(self.caches, rows)
-        y = self._of_rows(x[:num_single], rows.items[:num_single], slot, self.num_cached)
+        y = self._of_rows(x[:num_single], rows.items[:num_single], slot)
         if num_single == len(rows.items):
             return y
         others = CachedRows.of(rows.items[num_single:], x.device)
         return torch.cat((y, self.stage.decode(x[num_single:], self.caches, others)))
 
-    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range, num_cached: int) -> Tensor:
+    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
         """[T, D] or [T, V] of items of one token each."""
-        positions = [spare_position(num_cached)] * len(slot)
+        positions = [spare_position(self.num_cached)] * len(slot)
         for item in items:
             positions[item.row - slot.start] = item.start
         # The power of two that is enough, or all of the cache.
         num_needed = max(item.end for item in items)
-        num_seen = min(num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
+        num_seen = min(self.num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
         fixed = self._fixed.get((slot, num_seen))
         if fixed is None:
             fixed = self._fixed[slot, num_seen] = _Fixed(self, slot, num_seen, x)
@@ -237,19 +227,20 @@ class Decoders:
             captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
             made = self.by_form[form] = list[StageDecoder]()
             for stage in self.stages:
-                made.append(StageDecoder(stage, self.caches[stage.index]))
-                if form is DecodeForm.LIVE_ROWS or not StageDecoder.takes(stage):
+                if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
+                    made.append(StageDecoder(stage, self.caches[stage.index]))
                     continue
                 if captures and self._capture_stream is None:
                     self._capture_stream = torch.cuda.Stream()
                 assert self._size is not None
                 stream = self._capture_stream if captures else None
-                made[-1] = StageDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream)
+                made.append(FixedDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream))
         return self.by_form[form]
 
     def release(self) -> None:
         """Free the memory of caches and graphs; the next `reserve` allocates anew."""
         for decoders in self.by_form.values():
             for decoder in decoders:
-                decoder.release()
+                if isinstance(decoder, FixedDecoder):
+                    decoder.release()
         self._size, self.caches, self.by_form = None, {}, {}

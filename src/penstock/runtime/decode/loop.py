@@ -24,10 +24,10 @@ from penstock import schedule
 from penstock.model import CachedRows, Draw, draw_tokens
 from penstock.model.sampling import numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
-from penstock.runtime.decode.graphs import StageDecoder
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.message import Message
+from penstock.runtime.stage import StageDecoder
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
@@ -270,7 +270,8 @@ class DecodeLoop:
     def _compute(self, decoder: StageDecoder, local: LocalBatch, receipt: Receipt | None = None) -> Tensor | None:
         """Take a batch through one stage, and pass the output on; the last one returns tokens, as `Drawn.packed`."""
         ring, stage, batch = self.ring, decoder.stage, local.batch
-        ring.alarm.check()
+        if ring.alarm.failure is not None:
+            ring.alarm.check()
         record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
         if not batch.items:
             stage.keep_step(local.rows)
