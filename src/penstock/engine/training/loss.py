@@ -205,18 +205,19 @@ class StepLoss:
 
     @cached_property
     def divisor(self) -> Normalize | float:
-        """See `divisor_of`. Raises: ValueError for what is no loss, weight or divisor."""
-        check_loss_fn(self.loss_fn, self.loss_weight_fn)
+        """See `divisor_of`. Raises: ValueError for what is no divisor."""
         return divisor_of(self.normalize)
 
-    def check(self) -> None:
-        """Refuse what is no loss, weight or divisor; once for all steps. Raises: ValueError."""
-        _ = self.divisor
-
-    @property
+    @cached_property
     def reads_labels(self) -> bool:
-        """True for a loss that reads the labels of tokens as classes."""
-        return reads_labelled_rows(self.loss_fn) or self._reduction is not None
+        """True for a loss that reads the labels of tokens as classes. Raises: ValueError for what is no loss."""
+        check_loss_fn(self.loss_fn, self.loss_weight_fn)
+        return self.reads_labelled_rows or self._reduction is not None
+
+    @cached_property
+    def reads_labelled_rows(self) -> bool:
+        """True for a loss that `labelled_rows` has marked."""
+        return reads_labelled_rows(self.loss_fn)
 
     def weight(self, microbatch: PackedBatch, number: int) -> float:
         """The weight of the microbatch of that number. Raises: ValueError unless it is a finite number from 0 on."""

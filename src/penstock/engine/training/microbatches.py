@@ -139,11 +139,6 @@ def agree_on_microbatches(
         # Another rank needs more microbatches than this one wished for.
 
 
-def _kinds(reports: Sequence[BatchReport]) -> set[int]:
-    """0 for ranks that were given batches; for iterators, the number of microbatches that these are asked for."""
-    return {report.drawn and report.wanted for report in reports if not report.ended}
-
-
 def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, error: Exception | None) -> None:
     """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
 
@@ -165,7 +160,7 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         _, calls = shown_to_all_ranks(call_or_error, gather, otherwise=PipelineError, message=message)
         rank, other = next((rank, text) for rank, text in enumerate(calls) if text != calls[0])
         raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
-    if len(_kinds(reports)) > 1:
+    if len({report.drawn and report.wanted for report in reports if not report.ended}) > 1:
         views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
         raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
     for ranks in pipeline.ranks_by_batch:
@@ -190,10 +185,10 @@ def source_of(
     Raises: ValueError for what is no batch, list or iterator, does not fit the `spec`, or is no loss.
     """
     if loss is not None:
-        loss.check()
         reads_labels = loss.reads_labels
     if spec is not None and not isinstance(spec, MicroBatchSpec):
         raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
+    holds_no_end = not (pipeline.holds_first_stage or pipeline.holds_last_stage)
     if isinstance(batch, list | tuple):
         if not batch:
             raise BatchError("batch", "an empty list; give at least one microbatch")
@@ -204,16 +199,16 @@ def source_of(
         kind, batch = MicrobatchList, tuple(batch)
     elif batch is END:
         kind, batch = MicrobatchList, ()
-    elif is_source(batch) or (batch is None and spec and not (pipeline.holds_first_stage or pipeline.holds_last_stage)):
+    elif isinstance(batch, PackedBatch) or not (is_source(batch) or (batch is None and spec and holds_no_end)):
+        kind = SplitBatch
+        check_batch(batch, pipeline.units[0].limits, reads_labels)
+    else:
         if spec is None or spec.num is None:
             raise ValueError(
                 "how many microbatches a source gives is known to the caller alone; say it, as in "
                 "micro_batches=MicroBatchSpec(num=8), or give a list"
             )
         kind = DrawnMicrobatches
-    else:
-        kind = SplitBatch
-        check_batch(batch, pipeline.units[0].limits, reads_labels)
     return kind(pipeline, batch, spec or BY_DEFAULT, loss, reads_labels)
 
 
@@ -284,10 +279,7 @@ class MicrobatchSource:
 
     def feeds(self, make: Callable[[PackedBatch, Place], Feed], step: int, program: Program) -> Iterable[Feed]:
         """The microbatches as that program takes them in a step of that number; `make` reads labels before it runs."""
-        return list(map(make, self.split.microbatches, self.places(step)))
-
-    def places(self, step: int) -> Iterator[Place]:
-        return ((number, self.num, step) for number in range(self.num))
+        return [make(known, (number, self.num, step)) for number, known in enumerate(self.split.microbatches)]
 
     def factor(self, number: int) -> float:
         """The factor on the loss of the microbatch of that number; 0 where no labels are seen."""
@@ -428,7 +420,8 @@ class DrawnMicrobatches(MicrobatchSource):
         if program.schedule.training:
             self._to_its_numbers = random_numbers(self.pipeline.device)
         # Not a generator, which would hold each until the next is asked for.
-        return map(make, self._draws(num_ahead(program) if self._comparison.is_first else 0), self.places(step))
+        drawn = self._draws(num_ahead(program) if self._comparison.is_first else 0)
+        return map(make, drawn, ((number, self.num, step) for number in range(self.num)))
 
     def finished(self) -> None:
         self._comparison.wait()

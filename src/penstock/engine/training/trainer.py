@@ -25,7 +25,6 @@ from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,
     StepLoss,
-    reads_labelled_rows,
     scalar_loss,
 )
 from penstock.engine.training.microbatches import (
@@ -225,28 +224,27 @@ class Trainer:
         step: int | None = None,
     ) -> TrainResult:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
-        pipeline, recovery = self.pipeline, self.pipeline.recovery
-        # First of all: a call from within a loss must leave the running step's loss and record as they are.
-        recovery.check_usable()
-        start, loss_scale = time.perf_counter(), self.optimizer.loss_scale
-        number = pipeline.step + 1 if step is None else step
-        step_loss = self._step_loss(loss_fn, loss_weight_fn, normalize)
-        source = partial(self._source, batch, micro_batches, step_loss, number)
+        pipeline, recovery, start = self.pipeline, self.pipeline.recovery, time.perf_counter()
+        number, loss_scale = pipeline.step + 1 if step is None else step, self.optimizer.loss_scale
         call = f"train_batch(step={number!r}, normalize={str(normalize)!r})"
-        pipeline.recorder.begin_step(number)
-        with recovery.joined(), agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
-            self._follow_freezing(microbatches.reports)
-            with recovery.announcing():
-                executor = pipeline.executor(microbatches.num, training=True)
-                feeds = self.feeds(microbatches, step_loss, loss_scale, number, executor.program)
-                losses = self.run(executor, feeds)
-                rates = self.optimizer.rates.at(number)
-                # Each rank gives its part when it is through its program: so now none can fail in it any more.
-                loss, num_metrics = step_loss.total(pipeline, losses)
-                microbatches.finished()
-            # What is wrong with them every rank raises alike, so nobody announces it.
-            metrics = step_loss.reduced(pipeline, num_metrics)
-            update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
+        # A call from within a loss ends here: it must leave the running step's loss and record as they are.
+        with recovery.joined():
+            pipeline.recorder.begin_step(number)
+            step_loss = self._step_loss(loss_fn, loss_weight_fn, normalize)
+            source = partial(self._source, batch, micro_batches, step_loss, number)
+            with agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
+                self._follow_freezing(microbatches.reports)
+                with recovery.announcing():
+                    executor = pipeline.executor(microbatches.num, training=True)
+                    feeds = self.feeds(microbatches, step_loss, loss_scale, number, executor.program)
+                    losses = self.run(executor, feeds)
+                    rates = self.optimizer.rates.at(number)
+                    # Each rank gives its part when it is through its program: so now none can fail in it any more.
+                    loss, num_metrics = step_loss.total(pipeline, losses)
+                    microbatches.finished()
+                # What is wrong with them every rank raises alike, so nobody announces it.
+                metrics = step_loss.reduced(pipeline, num_metrics)
+                update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
         pipeline.step, step_time_s = number, time.perf_counter() - start
         return TrainResult(
             step=number,
@@ -317,14 +315,13 @@ class Trainer:
         self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int, program: Program
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
-        labelled = reads_labelled_rows(step_loss.loss_fn)
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
             loss = scalar_loss(step_loss(output, microbatch, numbers))
             return loss * (microbatches.factor(numbers["microbatch"]) * loss_scale)
 
         def feed(microbatch: PackedBatch, place: Place) -> Feed:
-            return self.pipeline.feed(microbatch, scaled_loss, place, True, labelled)
+            return self.pipeline.feed(microbatch, scaled_loss, place, True, step_loss.reads_labelled_rows)
 
         feeds = microbatches.feeds(feed, number, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
