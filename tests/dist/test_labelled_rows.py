@@ -19,7 +19,7 @@ from penstock import Engine, EngineOptions, Layout, MicroBatchSpec, PackedBatch,
 from penstock.data import NO_LABEL, split
 from penstock.engine.build import cut_units
 from penstock.engine.timed_cut import times_here
-from penstock.model import Sequences, cross_entropy_sum, decoder_units, token_log_probs
+from penstock.model import Numbers, Sequences, cross_entropy_sum, decoder_units, token_log_probs
 from penstock.model.linear import Linear
 from penstock.schedule import Placement, PlacementKind
 from penstock.settings import ModelConfig, OptimizerConfig, Precision
@@ -264,7 +264,7 @@ def test_where_every_row_has_a_label_nothing_is_gathered_and_no_bit_changes() ->
         seen = counted(engine)
         result = engine.train_batch(batch_of(texts), *loss, micro_batches=PARTS)
         feeds = [
-            engine.pipeline.feed(m, lambda output, own, _: of_all_rows(output, own), (0, 1, 1), labelled=True)
+            engine.pipeline.feed(m, lambda output, own, _: of_all_rows(output, own), Numbers(0, 1, 1), labelled=True)
             for m in split(batch_of(texts), PARTS).microbatches
         ]
         assert all(feed.sequences.read_rows is None for feed in feeds) and sum(seen) == sum(n for n, _ in TEXTS)

@@ -37,10 +37,10 @@ from penstock.engine.options import EngineOptions, check_alike
 from penstock.engine.own_layers import OwnLayers
 from penstock.engine.timed_cut import measure_units, timed_cut
 from penstock.model import (
-    NUMBERS,
     Given,
     Logits,
     ModelGroups,
+    Numbers,
     Randomness,
     Sequences,
     ShardedLogits,
@@ -78,8 +78,8 @@ from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 
-OutputFn = Callable[[Any, PackedBatch, Mapping[str, int]], Tensor]
-"""A function from the last stage's output, its microbatch and the `NUMBERS` of that to a result.
+OutputFn = Callable[[Any, PackedBatch, Numbers], Tensor]
+"""A function from the last stage's output, its microbatch and the numbers of that to a result.
 
 For training, this is the scaled scalar loss.
 """
@@ -387,13 +387,13 @@ class Pipeline:
         self,
         microbatch: PackedBatch,
         output_fn: OutputFn,
-        place: tuple[int, int, int],
+        numbers: Numbers,
         training: bool = False,
         labelled: bool = False,
     ) -> Feed:
         """The executor's view of a microbatch: tokens and `output_fn` only where this rank holds that end.
 
-        `place`: its `NUMBERS`, on which random numbers depend in training: a step has the same whenever it is taken.
+        Random numbers in training depend on its `numbers`: a step has the same whenever it is taken.
 
         Here alone a microbatch is cut: among context-parallel ranks, and where `output_fn` reads labelled tokens alone
         (`labelled`), to those of them with a label. `output_fn` gets that part and its logits; where ranks share the
@@ -412,10 +412,10 @@ class Pipeline:
             and not part.dtypes["positions"].is_floating_point
         ):
             sequences = sequences.with_positions(part["positions"])
-        randomness, numbers = None, dict[str, int](zip(NUMBERS, place, strict=True))
+        randomness = None
         if training:
             shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-            randomness = Randomness(self.options.seed, numbers["step"] - 1, shard, numbers["microbatch"], self.device)
+            randomness = Randomness(self.options.seed, numbers.step - 1, shard, numbers.microbatch, self.device)
         present, read = self.units[-1].present, part
         # A layer of a user's own computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
@@ -432,7 +432,7 @@ class Pipeline:
             finish=finish if self.holds_last_stage else None,
             given=Given({}, randomness)
             if self.own_layers is None
-            else self.own_layers.given(part, randomness, numbers),
+            else self.own_layers.given(part, randomness, numbers._asdict()),
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:

@@ -18,7 +18,7 @@ from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
 from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss
-from penstock.model import NUMBERS, Given, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
+from penstock.model import Given, Numbers, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
 
 
@@ -92,8 +92,8 @@ class PlainLoop:
         for module in self.modules.values():
             module.train(training)
         with kept_random_state(self._device), torch.set_grad_enabled(training):
-            for place, microbatch in enumerate(microbatches):
-                numbers = dict[str, int](zip(NUMBERS, (place, len(microbatches), number), strict=True))
+            for position, microbatch in enumerate(microbatches):
+                numbers = Numbers(position, len(microbatches), number)
                 loss = self._loss(self._output(microbatch, numbers), microbatch, numbers) * factor
                 losses.append(loss.detach())
                 if training:
@@ -101,11 +101,13 @@ class PlainLoop:
                     loss.backward()
         return losses
 
-    def _output(self, microbatch: PackedBatch, numbers: dict[str, int]) -> Any:
+    def _output(self, microbatch: PackedBatch, numbers: Numbers) -> Any:
         """The last layer's output for a microbatch."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
-        given_by_name = Given({key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers)
-        randomness = Randomness(self._seed, numbers["step"] - 1, 0, numbers["microbatch"], self._device)
+        given_by_name = Given(
+            {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
+        )
+        randomness = Randomness(self._seed, numbers.step - 1, 0, numbers.microbatch, self._device)
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)

@@ -2,9 +2,9 @@
 
 from penstock.model.arguments import (
     NOTHING_GIVEN,
-    NUMBERS,
     Given,
     Labels,
+    Numbers,
     Parameters,
     Randomness,
     argument_of,
@@ -64,7 +64,6 @@ from penstock.model.units import Limits, ModelGroups, UnitSpec
 
 __all__ = [
     "NOTHING_GIVEN",
-    "NUMBERS",
     "AuxLoss",
     "AuxLosses",
     "CacheSize",
@@ -84,6 +83,7 @@ __all__ = [
     "Linear",
     "Logits",
     "ModelGroups",
+    "Numbers",
     "Parameters",
     "PendingGradient",
     "Randomness",

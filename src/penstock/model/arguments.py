@@ -1,7 +1,7 @@
 """The arguments with which units are called: by position the stream, by name all that their `forward` asks for.
 
 A parameter called `sequences`, or annotated `Sequences`, gets the microbatch's sequences. Any other that bears the name
-of a key of the batch gets this microbatch's part of it, and one of `NUMBERS` says which microbatch it is of which step.
+of a key of the batch gets this microbatch's part of it, and one of `Numbers` says which microbatch it is of which step.
 All others keep their defaults. A wrapper with `**kwargs` asks for what the modules inside it ask for. A loss or hook is
 given these numbers, too.
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,12 +85,16 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-NUMBERS = ("microbatch", "num_microbatches", "step")
-"""What a forward, loss or hook may ask for beside the batch's keys: whole numbers.
 
-microbatch: counted from 0, in the order of the rank's batch. num_microbatches: of the rank's batch. step: that of the
-training step, counted from 1; elsewhere that of the last step taken.
-"""
+class Numbers(NamedTuple):
+    """What a forward, loss or hook may ask for by name beside the batch's keys."""
+
+    #: counted from 0, in the order of the rank's batch
+    microbatch: int
+    #: of the rank's batch
+    num_microbatches: int
+    #: that of the training step, counted from 1; elsewhere that of the last step taken
+    step: int
 
 
 LABELS = ("labels", "label", "targets", "target")
@@ -98,10 +102,10 @@ LABELS = ("labels", "label", "targets", "target")
 
 
 def numbers_asked(function: Any) -> frozenset[str]:
-    """The names of `NUMBERS` that a loss or hook asks for by name, after the output and the microbatch itself."""
+    """The names of `Numbers` that a loss or hook asks for by name, after the output and the microbatch itself."""
     form, parameters = _form_of(function)
     bound, others = form.keywords if isinstance(form, functools.partial) else (), parameters[2:]
-    return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(NUMBERS)
+    return frozenset(p.name for p in others if p.kind in _NAMED and p.name not in bound).intersection(Numbers._fields)
 
 
 def check_callable(name: str, function: Any, arguments: str, optional: bool = False) -> None:
@@ -172,7 +176,7 @@ class Given:
     keys: Mapping[str, Tensor] = field(default_factory=dict)
     #: None outside of training
     randomness: Randomness | None = None
-    #: name among `NUMBERS` -> number
+    #: name among `Numbers` -> number
     numbers: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -226,7 +230,7 @@ class Parameters:
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Parameters without a default that no key of the batch and no number fills."""
-        present = {*keys, *NUMBERS}
+        present = {*keys, *Numbers._fields}
         return [name for name in self.names if name in self.required and name not in present]
 
     def arguments(self, x: Any, sequences: Sequences, given: Given) -> tuple[Iterable[Any], dict[str, Any]]:

@@ -22,6 +22,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.metrics import Metric, note_metrics, reduce_metrics
 from penstock.model import (
     Logits,
+    Numbers,
     argument_of,
     check_callable,
     cross_entropy_sum,
@@ -40,7 +41,7 @@ by its `reduction` whether it gives the "mean" over tokens with a label or their
 is turned into the sum, so that a batch's loss is the mean over its tokens with a label, however it is split.
 
 Beside it, in a pair, it may give anything: of a dict each `Metric` is a number that it reports under that name, and all
-else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.NUMBERS` by name.
+else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.Numbers` by name.
 """
 
 LossWeightFn = Callable[[PackedBatch], float]
@@ -239,12 +240,12 @@ class StepLoss:
     def _reduction(self) -> str | None:
         return reduction_of_labels(self.loss_fn)
 
-    def __call__(self, output: Any, microbatch: Any, numbers: Mapping[str, int]) -> Any:
-        """The microbatch's loss alone. numbers: its `NUMBERS`.
+    def __call__(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
+        """The microbatch's loss alone.
 
         Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
         """
-        loss_fn = partial(self.loss_fn, **{name: numbers[name] for name in self._numbers_asked})
+        loss_fn = partial(self.loss_fn, **{name: getattr(numbers, name) for name in self._numbers_asked})
         if self._reduction is None:
             result = loss_fn(output, microbatch)
         else:
@@ -260,7 +261,7 @@ class StepLoss:
             metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
             note_metrics(self._metrics, metrics)
             beside = {name: value for name, value in beside.items() if name not in metrics} or None
-        self._outputs[numbers["microbatch"]] = tree_map_only(Tensor, Tensor.detach, beside)
+        self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
         return loss
 
     def _of_labels(self, loss_fn: LossFn, output: Any, microbatch: PackedBatch) -> Any:

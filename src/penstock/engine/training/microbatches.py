@@ -26,7 +26,7 @@ from penstock.data.split import SplitCounts
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import Comparison, num_ahead
 from penstock.engine.training.loss import StepLoss, check_total, loss_factor
-from penstock.model import Limits, random_numbers
+from penstock.model import Limits, Numbers, random_numbers
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Program
@@ -41,9 +41,6 @@ So another layout changes no bit. Fewer where the batch has fewer items.
 
 END: Any = object()
 """The batch of a rank that has none left."""
-
-Place = tuple[int, int, int]
-"""The `penstock.model.NUMBERS` of a microbatch."""
 
 _NOTHING = Split((), (), (), ())
 _NO_LIMIT = 1 << 62
@@ -277,9 +274,9 @@ class MicrobatchSource:
             for part in parts:
                 self._weigh(part)
 
-    def feeds(self, make: Callable[[PackedBatch, Place], Feed], step: int, program: Program) -> Iterable[Feed]:
+    def feeds(self, make: Callable[[PackedBatch, Numbers], Feed], step: int, program: Program) -> Iterable[Feed]:
         """The microbatches as that program takes them in a step of that number; `make` reads labels before it runs."""
-        return [make(known, (number, self.num, step)) for number, known in enumerate(self.split.microbatches)]
+        return [make(known, Numbers(number, self.num, step)) for number, known in enumerate(self.split.microbatches)]
 
     def factor(self, number: int) -> float:
         """The factor on the loss of the microbatch of that number; 0 where no labels are seen."""
@@ -416,12 +413,12 @@ class DrawnMicrobatches(MicrobatchSource):
         self._iterator = None if self.batch is None else iter(self.batch)
         self._comparison = Comparison.of(self.pipeline, [report.contents > 0 for report in reports])
 
-    def feeds(self, make: Callable[[PackedBatch, Place], Feed], step: int, program: Program) -> Iterable[Feed]:
+    def feeds(self, make: Callable[[PackedBatch, Numbers], Feed], step: int, program: Program) -> Iterable[Feed]:
         if program.schedule.training:
             self._to_its_numbers = random_numbers(self.pipeline.device)
         # Not a generator, which would hold each until the next is asked for.
         drawn = self._draws(num_ahead(program) if self._comparison.is_first else 0)
-        return map(make, drawn, ((number, self.num, step) for number in range(self.num)))
+        return map(make, drawn, (Numbers(number, self.num, step) for number in range(self.num)))
 
     def finished(self) -> None:
         self._comparison.wait()

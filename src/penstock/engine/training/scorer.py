@@ -26,12 +26,19 @@ from penstock.engine.training.loss import (
 from penstock.engine.training.microbatches import (
     END,
     MicrobatchSource,
-    Place,
     agree_on_microbatches,
     is_source,
     source_of,
 )
-from penstock.model import Logits, check_callable, numbers_asked, token_log_probs, token_statistics, whole_logits
+from penstock.model import (
+    Logits,
+    Numbers,
+    check_callable,
+    numbers_asked,
+    token_log_probs,
+    token_statistics,
+    whole_logits,
+)
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
 from penstock.runtime import Feed, PipelineError
 from penstock.settings import Layout
@@ -40,7 +47,7 @@ from penstock.settings.declare import check_argument, checked, type_in_words
 PostHook = Callable[..., Any]
 """A function of logits (a Tensor, or `ShardedLogits` where ranks share the vocabulary) and their microbatch.
 
-It may ask for `penstock.model.NUMBERS` by name.
+It may ask for `penstock.model.Numbers` by name.
 """
 
 AggregateFn = Callable[[list[Any]], Any]
@@ -72,7 +79,7 @@ def forward(
 
 
 def _run_forwards(
-    pipeline: Pipeline, microbatches: MicrobatchSource, feed: Callable[[PackedBatch, Place], Feed]
+    pipeline: Pipeline, microbatches: MicrobatchSource, feed: Callable[[PackedBatch, Numbers], Feed]
 ) -> list[Tensor]:
     """Run the program of forwards; a rank without microbatches has none. Returns the last stage's results."""
     results: list[Tensor] = []
@@ -100,8 +107,8 @@ def evaluate(
     remaining = iter(batches if are_batches else ())
     pipeline.set_training(False)
 
-    def feed(microbatch: PackedBatch, place: Place) -> Feed:
-        return pipeline.feed(microbatch, step_loss, place, labelled=labelled)
+    def feed(microbatch: PackedBatch, numbers: Numbers) -> Feed:
+        return pipeline.feed(microbatch, step_loss, numbers, labelled=labelled)
 
     def source_from(batch: Any) -> MicrobatchSource:
         if not are_batches:
@@ -242,21 +249,21 @@ class Outputs:
             parts = [batch] if isinstance(batch, PackedBatch) else batch
             check_lengths(self.output_seqlens, sum(part.num_items for part in parts))
 
-    def feed(self, pipeline: Pipeline, microbatch: PackedBatch, place: tuple[int, int, int]) -> Feed:
+    def feed(self, pipeline: Pipeline, microbatch: PackedBatch, numbers: Numbers) -> Feed:
         """The microbatch, whose result is kept; the executor carries on with an empty tensor in place of its logits."""
         context, hook = pipeline.context, self.post_hook
         names = numbers_asked(hook.hook if isinstance(hook, PerToken) else hook)
 
-        def take(logits: Logits, part: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+        def take(logits: Logits, part: PackedBatch, numbers: Numbers) -> Tensor:
             if context is not None and not isinstance(hook, PerToken):
                 logits, part = context.whole_logits(logits, microbatch), microbatch
-            numbers = {name: numbers[name] for name in names}
-            result = whole_logits(logits) if hook is None else hook(logits, part, **numbers)
+            asked = {name: getattr(numbers, name) for name in names}
+            result = whole_logits(logits) if hook is None else hook(logits, part, **asked)
             self._results.append(by_key(sequences.whole, result) if isinstance(hook, PerToken) else result)
             return torch.empty(0, device=logits.device)
 
         labelled = isinstance(hook, PerToken) and reads_labelled_rows(hook.hook)
-        feed = pipeline.feed(microbatch, take, place, labelled=labelled)
+        feed = pipeline.feed(microbatch, take, numbers, labelled=labelled)
         # Not the feed itself, which holds `take`: a circle would outlive the microbatch.
         sequences = feed.sequences
         return feed

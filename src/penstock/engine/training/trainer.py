@@ -30,11 +30,10 @@ from penstock.engine.training.loss import (
 from penstock.engine.training.microbatches import (
     BatchReport,
     MicrobatchSource,
-    Place,
     agree_on_microbatches,
     source_of,
 )
-from penstock.model import kept_random_state
+from penstock.model import Numbers, kept_random_state
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.parallel.host import gather_json, meet
 from penstock.runtime import Executor, Feed, PipelineError
@@ -316,12 +315,12 @@ class Trainer:
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
 
-        def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Mapping[str, int]) -> Tensor:
+        def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Numbers) -> Tensor:
             loss = scalar_loss(step_loss(output, microbatch, numbers))
-            return loss * (microbatches.factor(numbers["microbatch"]) * loss_scale)
+            return loss * (microbatches.factor(numbers.microbatch) * loss_scale)
 
-        def feed(microbatch: PackedBatch, place: Place) -> Feed:
-            return self.pipeline.feed(microbatch, scaled_loss, place, True, step_loss.reads_labelled_rows)
+        def feed(microbatch: PackedBatch, numbers: Numbers) -> Feed:
+            return self.pipeline.feed(microbatch, scaled_loss, numbers, True, step_loss.reads_labelled_rows)
 
         feeds = microbatches.feeds(feed, number, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
