@@ -87,7 +87,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Numbers(NamedTuple):
-    """What a forward, loss or hook may ask for by name beside the batch's keys."""
+    """The numbers of a microbatch, for which a forward, loss or hook may ask by name beside the batch's keys."""
 
     #: counted from 0, in the order of the rank's batch
     microbatch: int
