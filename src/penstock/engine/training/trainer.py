@@ -224,13 +224,13 @@ class Trainer:
     ) -> TrainResult:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
         pipeline, recovery, start = self.pipeline, self.pipeline.recovery, time.perf_counter()
-        number, loss_scale = pipeline.step + 1 if step is None else step, self.optimizer.loss_scale
+        number = pipeline.step + 1 if step is None else step
         call = f"train_batch(step={number!r}, normalize={str(normalize)!r})"
         # A call from within a loss ends here: it must leave the running step's loss and record as they are.
         with recovery.joined():
-            pipeline.recorder.begin_step(number)
-            step_loss = self._step_loss(loss_fn, loss_weight_fn, normalize)
+            loss_scale, step_loss = self.optimizer.loss_scale, self._step_loss(loss_fn, loss_weight_fn, normalize)
             source = partial(self._source, batch, micro_batches, step_loss, number)
+            pipeline.recorder.begin_step(number)
             with agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
                 self._follow_freezing(microbatches.reports)
                 with recovery.announcing():
