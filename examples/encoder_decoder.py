@@ -17,19 +17,20 @@ WIDTH, HEADS, REACH, VOCAB, START = 32, 4, 8, 28, 27
 
 
 class Attention(nn.Module):
-    """Attention of the rows `x` to the rows `other` where `mask` allows, with T5's bias for each distance."""
+    """Attention of rows to those of their item up to `ahead` later, with T5's bias for each distance in the item."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.distance = nn.LayerNorm(WIDTH), nn.Embedding(2 * REACH + 1, HEADS)
         self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor, item: Tensor, other_item: Tensor, ahead: int = REACH) -> Tensor:
         q = self.q(self.norm(x)).unflatten(-1, (HEADS, -1)).transpose(0, 1)
         k, v = self.kv(other).unflatten(-1, (HEADS, -1)).transpose(0, 1).chunk(2, -1)
-        steps = torch.arange(len(other))[None] - torch.arange(len(x))[:, None]
+        at, other_at = ((rows[:, None] == rows).tril().sum(1) for rows in (item, other_item))
+        steps, unseen = other_at[None] - at[:, None], item[:, None] != other_item
         bias = self.distance(steps.clamp(-REACH, REACH) + REACH).permute(2, 0, 1)
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~mask, float("-inf")))
+        seen = F.scaled_dot_product_attention(q, k, v, bias.masked_fill(unseen | (steps > ahead), float("-inf")))
         return x + self.out(seen.transpose(0, 1).flatten(1))
 
 
@@ -48,7 +49,7 @@ class EncoderLayer(nn.Module):
         self.attention, self.mlp = Attention(), mlp()
 
     def forward(self, x: Tensor, source_item: Tensor) -> Tensor:
-        x = self.attention(x, x, source_item[:, None] == source_item)
+        x = self.attention(x, x, source_item, source_item)
         return x + self.mlp(x)
 
 
@@ -63,8 +64,8 @@ class DecoderLayer(nn.Module):
         self.itself, self.source, self.mlp = Attention(), Attention(), mlp()
 
     def forward(self, x: Tensor, memory: Tensor, item: Tensor, source_item: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.itself(x, x, (item[:, None] == item).tril())
-        x = self.source(x, memory, item[:, None] == source_item)
+        x = self.itself(x, x, item, item, ahead=0)
+        x = self.source(x, memory, item, source_item)
         return x + self.mlp(x), memory
 
 
@@ -92,9 +93,8 @@ if __name__ == "__main__":
     encoder, decoder = [EncoderLayer() for _ in range(3)], [DecoderLayer() for _ in range(3)]
     layers = [Read(VOCAB, WIDTH), *encoder, Join(VOCAB, WIDTH), *decoder, Write(WIDTH, VOCAB)]
     engine = Engine.from_layers(layers, WIDTH, Layout(pp=4), optimizer=OptimizerConfig(LearningRate(0.01)))
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(80):
-        result = engine.train_batch(words(generator), micro_batches=MicroBatchSpec(num=8))
+    for seed in range(80):
+        result = engine.train_batch(words(torch.Generator().manual_seed(seed)), micro_batches=MicroBatchSpec(num=8))
     if dist.get_rank() == 0:
         print(f"step {result.step}: {result.loss:.4f} nats a letter, gradient norm {result.grad_norm:.4f}")
     dist.destroy_process_group()
