@@ -137,7 +137,7 @@ class ModelCommand:
         self.group = group or Group.alone()
 
         def work(store: "Store") -> None:
-            self.store, self.pipelines = store, Pipelines.of(store, self.group, self.dp, parallel.timeout_s)
+            self.store, self.pipelines = store, Pipelines.of(store, self.group, self.dp)
             self.work()
 
         return work_together(self.group, parallel.num_threads, parallel.timeout_s, work)

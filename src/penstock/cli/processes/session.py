@@ -57,7 +57,7 @@ from penstock.settings.declare import words_of
 _PIECE_BYTES = 4 * 2**20
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pipelines:
     """This process's pipeline, number `index` of `count`; the processes of all of them meet at `store`.
 
@@ -67,50 +67,40 @@ class Pipelines:
     index: int
     count: int
     store: Store
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        self._num_sent, self._num_received = 0, [0] * self.count
 
     @classmethod
-    def of(cls, store: Store, group: Group, count: int, timeout_s: float) -> Self:
+    def of(cls, store: Store, group: Group, count: int) -> Self:
         """Divide the processes of a group evenly, consecutive ones to one pipeline."""
-        return cls(group.rank * count // group.world_size, count, store, timeout_s)
+        return cls(group.rank * count // group.world_size, count, store)
 
     def world(self, group: Group) -> tuple[Store, Group]:
         """This pipeline's own group, and its part of the store."""
         size = group.world_size // self.count
-        own = replace(group, rank=group.rank - self.index * size, world_size=size)
-        return PrefixStore(f"penstock/pipeline/{self.index}", self.store), own
+        world = replace(group, rank=group.rank - self.index * size, world_size=size)
+        return PrefixStore(f"penstock/pipeline/{self.index}", self.store), world
 
     def send(self, value: Any) -> None:
         """Send a value to the process that writes."""
-        text, key = json.dumps(value), f"penstock/shared/{self.index}/{self._num_sent}"
-        for start in range(0, len(text), _PIECE_BYTES):
-            self.store.set(f"{key}/{start}", text[start : start + _PIECE_BYTES])
-        self.store.set(key, str(len(text)))
-        self._num_sent += 1
+        text = json.dumps(value)
+        pieces = [text[start : start + _PIECE_BYTES] for start in range(0, len(text), _PIECE_BYTES)]
+        for piece in (str(len(pieces)), *pieces):
+            self.store.queue_push(f"penstock/sent/{self.index}", piece)
 
     def has(self, index: int) -> bool:
         """Return whether that pipeline has sent a value that is not received yet."""
-        return self.store.check([f"penstock/shared/{index}/{self._num_received[index]}"])
+        return self.store.queue_len(f"penstock/sent/{index}") > 0
 
     def receive(self, index: int, what: str) -> Any:
         """Receive the next value of that pipeline; `what` describes it in messages.
 
         Raises: PipelineError if it does not come in time.
         """
-        key = f"penstock/shared/{index}/{self._num_received[index]}"
+        key = f"penstock/sent/{index}"
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
+            num_pieces = int(self.store.queue_pop(key))
+            return json.loads(b"".join(self.store.queue_pop(key) for _ in range(num_pieces)))
         except RuntimeError as error:
-            raise PipelineError(f"no {what} in {self.timeout_s:g} s") from error
-        pieces = [f"{key}/{start}" for start in range(0, int(self.store.get(key)), _PIECE_BYTES)]
-        text = "".join(self.store.get(piece).decode() for piece in pieces)
-        for done in (key, *pieces):
-            self.store.delete_key(done)
-        self._num_received[index] += 1
-        return json.loads(text)
+            raise PipelineError(f"no {what} in time") from error
 
 
 # ---- The meeting of a run's processes: at the store that rank 0 opens, in the round of one start, under its secret
@@ -121,7 +111,6 @@ _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 SECRET = "PENSTOCK_SECRET"
 """The environment variable with a secret of the run, the same on all its hosts."""
 _PLACE = "penstock/rounds"
-_POLL_S = 0.01
 _ATTEMPT_S = 5.0
 # How long a process has at least, while it starts, for what the others then wait for: to import libraries and to read a
 # model's files takes some of them longer than any message may.
@@ -213,43 +202,40 @@ def _reach(group: Group, deadline: float) -> None:
 def agree_on_round(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
     """The part of a store that belongs to the processes that call this now, and to no earlier ones.
 
-    Each process leaves a unique word. Rank 0 answers every word it finds with the round's name, even words left by
-    processes that have ended; only a live process acknowledges the answer.
+    Each process sends rank 0 a unique word, is answered with the round's name, and sends that back. Rank 0 answers the
+    words of processes that have ended, too; only a live one sends the name.
 
     Raises: ValueError for what did not come in time; on rank 0 it names the ranks that did not arrive.
     """
     deadline = time.monotonic() + timeout_s
-    if rank == 0:
-        name = uuid.uuid4().hex
-        _greet_all(store, name, set(range(1, world_size)), deadline)
-    else:
+    if rank > 0:
         word = uuid.uuid4().hex
-        store.set(f"{_PLACE}/word/{rank}", word)
+        store.queue_push(_PLACE, f"{rank} {word}")
         try:
-            # No time at all would mean no limit.
-            store.wait([f"{_PLACE}/answer/{word}"], timedelta(seconds=max(_POLL_S, timeout_s)))
+            store.wait([f"{_PLACE}/{word}"], _until(deadline))
         except RuntimeError:
             raise ValueError(f"rank {rank} was not answered by rank 0 of the run in time") from None
-        name = store.get(f"{_PLACE}/answer/{word}").decode()
-        store.set(f"{_PLACE}/{name}/thanks/{rank}", "")
+        name = store.get(f"{_PLACE}/{word}").decode()
+        store.queue_push(_PLACE, f"{rank} {name}")
+        return PrefixStore(f"{_PLACE}/{name}", store)
+    name, missing = uuid.uuid4().hex, set(range(1, world_size))
+    while missing:
+        store.set_timeout(_until(deadline))
+        try:
+            sender, word = store.queue_pop(_PLACE).decode().split()
+        except RuntimeError:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise ValueError(f"rank(s) {ranks} of the run did not come in time") from None
+        if word == name:
+            missing.discard(int(sender))
+        else:
+            store.set(f"{_PLACE}/{word}", name)
     return PrefixStore(f"{_PLACE}/{name}", store)
 
 
-def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> None:
-    """Answer the ranks in turns, each as often as its word changes, until all have thanked."""
-    answered: dict[int, bytes] = {}
-    while missing:
-        for rank in sorted(missing):
-            if rank in answered and store.check([f"{_PLACE}/{name}/thanks/{rank}"]):
-                missing.discard(rank)
-            elif store.check([f"{_PLACE}/word/{rank}"]):
-                word = store.get(f"{_PLACE}/word/{rank}")
-                if answered.get(rank) != word:
-                    store.set(f"{_PLACE}/answer/{word.decode()}", name)
-                    answered[rank] = word
-        if missing and time.monotonic() > deadline:
-            raise ValueError(f"rank(s) {', '.join(map(str, sorted(missing)))} of the run did not come in time")
-        time.sleep(_POLL_S)
+def _until(deadline: float) -> timedelta:
+    """The time that is left; none at all would mean no limit."""
+    return timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
 
 # ---- One process of a group: it meets the others, refuses input that any of them refuses, and ends without waiting
@@ -257,7 +243,7 @@ def _greet_all(store: Store, name: str, missing: set[int], deadline: float) -> N
 
 T = TypeVar("T")
 
-# The store's counters of processes that have met a user's mistake, and of those that ask it nothing more.
+# Where the store counts processes that have met a user's mistake, and where each leaves that it asks nothing more.
 _REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "penstock/done_with_store"
 # How long a process that fails waits for the store's answer.
 _ANSWER_LIMIT_S = 3.0
@@ -403,19 +389,15 @@ def leave_together(store: "Store", group: Group, has_reported: bool) -> None:
     whose store goes while it asks prints a page of torch's own beside the one sentence.
     """
 
-    def wait_for(question: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _ANSWER_LIMIT_S
-        while not answer_of_store(question, _ANSWER_LIMIT_S, if_gone=True, if_silent=True):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
-
-    if has_reported:
-        answer_of_store(lambda: store.set(_WRITTEN, "") is None, _ANSWER_LIMIT_S)
-    wait_for(lambda: store.check([_WRITTEN]))
-    answer_of_store(lambda: store.add(_DONE, 1) > 0, _ANSWER_LIMIT_S)
-    if group.rank == 0:
-        wait_for(lambda: store.add(_DONE, 0) >= group.world_size)
+    limit = timedelta(seconds=_ANSWER_LIMIT_S)
+    with suppress(RuntimeError):  # the store has gone, or does not answer
+        if has_reported:
+            store.set(_WRITTEN, "")
+        store.wait([_WRITTEN], limit)
+    with suppress(RuntimeError):
+        store.set(f"{_DONE}/{group.rank}", "")
+        if group.rank == 0:
+            store.wait([f"{_DONE}/{rank}" for rank in range(group.world_size)], limit)
 
 
 def is_reported(store: "Store") -> bool:
