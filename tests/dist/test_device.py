@@ -10,7 +10,7 @@ import torch
 
 from penstock import Engine, Layout
 from penstock.cli.processes.meeting import Group
-from penstock.cli.processes.session import choose_device
+from penstock.cli.processes.session import Meeting
 from penstock.runtime.transport import default_store
 from penstock.settings import Device, ParallelConfig
 from tests.dist.launch import run_ranks
@@ -46,7 +46,7 @@ def of_command(rank: int, wanted: Device) -> tuple[str, str]:
     group = Group(rank, 2, rank, "", 0, "")
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            device = choose_device(default_store(), group, ParallelConfig(device=wanted)).device
+            device = Meeting(default_store(), group).choose_device(ParallelConfig(device=wanted)).device
         except ValueError as error:
             return str(error), said.getvalue()
     return device, said.getvalue()

@@ -18,8 +18,7 @@ from penstock.cli.processes.meeting import Group, find_group
 from penstock.settings import Groups, Layout, ParallelConfig
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
+    from penstock.cli.processes.session import Meeting
 
 _COMMAND = WorkerCommand("penstock.cli.doctor", "tests them again", ("penstock.cli.processes.measure",))
 _NUM_GROUPS_SHOWN = 4
@@ -46,7 +45,15 @@ def main(words: Sequence[str]) -> int:
         return 0
     if group is None:
         return launch(_COMMAND, words, layout.world_size, 1)
-    return _run_worker(given, layout, group)
+    from penstock.cli.processes.measure import measure_links
+    from penstock.cli.processes.session import work_together
+
+    def work(meeting: "Meeting") -> None:
+        links = measure_links(layout, meeting, given.parallel)
+        if group.rank == 0:
+            show_layout(given, layout, links)
+
+    return work_together(group, 1, given.parallel.timeout_s, work)
 
 
 def parser() -> Parser:
@@ -81,21 +88,6 @@ def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
     if group is not None:
         layout.check(group.world_size)
     return layout
-
-
-def _run_worker(given: argparse.Namespace, layout: Layout, group: Group) -> int:
-    """Test the links as one process of `group`; returns the exit code."""
-    from penstock.cli.processes.measure import measure_links
-    from penstock.cli.processes.session import work_together
-
-    parallel = given.parallel
-
-    def work(store: "Store") -> None:
-        links = measure_links(layout, group, store, parallel)
-        if group.rank == 0:
-            show_layout(given, layout, links)
-
-    return work_together(group, 1, parallel.timeout_s, work)
 
 
 def show_layout(given: argparse.Namespace, layout: Layout, links: Mapping[str, Any] | None) -> None:

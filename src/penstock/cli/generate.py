@@ -3,7 +3,6 @@
 Several pipelines share the prompts: each makes its answers, and one process shows or writes all of them.
 """
 
-import contextlib
 import sys
 import time
 from argparse import SUPPRESS, ArgumentTypeError
@@ -17,17 +16,12 @@ from penstock.cli.options import PROCESSES, Parser, add_options, given_of, optio
 from penstock.cli.output import Progress, ResultsFile, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
-from penstock.cli.session import (
-    IMPORTS,
-    RING_OPTIONS,
-    ModelCommand,
-)
+from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.io.files import text_in
 from penstock.settings import SamplingParams
 
 if TYPE_CHECKING:
     from penstock import schedule
-    from penstock.engine.folders.model_folder import ModelFolder
     from penstock.engine.generation.answers import AnswerText, GenerateOptions
 
 # Those of the settings of `SamplingParams` that the command takes in other forms are added by themselves.
@@ -97,13 +91,10 @@ class Generate(ModelCommand):
     #: says how a stopped call is taken up
     workers: WorkerCommand = WorkerCommand("penstock.cli.generate", "gives the same answers", IMPORTS)
 
-    #: where answers go; None if they are only shown
-    output: Path | None
     #: settings of `RingConfig`, and those of `SamplingParams` that are given
     ring: dict[str, Any]
     sampling: dict[str, Any]
-    #: what `read` has found: the model, the prompts, and how they are continued
-    model: "ModelFolder"
+    #: what `read` has found: the prompts, and how they are continued
     prompts: Sequence[Text]
     params: SamplingParams
     options: "GenerateOptions"
@@ -201,19 +192,20 @@ class Generate(ModelCommand):
         return line
 
     def work(self) -> None:
-        self.together("prompts", self.read)
-        prompts, params, is_first = [prompt.tokens for prompt in self.prompts], self.params, self.group.rank == 0
-        self.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
+        self.meeting.together("prompts", self.read)
+        prompts, params = [prompt.tokens for prompt in self.prompts], self.params
+        self.meeting.refuse_differing("answers", {**self.sampling, "prompts": [list(prompt) for prompt in prompts]})
         shape = self.options.shape(self.num_answers, self.parallel.pp)
         mean = sum(map(len, prompts)) / len(prompts)
         # Answers are on their way from the first token to the last: half of the longest, on average.
-        decoded = (shape.rows_per_slot, mean + params.max_new_tokens / 2)
-        with self.open(self.model, decoded) as (engine, version), contextlib.ExitStack() as stack:
-            file = self.together("output", lambda: self._results(version) if is_first else None)
-            stack.enter_context(file or contextlib.nullcontext())
+        given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in self.prompts]
+        with (
+            self.open(self.model, (shape.rows_per_slot, mean + params.max_new_tokens / 2)) as (engine, version),
+            self.results([version, given, asdict(params)], ("prompt", "sample"), self.group.rank == 0) as file,
+        ):
             lines = file.read() if file is not None else []
             there = [line["prompt"] * params.num_samples + line["sample"] for line in lines]
-            kept = frozenset(self.agree("kept", {"kept": there})[0]["kept"])
+            kept = frozenset(self.meeting.exchange("kept", there)[0])
             pipelines = self.pipelines
             # A prompt whose samples stay together is read once, unless that would leave pipelines without work.
             together = params.num_samples if len(prompts) >= pipelines.count else 1
@@ -237,21 +229,9 @@ class Generate(ModelCommand):
             if answers is not None:
                 answers.wait()
             # The store may belong to a process that has already finished its own work.
-            figures = self.agree("end", {"wall_s": result.wall_s, "busy_s": result.busy_s if reports else ()})
+            figures = self.meeting.exchange("end", [result.wall_s, result.busy_s if reports else ()])
             if answers is not None:
-                answers.report(max(own["wall_s"] for own in figures), [s for own in figures for s in own["busy_s"]])
-
-    def _results(self, version: str) -> ResultsFile | None:
-        """Open the file of answers, with those that a stopped call left there.
-
-        Raises: ValueError if the file cannot be written.
-        """
-        if self.output is None:
-            return None
-        given = [[list(prompt.tokens), prompt.line, prompt.id] for prompt in self.prompts]
-        numbers = {name: self.opened[name] for name in ("precision", "reproducible")}
-        decisive = [str(self.model.folder.resolve()), version, given, asdict(self.params), numbers]
-        return ResultsFile(self.output, decisive, ("prompt", "sample"))
+                answers.report(max(wall_s for wall_s, _ in figures), [s for _, busy_s in figures for s in busy_s])
 
 
 main = Generate.main
@@ -373,7 +353,7 @@ class Answers:
             from penstock.cli.processes.session import reports_first
 
             # The others will hear that this process has failed, and need not say so.
-            reports_first(self._call.store)
+            reports_first(self._call.meeting.store)
             raise
         self._num_printed += len(text)
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn, get_origin
 
@@ -188,6 +189,16 @@ def given_of(
 def values_of(given: argparse.Namespace, options: Options) -> dict[str, Any]:
     """As `given_of`, with the default of each option that is not given."""
     return {own.path[-1]: own.default for own in options.values()} | given_of(given, options)
+
+
+def add_output(parser: Parser, what: str, *, option: str = "--output", **more: Any) -> None:
+    """Add an option for a file to write, and --force."""
+    parser.add_argument(option, type=Path, metavar="FILE", help=what, **more)
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+
+
+def add_json(parser: Parser, what: str = "print one JSON document instead") -> None:
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 # ---- Tables of commands

@@ -94,6 +94,16 @@ def refuse_to_overwrite(
         raise ValueError(f"{path} exists already and was left as it is; {otherwise}")
 
 
+def check_drawing(path: Path | None, force: bool, *endings: Iterable[str]) -> None:
+    """Make sure that a drawing may be written, if one is asked for. Raises: ValueError for what `path` cannot be."""
+    if path is not None:
+        # It loads the schedules, which most commands do without.
+        from penstock.draw import check_ending
+
+        check_ending(path, *endings)
+        refuse_to_overwrite(path, force=force)
+
+
 def write_text(path: Path, text: str, *, force: bool) -> None:
     """Write a file whole or not at all.
 

@@ -8,13 +8,11 @@ import tomllib
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from penstock import schedule
-from penstock.cli.options import WIDTH, Command, Parser, dispatch
-from penstock.cli.output import print_json, print_table, refuse_to_overwrite, write_text
-from penstock.draw import Layer, check_ending, write_drawing
+from penstock import draw, schedule
+from penstock.cli.options import WIDTH, Command, Parser, add_json, add_output, dispatch
+from penstock.cli.output import check_drawing, print_json, print_table, write_text
 from penstock.schedule import files
 from penstock.schedule.search import bound
 from penstock.settings.objects import is_reference
@@ -43,27 +41,31 @@ _COSTS = {
 _SINGLE = ("action", "message_bytes", "bandwidth", "reduce", "step")
 
 
-def add_size(parser: Parser, *, ranks: int = 4, microbatches: int = 8, of_file: bool = False) -> None:
+def add_size(parser: Parser, ranks: int, microbatches: int, *, of_file: bool = False) -> None:
     """Add the counts, without defaults for a file, which has its own."""
-    sizes = {"--ranks": (ranks, "processes of the pipeline"), "--microbatches": (microbatches, "parts of a batch")}
-    for option, (default, what) in sizes.items():
+    for option, default, what in (("ranks", ranks, "processes"), ("microbatches", microbatches, "parts of a batch")):
         said = f"{what} (default {default})"
-        parser.add_argument(option, type=int, default=None if of_file else default, metavar="N", help=said)
+        parser.add_argument(f"--{option}", type=int, default=None if of_file else default, metavar="N", help=said)
 
 
 def add_schedule(parser: Parser, arguments: Sequence[str], *, costs: bool = True) -> None:
-    """Add NAME, the counts, the costs if asked for, and the named schedule's own options."""
+    """Add NAME, the counts, the costs if asked for, the named schedule's own options, and --json."""
     parser.add_argument(
         "name", metavar="NAME", help="a name that `schedule list` prints, a .csv or .txt file, or file.py:function"
     )
-    add_size(parser, of_file=_names_file(arguments))
+    # The --output file does not count.
+    before = ["", *arguments]
+    add_size(
+        parser, 4, 8, of_file=any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
+    )
     parser.add_argument(
-        "--stages-per-rank", type=int, default=None, metavar="N", help="local stages (default: as the schedule has it)"
+        "--stages-per-rank", type=int, metavar="N", help="local stages (default: as the schedule has it)"
     )
     said = "send each gradient to the previous rank as soon as it is computed, before W, as the engine does"
     parser.add_argument("--early-gradients", action="store_true", help=said)
     said = "microbatches of a stage that keep all activations at once, the first ones (default 0)"
     parser.add_argument("--num-kept-microbatches", type=int, default=0, metavar="N", help=said)
+    add_json(parser)
     if costs:
         add_costs(parser)
     name = next((word for word in arguments if _is_named(word)), None)
@@ -76,25 +78,18 @@ def _is_named(word: str) -> bool:
     return word in schedule.names(with_aliases=True) or is_reference(word)
 
 
-def _names_file(arguments: Sequence[str]) -> bool:
-    """Return whether the schedule is read from a file; the --output file does not count."""
-    before = ["", *arguments]
-    return any(files.is_file(word) and last != "--output" for last, word in zip(before, arguments))
-
-
 def add_own_options(parser: Parser, names: Sequence[str], *, without: Container[str]) -> None:
     """Add the options of these schedules' own, except those in `without`."""
-    own = parser.add_argument_group(textwrap.fill(f"options of {', '.join(names)}", WIDTH - 1))
-    known: dict[str, object] = {}
-    for name in names:
-        known |= {option: default for option, default in schedule.options(name).items() if option not in without}
-    for option, default in known.items():
+    group = parser.add_argument_group(textwrap.fill(f"options of {', '.join(names)}", WIDTH - 1))
+    defaults = {option: default for name in names for option, default in schedule.options(name).items()}
+    for option, default in defaults.items():
+        if option in without:
+            continue
         said = "(default: as it takes)" if default is None else f"(default {default})"
-        if isinstance(default, bool):
-            own.add_argument(flag(option), action=argparse.BooleanOptionalAction, default=default, help=said)
-        else:
-            kind = _numbers if option in _COSTS else _value if default is None else type(default)
-            own.add_argument(flag(option), type=kind, default=default, help=said)
+        form: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if not isinstance(default, bool):
+            form = {"type": _numbers if option in _COSTS else _value if default is None else type(default)}
+        group.add_argument(flag(option), default=default, help=said, **form)
 
 
 def _value(text: str) -> Any:
@@ -117,10 +112,6 @@ def add_costs(parser: Parser) -> None:
         costs.add_argument(flag(name), type=kind, default=default, metavar="NUMBER", help=what)
 
 
-def add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-
-
 def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
@@ -138,61 +129,51 @@ def _numbers(text: str) -> float | tuple[float, ...]:
 
 
 def costs_of(options: argparse.Namespace) -> schedule.Costs:
-    """The given costs."""
     return schedule.Costs(**{name: getattr(options, name) for name in _COSTS})
 
 
 def own_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The given values of a schedule's own options."""
-    known = schedule.options(name) if _is_named(name) else {}
-    return {option: getattr(options, option) for option in known if hasattr(options, option)}
+    names = schedule.options(name) if _is_named(name) else ()
+    return {option: getattr(options, option) for option in names if hasattr(options, option)}
 
 
-def proved(options: argparse.Namespace, name: str | None = None, *, shared_channels: bool = False) -> schedule.Program:
-    """The proved program of the schedule that the options name, or of the schedule `name` at the same size.
+def proved(options: argparse.Namespace, name: str, *, shared_channels: bool = False) -> schedule.Program:
+    """The proved program of the schedule of that name, with the counts and options of the command.
 
     A file has its own counts, which are copied into the options.
 
     Raises: ScheduleError for a file that is wrong or has other counts than asked for; ValueError as `build`.
     """
-    name = options.name if name is None else name
-    assert name is not None
-    early, num_kept = getattr(options, "early_gradients", False), getattr(options, "num_kept_microbatches", 0)
-    if files.is_file(name):
-        if early:
-            raise schedule.ScheduleError(f"{name} is taken as it is; --early-gradients goes with a schedule's name")
-        program = _proved_file(options, name, shared_channels)
-        return schedule.keep_first(program, num_kept) if num_kept else program
-    built = schedule.build(
-        name,
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        stages_per_rank=getattr(options, "stages_per_rank", None),
-        **own_options(name, options),
-    )
-    if early:
-        built = schedule.early_gradients(built)
-    program = schedule.lower(built, shared_channels=shared_channels)
-    schedule.verify(program)
-    return schedule.keep_first(program, num_kept) if num_kept else program
-
-
-def _proved_file(options: argparse.Namespace, name: str, shared_channels: bool) -> schedule.Program:
+    if not files.is_file(name):
+        built = schedule.build(
+            name,
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            stages_per_rank=options.stages_per_rank,
+            **own_options(name, options),
+        )
+        program = schedule.lower(
+            schedule.early_gradients(built) if options.early_gradients else built, shared_channels=shared_channels
+        )
+        schedule.verify(program)
+        return schedule.keep_first(program, options.num_kept_microbatches)
+    if options.early_gradients:
+        raise schedule.ScheduleError(f"{name} is taken as it is; --early-gradients goes with a schedule's name")
     program = files.read_program(name, shared_channels=shared_channels)
-    placement = program.placement
     counts = {
-        "ranks": placement.num_ranks,
+        "ranks": program.placement.num_ranks,
         "microbatches": program.schedule.num_microbatches,
-        "stages_per_rank": placement.stages_per_rank,
+        "stages_per_rank": program.placement.stages_per_rank,
     }
-    for count, found in counts.items():
-        if getattr(options, count) not in (None, found):
-            raise schedule.ScheduleError(f"{name} has {found} {count.replace('_', ' ')}, not {getattr(options, count)}")
-        setattr(options, count, found)
-    return program
+    for count, number in counts.items():
+        if (asked := getattr(options, count)) not in (None, number):
+            raise schedule.ScheduleError(f"{name} has {number} {count.replace('_', ' ')}, not {asked}")
+        setattr(options, count, number)
+    return schedule.keep_first(program, options.num_kept_microbatches)
 
 
-# ---- `penstock schedule`: list, show, verify, simulate, compare and export schedules; none of it needs torch or a GPU
+# ---- The commands
 
 
 HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for
@@ -206,7 +187,6 @@ examples:
   penstock schedule show 1f1b --ranks 4 --microbatches 8
   penstock schedule compare --ranks 8 --microbatches 32"""
 
-_UNKNOWN = "-"
 _COLUMNS = (
     ("schedule", "schedule", "s"),
     ("stages_per_rank", "stages", "d"),
@@ -239,14 +219,10 @@ def list_schedules_parser() -> Parser:
 
 def list_schedules(arguments: list[str]) -> int:
     """Print the schedules that can be built, each with its summary and options."""
-    options = list_schedules_parser().parse_args(arguments)
     summaries = {name: schedule.describe(name) for name in schedule.names()}
-    if options.json:
+    if list_schedules_parser().parse_args(arguments).json:
         print_json(
-            [
-                {"name": name, "summary": summary, "options": schedule.options(name)}
-                for name, summary in summaries.items()
-            ]
+            [{"name": name, "summary": summaries[name], "options": schedule.options(name)} for name in summaries]
         )
         return 0
     margin = max(map(len, summaries)) + 2
@@ -272,22 +248,16 @@ def show_command_parser(arguments: Sequence[str] = ()) -> Parser:
         ),
     )
     add_schedule(parser, arguments)
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="draw into this file: .svg, .png, .pdf, .html or .json"
-    )
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    add_json(parser)
+    add_output(parser, "draw into this file: .svg, .png, .pdf, .html or .json")
     return parser
 
 
 def show_command(arguments: list[str]) -> int:
     """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
     options = show_command_parser(arguments).parse_args(arguments)
-    if options.output is not None:
-        check_ending(options.output)
-        refuse_to_overwrite(options.output, force=options.force)
+    check_drawing(options.output, options.force)
     try:
-        program = proved(options)
+        program = proved(options, options.name)
     except schedule.ScheduleError as error:
         if error.hang is not None:
             _show(options, arguments, schedule.simulate(error.hang, costs_of(options)), str(error))
@@ -300,27 +270,25 @@ def _show(options: argparse.Namespace, arguments: list[str], timeline: schedule.
     """Draw a timeline into a file or the terminal, or print it as JSON; that of a hang has the `fault` of its proof."""
     if options.output is not None:
         command = shlex.join(["penstock", "schedule", "show", *arguments])
-        write_drawing(options.output, [Layer.simulated(timeline)], command=command)
+        draw.write_drawing(options.output, [draw.Layer.simulated(timeline)], command=command)
     if options.json:
         events = [
             [{"action": str(event.action), "start": event.start, "end": event.end} for event in of_rank]
             for of_rank in timeline.events
         ]
         if (hang := timeline.hang) is None:
-            found = _summary_of(options, timeline)
+            summary = _summary_of(options, timeline)
         else:
             waits = [
                 {"rank": rank, "action": str(action), "waits_for": str(transfer), "of_rank": hang.awaited(rank)}
                 for rank, (action, transfer) in hang.waits.items()
             ]
-            found = {**_asked(options), "proved": False, "reason": fault, "waits": waits, "arrows": hang.arrows}
-        print_json(found | {"events": events} | _written(options))
+            summary = {**_asked(options), "proved": False, "reason": fault, "waits": waits, "arrows": hang.arrows}
+        print_json(summary | {"events": events} | _written(options))
     elif options.output is not None:
         print(f"drew {timeline.title} into {options.output}")
     else:
-        from penstock.draw import in_terminal
-
-        in_terminal(timeline)
+        draw.in_terminal(timeline)
 
 
 def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
@@ -338,7 +306,6 @@ def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
         ),
     )
     add_schedule(parser, arguments, costs=False)
-    add_json(parser)
     return parser
 
 
@@ -346,7 +313,7 @@ def verify_command(arguments: list[str]) -> int:
     """Prove a schedule, by its name or from a file, or report its fault."""
     options = verify_command_parser(arguments).parse_args(arguments)
     try:
-        program = proved(options)
+        program = proved(options, options.name)
     except schedule.ScheduleError as error:
         if options.json:
             print_json({**_asked(options), "proved": False, "reason": str(error)})
@@ -374,14 +341,13 @@ def simulate_command_parser(arguments: Sequence[str] = ()) -> Parser:
         ),
     )
     add_schedule(parser, arguments)
-    add_json(parser)
     return parser
 
 
 def simulate_command(arguments: list[str]) -> int:
     """Time a schedule under given costs and print its figures."""
     options = simulate_command_parser(arguments).parse_args(arguments)
-    program, costs = proved(options), costs_of(options)
+    program, costs = proved(options, options.name), costs_of(options)
     timeline = schedule.simulate(program, costs)
     if options.json:
         print_json(
@@ -390,11 +356,10 @@ def simulate_command(arguments: list[str]) -> int:
             | {"live_bytes": [timeline.live_bytes(rank) for rank in range(options.ranks)]}
         )
         return 0
-    print(timeline.title)
-    print(f"  makespan     {timeline.makespan:.6g}")
-    print(f"  span         {timeline.span_cost:.6g}")
-    print(f"  bubble       {timeline.bubble_rate:.4f}")
-    print("  rank         idle   peak live microbatches")
+    print(
+        f"{timeline.title}\n  makespan     {timeline.makespan:.6g}\n  span         {timeline.span_cost:.6g}\n"
+        f"  bubble       {timeline.bubble_rate:.4f}\n  rank         idle   peak live microbatches"
+    )
     for rank, (idle, live) in enumerate(zip(timeline.idle, timeline.peak_live_microbatches, strict=True)):
         print(f"  {rank:4d} {idle:12.6g} {live:8.4g}")
     return 0
@@ -412,10 +377,8 @@ def export_parser(arguments: Sequence[str] = ()) -> Parser:
         ),
     )
     add_schedule(parser, arguments, costs=False)
-    parser.add_argument("--output", type=Path, metavar="FILE", required=True, help="the file: .csv or .txt")
+    add_output(parser, "the file: .csv or .txt", required=True)
     parser.add_argument("--transfers", action="store_true", help="write the program: with transfers and reductions")
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    add_json(parser)
     return parser
 
 
@@ -428,7 +391,7 @@ def export(arguments: list[str]) -> int:
     if writer is None:
         raise ValueError(f"cannot export to {options.output.name!r}: the file must end in {' or '.join(writers)}")
     # torch sends activations and gradients between two ranks through one channel.
-    program = proved(options, shared_channels=ending == ".csv")
+    program = proved(options, options.name, shared_channels=ending == ".csv")
     write_text(options.output, writer(program if options.transfers else program.schedule), force=options.force)
     num_actions = sum(map(len, program.ranks if options.transfers else program.schedule.orders))
     if options.json:
@@ -453,7 +416,8 @@ def compare_command_parser() -> Parser:
             "penstock schedule compare --ranks 2 --schedules 1f1b zb-v",
         ),
     )
-    add_size(parser, ranks=8, microbatches=32)
+    parser.set_defaults(stages_per_rank=None, early_gradients=False, num_kept_microbatches=0)
+    add_size(parser, 8, 32)
     parser.add_argument("--schedules", nargs="+", metavar="NAME", help="only these (default: all)")
     add_costs(parser)
     add_own_options(parser, [name for name in schedule.names() if schedule.options(name)], without=_COSTS)
@@ -471,7 +435,7 @@ def compare_command(arguments: list[str]) -> int:
         return 0
     shown = [column for column in _COLUMNS if not column[0].endswith("_bytes") or any(row[column[0]] for row in rows)]
     cells = [[head for _, head, _ in shown]]
-    cells += [[_UNKNOWN if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
+    cells += [["-" if row[name] is None else format(row[name], form) for name, _, form in shown] for row in rows]
     print_table(cells)
     return 0
 
@@ -501,6 +465,10 @@ def _names(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def _written(options: argparse.Namespace) -> dict[str, object]:
+    return {} if options.output is None else {"written": str(options.output)}
+
+
 def _summary_of(options: argparse.Namespace, timeline: schedule.Timeline) -> dict[str, object]:
     return {
         **_names(options),
@@ -514,18 +482,15 @@ def _summary_of(options: argparse.Namespace, timeline: schedule.Timeline) -> dic
     }
 
 
-def _written(options: argparse.Namespace) -> dict[str, object]:
-    return {} if options.output is None else {"written": str(options.output)}
-
-
 def _row_of(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """The figures of one schedule; None for one that does not train."""
-    program = proved(options, name)
+    program, costs = proved(options, name), costs_of(options)
     if not program.schedule.training:
         return None
-    costs = costs_of(options)
-    lists = [own for own in (costs.forward, costs.backward_input, costs.backward_weight) if isinstance(own, tuple)]
-    if any(len(own) != program.placement.stages_per_route for own in lists):
+    lists = [
+        times for times in (costs.forward, costs.backward_input, costs.backward_weight) if isinstance(times, tuple)
+    ]
+    if any(len(times) != program.placement.stages_per_route for times in lists):
         raise ValueError(
             f"{name} has {program.placement.stages_per_route} stages, and {len(lists[0])} times are given; to compare "
             "different numbers of stages on one model is penstock plan's"

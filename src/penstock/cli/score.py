@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -15,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.input_lines import InputReader, Text
 from penstock.cli.options import PROCESSES, Parser, options_of, parallel_options, values_of
-from penstock.cli.output import (
-    Progress,
-    ResultsFile,
-    counted,
-    digest_of,
-    plain_number,
-    print_json,
-)
+from penstock.cli.output import Progress, ResultsFile, counted, digest_of, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.session import IMPORTS, ModelCommand
 from penstock.settings import DataConfig, Settings, same_as
@@ -97,8 +89,7 @@ class Score(ModelCommand):
     #: where the lines are written, and how they are computed
     output: Path  # pyright: ignore[reportIncompatibleVariableOverride]
     scoring: ScoreConfig
-    #: what `read` has found: the model, the texts, and the most tokens of a microbatch
-    model: "ModelFolder"
+    #: what `read` has found: the texts, and the most tokens of a microbatch
     texts: Sequence[Text]
     max_tokens: int
 
@@ -171,56 +162,53 @@ class Score(ModelCommand):
         return line | ({"reward": rated[0]} if len(rated) == 1 else {"rewards": rated})
 
     def work(self) -> None:
-        self.together("texts", self.read)
+        self.meeting.together("texts", self.read)
         # What the scores depend on, beside the model.
         decisive = {
             "temperature": self.scoring.temperature,
             "text_field": self.scoring.text_field,
             "special_tokens": not self.given.no_special_tokens,
-            "precision": self.opened["precision"],
-            "reproducible": self.opened["reproducible"],
             "max_tokens": self.max_tokens,
-            "texts": digest_of(
-                [[text.line, text.id, list(text.tokens), text.num_prompt_tokens] for text in self.texts]
-            ),
+            "texts": digest_of([[text.line, text.id, text.tokens, text.num_prompt_tokens] for text in self.texts]),
         }
-        self.refuse_differing("scoring", decisive)
-        with self.open(self.model) as (engine, version), ExitStack() as stack:
-            of_call = [str(self.model.folder.resolve()), version, decisive]
+        self.meeting.refuse_differing("scoring", {**decisive, **self.opened})
+        with self.open(self.model) as (engine, version):
             # Ranks that share the last stage have the same results; one of them delivers.
             delivers = engine.pipeline.gives_results and (engine.grid.tp_rank, engine.grid.cp_rank) == (0, 0)
-            writes = delivers and self.pipelines.index == 0
-            file = self.together("file", lambda: ResultsFile(self.output, of_call, ("line",)) if writes else None)
-            stack.enter_context(file or nullcontext())
-            summary, num_done = Summary(), 0
-            if file is not None:
-                # A batch that a killed call left incomplete is scored again.
-                left = {line["line"]: line for line in file.read()}
-                done = list(takewhile(lambda texts: all(text.line in left for text in texts), self.batches))
-                summary.add([left[text.line] for texts in done for text in texts])
-                summary.resumed_from, num_done = summary.num_lines, len(done)
-            first = max(theirs["batches"] for theirs in self.agree("done", {"batches": num_done}))
-            start_s = time.perf_counter()
-            shown = sys.stderr if self.given.json else sys.stdout
-            progress = Progress(len(self.texts), summary.num_lines, shown, "line") if file is not None else None
-            for number, texts in list(enumerate(self.batches))[first:]:
-                lines = self._lines_of_all(engine, number, texts, delivers)
-                if file is not None and progress is not None and lines is not None:
-                    file.write(lines, to_disk=True)
-                    summary.add(lines)
-                    progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
-            # The store may belong to a process that has already finished its own work.
-            self.agree("end", {})
-            if file is not None and progress is not None:
-                summary.time_s = time.perf_counter() - start_s
-                summary.tokens_per_s = progress.num_tokens / summary.time_s
-                # Before anything is closed: what fails then takes nothing from the scores.
-                file.publish()
-                paths = {"model": str(self.given.model), "file": str(self.given.file), "output": str(self.output)}
-                if self.given.json:
-                    print_json({**paths, **asdict(summary)})
-                else:
-                    print(f"{summary}; wrote {self.output}")
+            with self.results([version, decisive], ("line",), delivers and self.pipelines.index == 0) as file:
+                self._score(engine, file, delivers)
+
+    def _score(self, engine: "Engine", file: ResultsFile | None, delivers: bool) -> None:
+        """Score all texts, and write and report their lines where the file is."""
+        summary, num_done = Summary(), 0
+        if file is not None:
+            # A batch that a killed call left incomplete is scored again.
+            left = {line["line"]: line for line in file.read()}
+            done = list(takewhile(lambda texts: all(text.line in left for text in texts), self.batches))
+            summary.add([left[text.line] for texts in done for text in texts])
+            summary.resumed_from, num_done = summary.num_lines, len(done)
+        first = max(self.meeting.exchange("done", num_done))
+        start_s = time.perf_counter()
+        shown = sys.stderr if self.given.json else sys.stdout
+        progress = Progress(len(self.texts), summary.num_lines, shown, "line") if file is not None else None
+        for number, texts in list(enumerate(self.batches))[first:]:
+            lines = self._lines_of_all(engine, number, texts, delivers)
+            if file is not None and progress is not None and lines is not None:
+                file.write(lines, to_disk=True)
+                summary.add(lines)
+                progress.count(summary.num_lines, sum(len(text.tokens) for text in texts))
+        # The store may belong to a process that has already finished its own work.
+        self.meeting.exchange("end", None)
+        if file is not None and progress is not None:
+            summary.time_s = time.perf_counter() - start_s
+            summary.tokens_per_s = progress.num_tokens / summary.time_s
+            # Before anything is closed: what fails then takes nothing from the scores.
+            file.publish()
+            paths = {"model": str(self.given.model), "file": str(self.given.file), "output": str(self.output)}
+            if self.given.json:
+                print_json({**paths, **asdict(summary)})
+            else:
+                print(f"{summary}; wrote {self.output}")
 
     def _lines_of_all(
         self, engine: "Engine", number: int, texts: Sequence[Text], delivers: bool

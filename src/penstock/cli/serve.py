@@ -125,18 +125,18 @@ class Serve(ModelCommand):
         from penstock.serve.server import listening_socket
 
         is_first, config = self.group.rank == 0, self.config
-        model = self.together("model", self.look)
+        model = self.meeting.together("model", self.look)
         if is_first:
             logging.getLogger("penstock.serve").setLevel("INFO" if config.log_requests else "WARNING")
         shape, length = self.shape, self.length(model)
-        self.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
+        self.meeting.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
         def prepare() -> "tuple[ServerParts, socket] | None":
             if not is_first:
                 return None
             return self._parts(model, shape), listening_socket(config.address, config.port)
 
-        prepared = self.together("address", prepare)
+        prepared = self.meeting.together("address", prepare)
         os.environ.update(_KEEP_PRODUCTS | os.environ)
         # Answers are on their way from the first token to the last: half of the longest, on average.
         with self.open(model, (shape.rows_per_slot, length / 2)) as (engine, _):

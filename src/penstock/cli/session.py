@@ -6,27 +6,23 @@ weights and the end are the same for all of them.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.cli.options import Options, Parser, add_options, options_of, values_of
-from penstock.cli.output import refuse_to_overwrite, show_log
+from penstock.cli.output import ResultsFile, refuse_to_overwrite, show_log, waiting
 from penstock.cli.processes.launch import WorkerCommand, launch
-from penstock.cli.processes.meeting import Group, exchange, find_group_of
+from penstock.cli.processes.meeting import Group, find_group_of
 from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig, RingConfig, TrainConfig, walk_settings
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
-    from penstock.cli.processes.session import Pipelines
+    from penstock.cli.processes.session import Meeting, Pipelines
     from penstock.engine.build import EngineArguments
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
-
-T = TypeVar("T")
 
 IMPORTS = (
     *("penstock.cli.processes.session", "penstock.data.examples"),
@@ -69,11 +65,12 @@ class ModelCommand:
     #: one pipeline, and how many of them share the work
     parallel: ParallelConfig
     dp: int
-    #: further arguments of `open_model`
+    #: further arguments of `open_model`, and the model once it has been read
     opened: dict[str, Any]
-    #: while it works: this process's place, the store where it meets the others, and its pipeline among them
+    model: "ModelFolder"
+    #: while it works: this process's place, where it meets the others, and its pipeline among them
     group: Group
-    store: "Store"
+    meeting: "Meeting"
     pipelines: "Pipelines"
 
     @staticmethod
@@ -136,8 +133,8 @@ class ModelCommand:
 
         self.group = group or Group.alone()
 
-        def work(store: "Store") -> None:
-            self.store, self.pipelines = store, Pipelines.of(store, self.group, self.dp)
+        def work(meeting: "Meeting") -> None:
+            self.meeting, self.pipelines = meeting, Pipelines.of(meeting.store, meeting.group, self.dp)
             self.work()
 
         return work_together(self.group, parallel.num_threads, parallel.timeout_s, work)
@@ -157,38 +154,21 @@ class ModelCommand:
             )
         return model
 
-    def together(self, key: str, work: Callable[[], T]) -> T:
-        """Do `work` on every process. Raises: ValueError on all of them where one refuses."""
-        from penstock.cli.processes.session import together
-
-        return together(self.store, self.group, key, work)
-
-    def agree(self, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange values among all processes; returns them by rank."""
-        return exchange(self.store, self.group, key, ours)
-
-    def refuse_differing(self, key: str, ours: Mapping[str, Any]) -> None:
-        """Refuse values that differ between processes. Raises: ConfigError on all of them."""
-        from penstock.cli.processes.session import refuse_differing
-
-        refuse_differing(self.store, self.group, key, ours)
-
     @contextmanager
     def open(self, model: "ModelFolder", decoded: tuple[int, float] | None = None) -> "Iterator[tuple[Engine, str]]":
         """An engine with the model's weights, and their version; it is watched inside the block and closed after it.
 
         decoded: where the stages are cut for generation, the rows that a slot decodes and their mean number of tokens.
         """
-        from penstock.cli.output import waiting
-        from penstock.cli.processes.session import choose_device, initialise
+        from penstock.cli.processes.session import initialise
         from penstock.engine.engine import Engine
         from penstock.engine.generation.decode_cut import cut_to_decode
         from penstock.runtime import Watchdog
 
-        store, group = self.store, self.group
+        group = self.group
         if group.rank == 0:
             show_layers(model)
-        parallel = choose_device(store, group, self.parallel)
+        parallel = self.meeting.choose_device(self.parallel)
         initialise(*self.pipelines.world(group), parallel)
         arguments = self._settled(model, model.arguments(parallel))
         if decoded is not None:
@@ -203,6 +183,22 @@ class ModelCommand:
             watchdog.close()
             engine.close()
 
+    @contextmanager
+    def results(self, decisive: Sequence[Any], numbers: Sequence[str], writes: bool) -> "Iterator[ResultsFile | None]":
+        """The file of results in the process that writes it; None in the others, and where results are only shown.
+
+        decisive, numbers: of `ResultsFile`; the model and how it computes decide, too.
+
+        Raises: ValueError on every process, if the file cannot be written.
+        """
+        of_model = [str(self.model.folder.resolve()), self.opened["precision"], self.opened["reproducible"]]
+
+        def opened() -> ResultsFile | None:
+            return ResultsFile(self.output, [*of_model, *decisive], numbers) if writes and self.output else None
+
+        with self.meeting.together("output", opened) or nullcontext() as file:
+            yield file
+
     def _settled(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
         """The arguments without `auto` for quantized weights, as all processes choose; says where these are slower."""
         from penstock.engine.build import parameter_dtype
@@ -213,8 +209,8 @@ class ModelCommand:
         if kind is Quantize.NONE or options.device != "cpu":
             return arguments
         dtype = parameter_dtype(options.precision)
-        found = self.together("products", lambda: measured_seconds(dtype, kind))
-        views = [theirs["seconds"] for theirs in self.agree("seconds of products", {"seconds": found})]
+        seconds = self.meeting.together("products", lambda: measured_seconds(dtype, kind))
+        views = self.meeting.exchange("seconds of products", seconds)
         ratio = times_as_slow(kind, dtype, seconds_of_all(views), self.only_reads)
         if kind is Quantize.AUTO:
             model.quantize = kind = Quantize.INT8 if ratio < 1 else Quantize.NONE

@@ -9,30 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.cli.processes.meeting import Group, exchange
-from penstock.cli.processes.session import choose_device, initialise
+from penstock.cli.processes.session import Meeting, initialise
 from penstock.parallel import connect
 from penstock.runtime import PipelineError
-from penstock.settings import Device, Layout, ParallelConfig
+from penstock.settings import Layout, ParallelConfig
 
 _NUM_LINK_WORDS = 20
 _LINK_BLOCK_BYTES = 4 * 2**20
 
 
-def measure_links(layout: Layout, group: Group, store: Store, parallel: ParallelConfig) -> dict[str, Any]:
-    """Test all links as one process of `group`; returns what was measured, by name.
+def measure_links(layout: Layout, meeting: Meeting, parallel: ParallelConfig) -> dict[str, Any]:
+    """Test all links as one process of a group; returns what was measured, by name.
 
     hosts: the machine of each rank. word_s: median step of a ring of all processes with eight bytes. block_bytes_per_s:
     bytes that each rank sends per second in a step with a large block. connect_s: time to make and use all groups.
 
     Raises: PipelineError naming a link that failed.
     """
-    hosts = [theirs["host"] for theirs in exchange(store, group, "hosts", {"host": platform.node()})]
-    parallel = choose_device(store, group, parallel)
-    initialise(store, group, parallel)
-    device = _device(parallel.device)
+    hosts = meeting.exchange("hosts", platform.node())
+    parallel, group = meeting.choose_device(parallel), meeting.group
+    initialise(meeting.store, group, parallel)
+    device = torch.device("cuda", torch.cuda.current_device()) if parallel.device == "cuda" else torch.device("cpu")
     times = [_ring_step(torch.full((1,), group.rank, device=device)) for _ in range(_NUM_LINK_WORDS)]
     block = torch.full((_LINK_BLOCK_BYTES // 8,), group.rank, device=device)
     block_s = min(_ring_step(block) for _ in range(3))
@@ -46,11 +44,6 @@ def measure_links(layout: Layout, group: Group, store: Store, parallel: Parallel
         "block_bytes_per_s": _LINK_BLOCK_BYTES / block_s,
         "connect_s": connect_s,
     }
-
-
-def _device(name: Device) -> torch.device:
-    """The device of this process, once `choose_device` has chosen."""
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
 def _ring_step(sent: Tensor) -> float:

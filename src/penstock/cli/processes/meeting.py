@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import os
 import re
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -167,25 +166,6 @@ def store_at(listener: socket.socket) -> "Store":
     limit = timedelta(seconds=_STORE_LIMIT_S)
     descriptor = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
-
-
-def exchange(store: "Store", group: Group, key: str, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Exchange values among all processes, as JSON; returns them by rank, the same on every process."""
-    place = f"penstock/{key}"
-    store.set(f"{place}/{group.rank}", json.dumps(ours, sort_keys=True))
-    if group.rank == 0:
-        # Most ranks say the same, which is then passed on once: ten thousand need not read ten thousand values each.
-        texts = [store.get(f"{place}/{rank}").decode() for rank in range(group.world_size)]
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        store.set(f"{place}/all", json.dumps([list(numbers), [numbers[text] for text in texts]]))
-    different, by_rank = json.loads(store.get(f"{place}/all"))
-    values = [json.loads(different[number]) for number in by_rank]
-    if store.add(f"{place}/num_read", 1) == group.world_size:
-        store.set(f"{place}/all_have_read", "")
-    if group.rank == 0:
-        # The store may live in this process, which may end because of what it read: not before all have read it.
-        store.get(f"{place}/all_have_read")
-    return values
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

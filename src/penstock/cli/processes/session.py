@@ -41,7 +41,7 @@ from penstock.cli.main import (
 )
 from penstock.cli.output import NAME
 from penstock.cli.processes.machine import check_open_files
-from penstock.cli.processes.meeting import Group, exchange, listen, reason, store_at
+from penstock.cli.processes.meeting import Group, listen, reason, store_at
 from penstock.engine.checkpoint.manifest import CheckpointError
 from penstock.parallel.device import agree_on_device
 from penstock.parallel.host import ProcessEnded, answer_of_store, on_all_ranks, refuse_other_software
@@ -131,11 +131,10 @@ def join(group: Group, timeout_s: float, secret: str = "") -> Store:
     deadline = time.monotonic() + timeout_s
     store = agree_on_round(_store_of(group, timeout_s), group.rank, group.world_size, deadline - time.monotonic())
     # It says whether secrets are equal, and not where the keys lie.
-    sign = hashlib.blake2b(os.fsencode(secret), person=b"sign").hexdigest()
-    signs = [theirs["sign"] for theirs in exchange(store, group, "secret", {"sign": sign})]
-    if others := [rank for rank, theirs in enumerate(signs) if theirs != signs[0]]:
+    signs = Meeting(store, group).exchange("secret", hashlib.blake2b(os.fsencode(secret), person=b"sign").hexdigest())
+    if rank := next((rank for rank, sign in enumerate(signs) if sign != signs[0]), None):
         raise ValueError(
-            f"{SECRET} of rank {others[0]} is not that of rank 0; set it to the same text on all hosts, or on none"
+            f"{SECRET} of rank {rank} is not that of rank 0; set it to the same text on all hosts, or on none"
         )
     store.set_timeout(timedelta(seconds=max(timeout_s, _PREPARING_S)))
     return PrefixStore(hashlib.blake2b(os.fsencode(secret)).hexdigest(), store) if secret else store
@@ -249,8 +248,8 @@ _REPORTED, _WRITTEN, _DONE = "penstock/reported", "penstock/report_written", "pe
 _ANSWER_LIMIT_S = 3.0
 
 
-def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[[Store], int | None]) -> int:
-    """Do `work`, given the store where the processes of `group` meet; returns its exit code, or the command's.
+def work_together(group: Group, num_threads: int, timeout_s: float, work: Callable[["Meeting"], int | None]) -> int:
+    """Do `work`, given the meeting of the processes of `group`; returns its exit code, or the command's.
 
     One process reports a user's mistake for all, in one sentence. When a peer fails, every process reports where it
     was and ends at once: nothing is called any more that could wait for the peer.
@@ -262,11 +261,12 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         faulthandler.enable()  # a crash below Python prints its place
     torch.set_num_threads(num_threads)
     store = join(group, timeout_s, secret_of(os.environ))
+    meeting = Meeting(store, group)
     threading.excepthook = _on_thread_failure
     try:
         if not group.is_ours:
-            refuse_other_software(partial(_gathered, store, group, "versions"))
-        code = work(store) or 0
+            refuse_other_software(partial(meeting.exchange, "versions"))
+        code = work(meeting) or 0
         sys.stdout.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -292,49 +292,64 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
     return _end(group, code)
 
 
-def refuse_differing(store: Store, group: Group, key: str, ours: Mapping[str, Any]) -> None:
-    """Refuse values that differ between ranks.
+@dataclass(frozen=True)
+class Meeting:
+    """The processes of a group at their store. All of them make the same calls, each with a key of its own."""
 
-    Raises:
-        ConfigError: on every process; the message names what differs, and on which rank.
-    """
-    values = exchange(store, group, key, ours)
-    for rank, theirs in enumerate(values):
-        changed = differences(theirs, values[0], here=f"on rank {rank}", there="on rank 0")
-        if changed:
-            raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
+    store: Store
+    group: Group
 
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Exchange values among all processes, as JSON; returns them by rank."""
+        store, place, world_size = self.store, f"penstock/{key}", self.group.world_size
+        store.set(f"{place}/{self.group.rank}", json.dumps(value, sort_keys=True))
+        if self.group.rank == 0:
+            # Most ranks say the same, which is then passed on once: none need read ten thousand values.
+            texts = [store.get(f"{place}/{rank}").decode() for rank in range(world_size)]
+            numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+            store.set(f"{place}/all", json.dumps([list(numbers), [numbers[text] for text in texts]]))
+        different, by_rank = json.loads(store.get(f"{place}/all"))
+        values = [json.loads(different[number]) for number in by_rank]
+        if store.add(f"{place}/num_read", 1) == world_size:
+            store.set(f"{place}/all_have_read", "")
+        if self.group.rank == 0:
+            # The store may live in this process, which may end because of what it read: not before all have read it.
+            store.get(f"{place}/all_have_read")
+        return values
 
-def together(store: Store, group: Group, key: str, work: Callable[[], T]) -> T:
-    """Do `work` on every process; if any process refuses, all raise the error of the first that did.
+    def refuse_differing(self, key: str, values: Mapping[str, Any]) -> None:
+        """Refuse values that differ between ranks.
 
-    Raises:
-        ValueError: on every process, if some process's work raised one, or could not use a file.
-    """
+        Raises: ConfigError on every process; the message names what differs, and on which rank.
+        """
+        views = self.exchange(key, values)
+        for rank, view in enumerate(views):
+            if changed := differences(view, views[0], here=f"on rank {rank}", there="on rank 0"):
+                raise ConfigError(f"all ranks of a run need the same settings, but these differ: {'; '.join(changed)}")
 
-    def refusing() -> T:
-        try:
-            return work()
-        except OSError as error:
-            raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
+    def together(self, key: str, work: Callable[[], T]) -> T:
+        """Do `work` on every process; if any process refuses, all raise the error of the first that did.
 
-    gather = partial(_gathered, store, group, key)
-    return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
+        Raises: ValueError on every process, if some process's work raised one, or could not use a file.
+        """
 
+        def refusing() -> T:
+            try:
+                return work()
+            except OSError as error:
+                raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
 
-def _gathered(store: Store, group: Group, key: str, value: Any) -> list[Any]:
-    """The values of all processes, by rank."""
-    return [theirs["value"] for theirs in exchange(store, group, key, {"value": value})]
+        gather = partial(self.exchange, key)
+        return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
 
+    def choose_device(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Give each process its device, as `agree_on_device` does; returns the settings with the one for "auto".
 
-def choose_device(store: Store, group: Group, parallel: ParallelConfig) -> ParallelConfig:
-    """Give each process its device, as `agree_on_device` does; returns the settings with the one for "auto".
-
-    Raises: ConfigError on all of them where that is not possible.
-    """
-    gather = partial(_gathered, store, group, "device")
-    device = agree_on_device(parallel.device, gather, group.rank, parallel.transport)
-    return replace(parallel, device="cuda" if device.type == "cuda" else "cpu")
+        Raises: ConfigError on all of them where that is not possible.
+        """
+        gather = partial(self.exchange, "device")
+        device = agree_on_device(parallel.device, gather, self.group.rank, parallel.transport)
+        return replace(parallel, device="cuda" if device.type == "cuda" else "cpu")
 
 
 def initialise(store: Store, group: Group, parallel: ParallelConfig) -> None:

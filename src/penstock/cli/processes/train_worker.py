@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock import schedule
 from penstock.cli.main import STOPPED
 from penstock.cli.output import Progress, print_json, print_progress, show_log, waiting
-from penstock.cli.processes.meeting import Group, exchange
-from penstock.cli.processes.session import choose_device, initialise, refuse_differing, together, work_together
+from penstock.cli.processes.meeting import Group
+from penstock.cli.processes.session import Meeting, initialise, work_together
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.checkpoint import Checkpointer
@@ -314,10 +313,10 @@ def train_worker(
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             before[number] = signal.signal(number, lambda caught, _: stops.append(caught))
 
-    def train(store: Store) -> int:
-        data, folder = _prepared(config, group, store, must_resume, fresh)
-        on_device = replace(config, parallel=choose_device(store, group, config.parallel))
-        initialise(store, group, on_device.parallel)
+    def train(meeting: Meeting) -> int:
+        data, folder = _prepared(config, meeting, must_resume, fresh)
+        on_device = replace(config, parallel=meeting.choose_device(config.parallel))
+        initialise(meeting.store, group, on_device.parallel)
         engine = Engine(*engine_arguments(on_device, data.corpus.vocab_size))
         warning = engine.pipeline.useless_overlap_warning(config.train.num_microbatches)
         if warning is not None and group.rank == 0:
@@ -338,7 +337,7 @@ def train_worker(
                 folder.close()
         if group.rank == 0 and as_json:
             print_json(result.to_dict())
-        return 0 if result.complete else _code_of_stop(store, group, stops)
+        return 0 if result.complete else _code_of_stop(meeting, stops)
 
     try:
         return work_together(group, config.parallel.num_threads, config.parallel.timeout_s, train)
@@ -348,28 +347,26 @@ def train_worker(
             signal.signal(number, handler)
 
 
-def _code_of_stop(store: Store, group: Group, stops: list[int]) -> int:
+def _code_of_stop(meeting: Meeting, stops: list[int]) -> int:
     """The exit code of a run that was stopped before its end, and can go on.
 
     It is that of the signal, as shells have it, so that nobody takes the run for done. Where another host alone was
     asked to end, `STOPPED` lets this one's agent start it anew; workers of our own launcher say the same, all at once.
     """
-    asked = [theirs["signals"] for theirs in exchange(store, group, "stopped", {"signals": stops[:1]})]
-    first = next((signals for signals in asked if signals), []) if group.is_ours else stops
+    asked = meeting.exchange("stopped", stops[:1])
+    first = next(filter(None, asked), []) if meeting.group.is_ours else stops
     return 128 + first[0] if first else STOPPED
 
 
-def _prepared(
-    config: RunConfig, group: Group, store: Store, must_resume: bool, fresh: bool
-) -> tuple[RunData, RunLock | None]:
+def _prepared(config: RunConfig, meeting: Meeting, must_resume: bool, fresh: bool) -> tuple[RunData, RunLock | None]:
     """The run's data, and on rank 0 its folder, once all processes agree on them."""
     # Python and PyTorch seed their generators anew each time; a run that is started again gets the same numbers.
     random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
-    if group.rank == 0:
+    if meeting.group.rank == 0:
         show_log()
-    refuse_differing(store, group, "settings", json.loads(json.dumps(config.flat())))
-    together(store, group, "folder", lambda: check_folder(config, fresh, must_resume))
-    data = together(store, group, "data", lambda: check_parts(config))
-    refuse_differing(store, group, "corpus", {"tokens of the corpus": data.corpus.fingerprint})
-    return data, together(store, group, "lock", lambda: RunLock(config) if group.rank == 0 else None)
+    meeting.refuse_differing("settings", json.loads(json.dumps(config.flat())))
+    meeting.together("folder", lambda: check_folder(config, fresh, must_resume))
+    data = meeting.together("data", lambda: check_parts(config))
+    meeting.refuse_differing("corpus", {"tokens of the corpus": data.corpus.fingerprint})
+    return data, meeting.together("lock", lambda: RunLock(config) if meeting.group.rank == 0 else None)
