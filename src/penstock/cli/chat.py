@@ -37,7 +37,6 @@ _COMMANDS = {
 
 
 def parser() -> Parser:
-    """The parser of `penstock chat`."""
     parser = Parser(
         "penstock chat",
         """Talk with the model in a folder, that of a run or of a Hugging Face model, in this process. Its own chat

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import Parser
+from penstock.cli.options import Parser, add_json
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def parser() -> Parser:
-    """The parser of `penstock check`."""
     parser = Parser(
         "penstock check",
         """Before you train for a week: run a few steps of your own layers, loss and optimizer in pipeline stages, and
@@ -39,15 +38,12 @@ down to its first layers, on made-up tokens.""",
     parser.add_argument("--pp", type=int, default=2, metavar="STAGES", help="pipeline stages (default 2)")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps (default 2)")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="layers that are left of a run (default 2)")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON document")
+    add_json(parser)
     return parser
 
 
 def main(words: list[str]) -> int:
-    """Check a file, and print the report; returns 0 where nothing differs, else 1.
-
-    Raises: ValueError for users' mistakes, and whatever a script raises.
-    """
+    """Check a file, and print the report; returns 0 where nothing differs, else 1."""
     given = parser().parse_args(words)
     if not given.file.is_file():
         raise FileNotFoundError(2, os.strerror(2), str(given.file))

@@ -4,14 +4,13 @@ import re
 import sys
 from pathlib import Path
 
-from penstock.cli.options import Parser
+from penstock.cli.options import Parser, add_json
 from penstock.cli.output import print_json, show_log, waiting
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parser() -> Parser:
-    """The parser of `penstock convert`."""
     parser = Parser(
         "penstock convert",
         "Write the model of a run, or of a Hugging Face folder, as a new Hugging Face folder that transformers loads.",
@@ -33,15 +32,12 @@ def parser() -> Parser:
         action="store_true",
         help="add a run's LoRA adapters to the weights, instead of writing them into the folder adapter inside",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of progress")
+    add_json(parser)
     return parser
 
 
 def main(arguments: list[str]) -> int:
-    """Convert one model.
-
-    Raises: ValueError for users' mistakes, before anything is written.
-    """
+    """Convert one model."""
     options = parser().parse_args(arguments)
     max_shard_bytes = parse_size(options.max_shard_size)
     if not options.source.is_dir():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.cli.options import Parser, add_options, parallel_options, values_of
+from penstock.cli.options import Parser, add_json, add_options, parallel_options, values_of
 from penstock.cli.output import print_json
 from penstock.cli.processes.launch import WorkerCommand, launch
 from penstock.cli.processes.machine import usable_cores
@@ -32,10 +32,6 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_b
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises: ValueError for a layout that is impossible or does not fit the processes.
-    """
     given = parser().parse_args(list(words))
     given.parallel = ParallelConfig(**values_of(given, _PARALLEL))
     group = find_group(os.environ)
@@ -57,7 +53,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The parser of `penstock doctor`."""
     parser = Parser(
         "penstock doctor",
         """Show what this machine has and which ranks of a layout talk to each other, and test the links between them: a
@@ -73,7 +68,7 @@ processes of that group, so real hosts are tested.""",
     )
     add_options(parser, _PARALLEL, {"order": "AXES", "timeout": "SECONDS"})
     parser.add_argument("--no-links", action="store_true", help="start nothing and test no link")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_json(parser)
     return parser
 
 

@@ -36,7 +36,6 @@ _EVERY_S, _POLL_S = 0.2, 0.02
 
 
 def parser() -> Parser:
-    """The parser of `penstock generate`."""
     parser = Parser(
         "penstock generate",
         """Continue prompts with the model in a folder: that of a run, whose newest checkpoint is taken, or of a Hugging

@@ -124,7 +124,8 @@ PROCESSES = ("device", "transport", "threads", "timeout")
 
 def options_of(settings: Settings, short: Mapping[str, str] | None = None, without: Container[str] = ()) -> Options:
     """The settings of an object, whose values are the defaults; `short` names options otherwise than the setting."""
-    return {(short or {}).get(own.key, own.key): own for own in walk_settings(settings) if own.key not in without}
+    by_key = {setting.key: setting for setting in walk_settings(settings) if setting.key not in without}
+    return {(short or {}).get(key, key): setting for key, setting in by_key.items()}
 
 
 def parallel_options(names: Iterable[str], **defaults: Any) -> Options:
@@ -150,45 +151,45 @@ def add_options(
     asked for by --name and --no-name. nargs: as argparse has it, of all options; without, a list has one value each
     time that its option is given.
     """
-    for name, own in options.items():
-        names = [*possible(own.type), *(("true", "false") if bool in parts_of(own.type) and not switches else ())]
+    for name, setting in options.items():
+        kinds = parts_of(setting.type)
+        names = [*possible(setting.type), *(("true", "false") if bool in kinds and not switches else ())]
         of = f": {', '.join(names)}" if names else ""
-        default = plain(own.default)
-        words = list(own.default) if isinstance(own.default, tuple) else [default]
+        default = plain(setting.default)
+        words = setting.default if isinstance(setting.default, tuple) else [default]
         shown = " ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in words)
         form: dict[str, Any] = {"metavar": (metavars or {}).get(name, "X"), "nargs": nargs}
-        if own.type is bool and switches:
+        if setting.type is bool and switches:
             form = {"action": argparse.BooleanOptionalAction, "default": None}
-        elif get_origin(own.type) is tuple and nargs is None:
+        elif get_origin(setting.type) is tuple and nargs is None:
             form["action"] = "append"
         said = "" if name in chosen or default in (None, (), {}) else f" (default {shown})"
         parser.add_argument(
             f"--{name if '.' in name else name.replace('_', '-')}",
-            help=f"{own.help.rstrip('.')}{of}{said}".replace("%", "%%"),
+            help=f"{setting.help.rstrip('.')}{of}{said}".replace("%", "%%"),
             **form,
         )
 
 
 def given_of(
-    given: argparse.Namespace, options: Options, key: Callable[[Setting], str] = lambda own: own.path[-1]
+    given: argparse.Namespace, options: Options, key: Callable[[Setting], str] = lambda setting: setting.path[-1]
 ) -> dict[str, Any]:
     """The value of each option that is given, by the attribute of its setting or by another key.
 
-    Raises:
-        ConfigError: a value of another type, or out of bounds.
+    Raises: ConfigError for a value of another type, or out of bounds.
     """
-    found = {}
-    for name, own in options.items():
+    values = {}
+    for name, setting in options.items():
         words = getattr(given, name)
         if words is not None:
             words = [words] if isinstance(words, str) else words
-            found[key(own)] = own.take(from_words(own, words) if isinstance(words, list) else words)
-    return found
+            values[key(setting)] = setting.take(from_words(setting, words) if isinstance(words, list) else words)
+    return values
 
 
 def values_of(given: argparse.Namespace, options: Options) -> dict[str, Any]:
     """As `given_of`, with the default of each option that is not given."""
-    return {own.path[-1]: own.default for own in options.values()} | given_of(given, options)
+    return {setting.path[-1]: setting.default for setting in options.values()} | given_of(given, options)
 
 
 def add_output(parser: Parser, what: str, *, option: str = "--output", **more: Any) -> None:
@@ -209,7 +210,11 @@ Main = Callable[[list[str]], int]
 
 @dataclass(frozen=True)
 class Command:
-    """A command's line in the help, and the place of its `main(arguments) -> exit code`, imported on use."""
+    """A command's line in the help, and its module, imported on use.
+
+    There `parser()`, or `<function>_parser()`, gives the parser that `main(arguments)` reads its arguments with; that
+    returns the exit code, and raises ValueError or OSError for a user's mistake before anything is started or written.
+    """
 
     summary: str
     module: str
@@ -219,7 +224,6 @@ class Command:
         return getattr(import_module(self.module), self.function)
 
     def parser(self) -> Parser:
-        """The parser that the command reads its arguments with: `parser()` of its module, or `<function>_parser()`."""
         name = "parser" if self.function == "main" else f"{self.function}_parser"
         return getattr(import_module(self.module), name)()
 
@@ -231,7 +235,9 @@ def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *
     Raises: ValueError naming the nearest command for an unknown name.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(help_text(program, table, head, foot))
+        margin = max(map(len, table)) + 2
+        rows = "\n".join(f"  {name:{margin}}{command.summary}" for name, command in table.items())
+        print(*filter(None, (f"usage: {program} COMMAND ...", head, f"commands:\n{rows}", foot)), sep="\n\n")
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in table:
@@ -239,9 +245,3 @@ def dispatch(program: str, table: Mapping[str, Command], arguments: list[str], *
             raise ValueError(f"{program} takes a command before {name!r}: {', '.join(table)}")
         raise ValueError(f"no {program} command is called {name!r}; {suggestion(name, table)}")
     return table[name].load()(rest)
-
-
-def help_text(program: str, table: Mapping[str, Command], head: str, foot: str) -> str:
-    margin = max(map(len, table)) + 2
-    rows = "\n".join(f"  {name:{margin}}{command.summary}" for name, command in table.items())
-    return "\n\n".join(part for part in (f"usage: {program} COMMAND ...", head, f"commands:\n{rows}", foot) if part)

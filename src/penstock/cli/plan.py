@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock import planner
-from penstock.cli.options import Parser
+from penstock.cli.options import Parser, add_json, add_output
 from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words, waiting, write_text
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.io.files import toml_text
 from penstock.settings import ModelConfig, Precision, RunConfig
-from penstock.settings.declare import ConfigError
+from penstock.settings.declare import ConfigError, plain
 from penstock.settings.run import Values, check_sections, from_values, read_values
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises: ValueError for a mistake in the arguments, and where nothing fits.
-    """
     given = parser().parse_args(list(words))
     if given.output is not None:
         refuse_to_overwrite(given.output, force=given.force)
@@ -47,7 +43,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """The parser of `penstock plan`."""
     parser = Parser(
         "penstock plan",
         """Find the fastest layouts, schedules, microbatches and recomputation for a model on a cluster. Candidates are
@@ -80,12 +75,9 @@ pruned by memory and bounds, and the programs of the rest are simulated. Equal a
         "--effort", type=float, default=1.0, metavar="F", help="simulate F times as much as usual (default 1)"
     )
     parser.add_argument("--explain", type=int, nargs=2, metavar=("A", "B"), help="compare two of the plan, by number")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the settings of the first for penstock train"
-    )
+    add_output(parser, "write the settings of the first for penstock train")
     parser.add_argument("--choose", type=int, default=1, metavar="N", help="write the N-th of the plan instead")
-    parser.add_argument("--force", action="store_true", help="replace existing files")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_json(parser)
     return parser
 
 
@@ -137,18 +129,16 @@ def _settings_of_model(given: argparse.Namespace, model: Mapping[str, Any]) -> V
 
 
 def _workload_of(config: RunConfig) -> planner.Workload:
-    vocab_size = config.model.vocab_size
+    data, vocab_size = config.data, config.model.vocab_size
     if vocab_size is None:
         # A tokenizer decides it.
         from penstock.data.tokenizer import load_tokenizer
 
-        vocab_size = load_tokenizer(config.data.tokenizer, config.data.end_token).vocab_size
-    model = config.model.whole(vocab_size)
+        vocab_size = load_tokenizer(data.tokenizer, data.end_token).vocab_size
     precision = config.train.precision or Precision.FP32
     autocast = precision is Precision.BF16_AUTOCAST
     dtype = "bf16" if autocast else str(precision)
-    shape = planner.ModelShape.of(model)
-    data = config.data
+    shape = planner.ModelShape.of(config.model.whole(vocab_size))
     return planner.Workload(shape, data.sequence_length, data.num_sequences, dtype, autocast, data.label_share)
 
 
@@ -166,11 +156,11 @@ def _calibrated(given: argparse.Namespace) -> planner.Constants:
             runs.append(planner.MeasuredRun(_workload_of(config), planner.candidate_of(config), seconds))
         except ValueError as error:
             raise ValueError(f"{folder} cannot calibrate a plan: {error}") from None
-    found = planner.calibrate(runs, lambda devices: _cluster(given, devices))
-    print(f"calibrated: --compute {found.compute:.4g} --action-us {1e6 * found.action_s:.4g}", file=sys.stderr)
-    for sentence in found.at_bounds:
+    constants = planner.calibrate(runs, lambda devices: _cluster(given, devices))
+    print(f"calibrated: --compute {constants.compute:.4g} --action-us {1e6 * constants.action_s:.4g}", file=sys.stderr)
+    for sentence in constants.at_bounds:
         print(f"{sentence}; the plan is to be trusted less", file=sys.stderr)
-    return found
+    return constants
 
 
 def _cluster(given: argparse.Namespace, devices: int | None) -> planner.Cluster:
@@ -183,10 +173,8 @@ def _cluster(given: argparse.Namespace, devices: int | None) -> planner.Cluster:
 
 def _write(given: argparse.Namespace, values: Values, found: planner.Plan) -> None:
     """Write the run's settings with those of the plan's first layout, or the chosen one."""
-    from penstock.settings.declare import plain
-
-    changed = {name: value for name, value in values.items() if name != "train.max_microbatch_tokens"}
-    changed = {name: value for name, value in changed.items() if not name.startswith("schedule.")}
+    replaced = ("schedule.", "train.max_microbatch_tokens")
+    changed = {name: value for name, value in values.items() if not name.startswith(replaced)}
     changed |= planner.settings_of(_numbered(found, given.choose, "--choose").candidate)
     try:
         from_values(changed)
@@ -208,31 +196,19 @@ def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:
     """The plan for JSON."""
+    figures = ("step_s", "tokens_s_device", "mfu", "peak_bytes", "bubble", "parts_s")
     return {
         "devices": found.cluster.num_devices,
         "cluster": found.cluster.name,
-        "constants": {
-            "compute": found.constants.compute,
-            "action_s": found.constants.action_s,
-            "at_bounds": list(found.constants.at_bounds),
-        },
-        "best": [_row(one) for one in found.best],
+        "constants": {name: getattr(found.constants, name) for name in ("compute", "action_s", "at_bounds")},
+        "best": [
+            {"layout": str(one.candidate), "settings": planner.settings_of(one.candidate)}
+            | {name: getattr(one, name) for name in figures}
+            for one in found.best
+        ],
         "num_simulated": len(found.tried),
         "left_out": found.left_out,
         "known": dict(found.known),
-    }
-
-
-def _row(one: planner.Estimate) -> dict[str, Any]:
-    return {
-        "layout": str(one.candidate),
-        "settings": planner.settings_of(one.candidate),
-        "step_s": one.step_s,
-        "tokens_s_device": one.tokens_s_device,
-        "mfu": one.mfu,
-        "peak_bytes": one.peak_bytes,
-        "bubble": one.bubble,
-        "parts_s": one.parts_s,
     }
 
 
@@ -242,18 +218,9 @@ def _show(found: planner.Plan) -> None:
         waits = [
             f"{kind} {one.parts_s[kind] / one.step_s:.1%}" for kind in ("tp", "cp", "ep", "dp") if kind in one.parts_s
         ]
-        cells.append(
-            [
-                str(number),
-                str(one.candidate),
-                f"{one.step_s:.4g} s",
-                f"{one.tokens_s_device:,.0f}",
-                f"{one.mfu:.1%}",
-                size_in_words(one.peak_bytes),
-                f"{one.bubble:.1%}",
-                ", ".join(waits) or "-",
-            ]
-        )
+        figures = [f"{one.step_s:.4g} s", f"{one.tokens_s_device:,.0f}", f"{one.mfu:.1%}"]
+        fullest, bubble = size_in_words(one.peak_bytes), f"{one.bubble:.1%}"
+        cells.append([str(number), str(one.candidate), *figures, fullest, bubble, ", ".join(waits) or "-"])
     print_table(cells)
     print(f"\n{len(found.tried)} simulated; left out:")
     for reason, number in found.left_out.items():

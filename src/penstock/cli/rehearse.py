@@ -2,12 +2,11 @@
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from penstock.cli.options import Parser
-from penstock.cli.output import print_json, print_table, refuse_to_overwrite, size_in_words
-from penstock.draw import PICTURES, check_ending
+from penstock.cli.options import Parser, add_json, add_output
+from penstock.cli.output import check_drawing, print_json, print_table, size_in_words
+from penstock.draw import PICTURES
 from penstock.schedule.rehearsal import ActionCost, MemoryKind, Rehearsal, UnitCost, check_order
 from penstock.settings import Layout, read_config
 
@@ -15,7 +14,6 @@ _size = partial(size_in_words, digits=2)
 
 
 def parser() -> Parser:
-    """The parser of `penstock rehearse`."""
     parser = Parser(
         "penstock rehearse",
         "Run one rank's training step by the engine's own code on tensors without data: every action of the real\n"
@@ -35,25 +33,19 @@ def parser() -> Parser:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help='whose operations are run (default: parallel.device; "auto" is cuda)'
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step (.svg, .png or .pdf)")
-    parser.add_argument("--force", action="store_true", help="replace the picture if it exists")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_output(parser, "draw memory over the step (.svg, .png or .pdf)", option="--picture")
+    add_json(parser)
     return parser
 
 
 def main(arguments: list[str]) -> int:
-    """Rehearse ranks of a run's layout, and print what they take.
-
-    Raises: ValueError for users' mistakes, and for a step that would fail; OSError for a file that cannot be written.
-    """
+    """Rehearse ranks of a run's layout, and print what they take."""
     options = parser().parse_args(arguments)
     config = read_config(options.run)
     ranks = _ranks(options.rank, config.parallel)
-    if options.picture is not None:
-        if len(ranks) > 1:
-            raise ValueError("--picture shows one rank's memory; name one with --rank")
-        check_ending(options.picture, PICTURES)
-        refuse_to_overwrite(options.picture, force=options.force)
+    if options.picture is not None and len(ranks) > 1:
+        raise ValueError("--picture shows one rank's memory; name one with --rank")
+    check_drawing(options.picture, options.force, PICTURES)
     # Only now, since it loads PyTorch.
     from penstock.engine.rehearsal.step import rehearse_run
 
@@ -65,9 +57,9 @@ def main(arguments: list[str]) -> int:
         memory_picture(options.picture, rehearsals[0])
     if options.json:
         print_json([_to_json(one) for one in rehearsals])
-        return 0
-    for one in rehearsals:
-        _print(one)
+    else:
+        for one in rehearsals:
+            _print(one)
     return 0
 
 
@@ -75,15 +67,14 @@ def _ranks(text: str, layout: Layout) -> list[int]:
     """The ranks that the option names. Raises: ValueError if one is no rank of the layout."""
     if text == "all":
         return list(range(layout.world_size))
-    found = []
-    for word in text.split(","):
-        if not word.strip().isdigit() or int(word) >= layout.world_size:
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdigit() or int(word) >= layout.world_size:
             raise ValueError(
                 f"--rank {text}: {word!r} is no rank of the layout {layout}; possible are 0 to "
                 f'{layout.world_size - 1}, several of them with commas between, or "all"'
             )
-        found.append(int(word))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(map(int, words)))
 
 
 def _to_json(rehearsal: Rehearsal) -> dict[str, Any]:
@@ -127,10 +118,6 @@ def _print(rehearsal: Rehearsal) -> None:
             sizes = map(_size, (action.read_bytes, action.written_bytes, action.kept_bytes, action.peak_bytes))
             rows.append(["" if i else name, action.op.name, f"{action.flops / 1e9:,.3f}", *sizes])
     print_table(rows)
-    _print_traffic(rehearsal)
-
-
-def _print_traffic(rehearsal: Rehearsal) -> None:
     rows = [["traffic", "ranks", "number", "of", "together"]]
     for one in rehearsal.messages:
         way = f"{one.channel.direction.name.lower()} to pp rank {one.channel.destination}"

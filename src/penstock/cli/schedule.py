@@ -202,15 +202,11 @@ _COLUMNS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the schedule commands.
-
-    Raises: ValueError for users' mistakes.
-    """
+    """Run one of the schedule commands."""
     return dispatch("penstock schedule", COMMANDS, arguments, head=HEAD, foot=FOOT)
 
 
 def list_schedules_parser() -> Parser:
-    """The parser of `penstock schedule list`."""
     what = "List the schedules that can be built, each with its options."
     parser = Parser("penstock schedule list", what, examples=["penstock schedule list --json"])
     add_json(parser)
@@ -402,7 +398,6 @@ def export(arguments: list[str]) -> int:
 
 
 def compare_command_parser() -> Parser:
-    """The parser of `penstock schedule compare`."""
     parser = Parser(
         "penstock schedule compare",
         "Prove and time every schedule that trains, each with the local stages that it is meant for, at equal work:\n"

@@ -51,7 +51,6 @@ _SCORING = options_of(ScoreConfig())
 
 
 def parser() -> Parser:
-    """The parser of `penstock score`."""
     parser = Parser(
         "penstock score",
         """Write each token's log-probability, in nats, and each text's perplexity. MODEL is the folder of a run,

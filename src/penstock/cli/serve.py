@@ -47,7 +47,6 @@ _METAVARS = {
 
 
 def parser() -> Parser:
-    """The parser of `penstock serve`."""
     parser = Parser(
         "penstock serve",
         f"""Serve the model in a folder, that of a run or of a Hugging Face model, by OpenAI's interface: completions

@@ -5,9 +5,9 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.cli.options import Parser
-from penstock.cli.output import print_json, refuse_to_overwrite
-from penstock.draw import ENDINGS, check_ending, write_drawing
+from penstock import draw
+from penstock.cli.options import Parser, add_json, add_output
+from penstock.cli.output import check_drawing, print_json
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step, short_number
 from penstock.schedule.recording import Recording
 
@@ -15,7 +15,6 @@ _HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", 
 
 
 def parser() -> Parser:
-    """The parser of `penstock trace`."""
     parser = Parser(
         "penstock trace",
         "Draw a step as it was measured, and show where each rank's time went: compute, waiting and for whom,\n"
@@ -29,37 +28,31 @@ def parser() -> Parser:
         ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a recorded step")
-    forms = ", ".join(f"{ending} ({what})" for ending, what in ENDINGS.items())
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f"draw into this file; by its ending: {forms}")
+    forms = ", ".join(f"{ending} ({what})" for ending, what in draw.ENDINGS.items())
+    add_output(parser, f"draw into this file; by its ending: {forms}")
     parser.add_argument("--simulated", action="store_true", help="in the terminal, draw the simulated step too")
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_json(parser)
     return parser
 
 
 def main(arguments: list[str]) -> int:
-    """Draw the step that a run recorded, and print where its time went.
-
-    Raises: ValueError for users' mistakes; OSError for a file that cannot be read or written.
-    """
+    """Draw the step that a run recorded, and print where its time went."""
     options = parser().parse_args(arguments)
-    if options.output is not None:
-        check_ending(options.output)
-        refuse_to_overwrite(options.output, force=options.force)
+    check_drawing(options.output, options.force)
     recorded = read_recorded_step(_file_of(options.run))
     if options.output is not None:
-        write_drawing(options.output, recorded.layers, unit="ms", command=shlex.join(["penstock", "trace", *arguments]))
+        draw.write_drawing(
+            options.output, recorded.layers, unit="ms", command=shlex.join(["penstock", "trace", *arguments])
+        )
     if options.json:
         written = {} if options.output is None else {"written": str(options.output)}
         print_json(_to_json(recorded) | written)
         return 0
     if options.output is None:
-        from penstock.draw import in_terminal
-
         if options.simulated and recorded.simulated is not None:
-            in_terminal(recorded.simulated)
+            draw.in_terminal(recorded.simulated)
             print()
-        in_terminal(recorded.recording.timeline)
+        draw.in_terminal(recorded.recording.timeline)
     else:
         print(f"drew {recorded.recording.title} into {options.output}")
     _print_spent(recorded.recording)

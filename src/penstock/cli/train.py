@@ -50,7 +50,6 @@ _EXAMPLES = (
 
 
 def parser(names: Iterable[str] = SETTINGS, *, switches: bool = True) -> Parser:
-    """The parser of `penstock train` with these settings, a group for each section."""
     parser = Parser("penstock train", _DESCRIPTION, examples=_EXAMPLES, add_help=False)
     parser.add_argument("run", nargs="?", metavar="RUN.toml", help="the settings of the run")
     parser.add_argument(
@@ -141,11 +140,6 @@ _COMMAND = WorkerCommand(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError: the settings, the data or the output folder cannot be used; nothing has been started or written.
-    """
     given = read_arguments(argv)
     dry, asked, group = given.dry_run, given.config, find_group(os.environ)
     # Workers that we launch ourselves follow a process that has said so.

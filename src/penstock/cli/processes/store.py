@@ -11,7 +11,6 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def parser() -> Parser:
-    """The parser of `penstock store`."""
     parser = Parser(
         "penstock store",
         "Hold the store at which torchrun's agents meet, until SIGTERM or Ctrl-C. Started on a host that trains\n"
@@ -26,10 +25,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: hold the store until SIGTERM, SIGINT or SIGHUP; returns 0.
-
-    Raises: ValueError if the endpoint is none, or nothing can listen there.
-    """
+    """Run the command: hold the store until SIGTERM, SIGINT or SIGHUP; returns 0."""
     endpoint = parser().parse_args(argv).endpoint
     address, _, port = endpoint.rpartition(":")
     if not address or not re.fullmatch("[0-9]+", port) or int(port) >= 2**16:
