@@ -60,21 +60,15 @@ def main(words: list[str]) -> int:
 
 
 def _to_json(report: CheckReport) -> Mapping[str, Any]:
-    return {
-        "is_equal": report.is_equal,
-        "compared": report.compared,
-        "differences": [
-            {
-                "way": own.way.name.lower(),
-                "step": own.step,
-                "microbatch": own.microbatch,
-                "what": own.what,
-                "values": own.values,
-                "causes": [{"name": cause.name.lower(), "text": cause.text} for cause in own.causes],
-            }
-            for own in report.differences
-        ],
-    }
+    differences = [
+        {
+            **{name: getattr(difference, name) for name in ("step", "microbatch", "what", "values")},
+            "way": difference.way.name.lower(),
+            "causes": [{"name": cause.name.lower(), "text": cause.text} for cause in difference.causes],
+        }
+        for difference in report.differences
+    ]
+    return {"is_equal": report.is_equal, "compared": report.compared, "differences": differences}
 
 
 def _of_run(given: Any) -> CheckReport:
@@ -167,7 +161,7 @@ def _recorded() -> Iterator[dict[int, Any]]:
 @contextlib.contextmanager
 def _as_main(script: Path, words: list[str]) -> Iterator[None]:
     """Within this context the process is as a script started by torchrun finds it, the only one of its world."""
-    argv, path, environment = sys.argv, list(sys.path), dict(os.environ)
+    argv, path, environ = sys.argv, list(sys.path), dict(os.environ)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     sys.argv = [str(script), *words]
@@ -177,4 +171,4 @@ def _as_main(script: Path, words: list[str]) -> Iterator[None]:
     finally:
         sys.argv, sys.path[:] = argv, path
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(environ)

@@ -88,15 +88,8 @@ def chosen_layout(given: argparse.Namespace, group: Group | None) -> Layout:
 def show_layout(given: argparse.Namespace, layout: Layout, links: Mapping[str, Any] | None) -> None:
     """Print the findings; `links` is None if none were tested."""
     if given.json:
-        groups = {name: [list(ranks) for ranks in found] for name, found in group_table(layout).items()}
-        print_json(
-            {
-                "machine": machine(),
-                "layout": {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes},
-                "groups": groups,
-                "links": links,
-            }
-        )
+        sizes = {**{axis: getattr(layout, axis) for axis in (*layout.axes, "ep")}, "order": layout.axes}
+        print_json({"machine": machine(), "layout": sizes, "groups": group_table(layout), "links": links})
         return
     rows = [*machine().items(), ("layout", f"{layout}: {layout.world_size} processes"), *group_rows(layout)]
     if links is not None:
@@ -166,9 +159,8 @@ def group_rows(layout: Layout) -> list[tuple[str, str]]:
     """The name and the first few groups of every kind, as text."""
     rows = []
     for name, groups in group_table(layout).items():
-        shown = "   ".join(_ranks(ranks) for ranks in groups[:_NUM_GROUPS_SHOWN])
-        num_more = len(groups) - _NUM_GROUPS_SHOWN
-        rows.append((name, f"{shown}   and {num_more} more" if num_more > 0 else shown))
+        more = [f"and {len(groups) - _NUM_GROUPS_SHOWN} more"] if len(groups) > _NUM_GROUPS_SHOWN else []
+        rows.append((name, "   ".join([*map(_ranks, groups[:_NUM_GROUPS_SHOWN]), *more])))
     return rows
 
 

@@ -90,6 +90,8 @@ class Generate(ModelCommand):
     #: says how a stopped call is taken up
     workers: WorkerCommand = WorkerCommand("penstock.cli.generate", "gives the same answers", IMPORTS)
 
+    #: where answers go; None if they are only shown
+    output: Path | None
     #: settings of `RingConfig`, and those of `SamplingParams` that are given
     ring: dict[str, Any]
     sampling: dict[str, Any]

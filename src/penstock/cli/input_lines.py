@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.data.examples import ExampleReader
@@ -100,10 +100,15 @@ class InputReader:
             where = f"{path}, line {number}"
             if not isinstance(values, dict):
                 raise ValueError(f"{where}: is a JSON {type(values).__name__}; {a_line}")
-            form = _form(where, values, forms)
-            if form is None:
+            # A line of several forms: what of it was meant?
+            fitting = [form for form in forms if all(values.get(name) is not None for name in form)]
+            if len(fitting) > 1:
+                present = " and ".join(repr(name) for form in fitting for name in form)
+                raise ValueError(f"{where}: has {present}, of which one is expected; leave out the other")
+            if not fitting:
                 present = ", ".join(map(repr, values)) or "an empty object"
                 raise ValueError(f"{where}: has only {present}; {a_line}")
+            form = fitting[0]
             if form == MESSAGES:
                 parts = [self._conversation(where, values, answer_follows=purpose == "continue")]
             else:
@@ -118,7 +123,7 @@ class InputReader:
         """The token ids of a text, with special tokens unless it continues another, or the ids as given."""
         if isinstance(value, str) and name != "tokens":
             return self._tokens(f"{where}: {name!r}", value, special=name != "completion")
-        if _are_ids(value):
+        if isinstance(value, list) and all(type(token) is int for token in value):
             return value
         wanted = "a list of token ids" if name == "tokens" else "a text or a list of token ids"
         raise ValueError(f"{where}: {name!r} must be {wanted}")
@@ -154,19 +159,3 @@ class InputReader:
             return self.model.tokenizer.encode([text], special)[0].tolist()
         except UnicodeEncodeError as error:
             raise ValueError(f"{where} cannot be written as UTF-8 ({error.reason})") from None
-
-
-def _form(where: str, values: Mapping[str, Any], forms: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The one of these forms whose fields a line has; None for none.
-
-    Raises: ValueError for a line of several forms: what of it was meant?
-    """
-    fitting = [form for form in forms if all(values.get(name) is not None for name in form)]
-    if len(fitting) > 1:
-        fields = " and ".join(repr(name) for form in fitting for name in form)
-        raise ValueError(f"{where}: has {fields}, of which one is expected; leave out the other")
-    return fitting[0] if fitting else None
-
-
-def _are_ids(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(token) is int for token in value)

@@ -5,6 +5,7 @@ import platform
 import re
 import signal
 import sys
+from contextlib import suppress
 
 from penstock import __version__
 from penstock.cli import output
@@ -75,20 +76,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
-        print(versions())
+        from importlib.metadata import PackageNotFoundError, version
+
+        torch = "no torch"
+        with suppress(PackageNotFoundError):
+            torch = f"torch {version('torch')}"
+        print(f"penstock {__version__}, {torch}, Python {platform.python_version()}")
         return 0
     return dispatch("penstock", COMMANDS, arguments, head=HEAD, foot=FOOT)
-
-
-def versions() -> str:
-    """The versions of Penstock, torch and Python, in one line; torch is not imported."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        torch = f"torch {version('torch')}"
-    except PackageNotFoundError:
-        torch = "no torch"
-    return f"penstock {__version__}, {torch}, Python {platform.python_version()}"
 
 
 def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
@@ -96,7 +91,11 @@ def run_as_script(main: Main, arguments: list[str] | None = None) -> int:
     output.prepare()
     try:
         _check_folder()
-        return _flushed(main, sys.argv[1:] if arguments is None else arguments)
+        try:
+            return main(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            # Also where argparse's help ends by SystemExit: what cannot be written is an error of the command.
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -142,17 +141,6 @@ def _check_folder() -> None:
         os.getcwd()
     except OSError:
         raise ValueError("the working folder is gone; change to one that exists") from None
-
-
-def _flushed(main: Main, arguments: list[str]) -> int:
-    """Run a command's `main` until all that it has printed is written; argparse's help ends by SystemExit."""
-    try:
-        code = main(arguments)
-    except SystemExit:
-        sys.stdout.flush()
-        raise
-    sys.stdout.flush()
-    return code
 
 
 _ALLOCATION = re.compile(r"(?:RuntimeError: )?(?:\[[^\]]*\][^:]*)?DefaultCPUAllocator: [^:]*:[^\d]*(\d+) bytes\.?[^;]*")

@@ -23,9 +23,6 @@ from penstock.settings import SETTINGS, ConfigError, RunConfig
 from penstock.settings.declare import nearest, parts_of
 from penstock.settings.run import from_values, read_values, section_summaries
 
-# ---- The options of `penstock train`: its switches and every setting, with help that shows a section at a time
-
-
 #: what most runs set, in the overview
 _COMMON = (
     *("output", "model.pretrained", "model.hidden_size", "model.num_layers"),
@@ -59,9 +56,9 @@ def parser(names: Iterable[str] = SETTINGS, *, switches: bool = True) -> Parser:
     for switch, text in _SWITCHES.items() if switches else ():
         parser.add_argument(switch, action="store_true", help=text)
     summaries = section_summaries()
-    for section, own in groupby(names, lambda name: SETTINGS[name].section):
+    for section, of_section in groupby(names, lambda name: SETTINGS[name].section):
         group = parser.add_argument_group(f"[{section}]", summaries[section]) if section else parser
-        add_options(group, {name: SETTINGS[name] for name in own}, nargs="*")
+        add_options(group, {name: SETTINGS[name] for name in of_section}, nargs="*")
     return parser
 
 
@@ -74,19 +71,19 @@ def train_help(argv: Sequence[str]) -> str:
     if "--help-all" in argv:
         return parser().format_help()
     asked = next(place for place, word in enumerate(argv) if word in ("-h", "--help"))
-    sections, found = section_summaries(), []
+    sections, names = section_summaries(), []
     for word in takewhile(lambda word: not word.startswith("-"), argv[asked + 1 :]):
         name = word.replace("-", "_")
-        own = [setting.name for setting in SETTINGS.values() if name in (setting.section, setting.name)]
-        if not own:
+        of_word = [setting.name for setting in SETTINGS.values() if name in (setting.section, setting.name)]
+        if not of_word:
             near = nearest(name, SETTINGS if "." in name else sections)
             raise ConfigError(
                 f"no section or setting is called {name!r}; the nearest one is {near}, and the sections are "
                 f"{', '.join(sections)}"
             )
-        found += own
-    if found:
-        return parser(found, switches=False).format_help()
+        names += of_word
+    if names:
+        return parser(names, switches=False).format_help()
     overview = parser(())
     common = {name: SETTINGS[name] for name in _COMMON}
     add_options(overview.add_argument_group("settings that most runs give"), common, nargs="*")
@@ -111,14 +108,14 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
         print(train_help(argv))
         raise SystemExit(0)
     given = parser().parse_args(argv)
-    for name, own in SETTINGS.items():
-        words, is_list = getattr(given, name), any(get_origin(part) is tuple for part in parts_of(own.type))
+    for name, setting in SETTINGS.items():
+        words, is_list = getattr(given, name), any(get_origin(part) is tuple for part in parts_of(setting.type))
         # An option takes all words that follow: the file may be the second of one that has one value.
         if given.run is None and not is_list and words and len(words) == 2 and words[1].endswith(".toml"):
             given.run = words.pop()
     if given.resume and given.fresh:
         raise ConfigError("--resume and --fresh exclude each other; without either a run is continued if there is one")
-    values = given_of(given, SETTINGS, lambda own: own.name)
+    values = given_of(given, SETTINGS, lambda setting: setting.name)
     if given.run is None and not values:
         raise ConfigError(
             "penstock train takes the path of a run's TOML file, such as examples/tiny.toml, or settings alone, "
@@ -128,7 +125,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-# ---- `penstock train [RUN.toml]`: reads and checks the settings, then starts the run's workers, or becomes one of them
+# ---- The command
 
 
 # The first optimizer of a process imports dynamo.
@@ -166,14 +163,15 @@ def main(argv: Sequence[str]) -> int:
     writes_tensorboard(config.log)
     if group is None:
         check_folder(config, fresh=given.fresh, resume=given.resume)
-        if config.parallel.world_size > 1:
-            command = replace(_COMMAND, shutdown_timeout_s=config.parallel.shutdown_timeout_s)
-            num_threads = config.parallel.num_threads
-            return launch(command, argv, config.parallel.world_size, num_threads, check=lambda: _look(config))
+        parallel = config.parallel
+        if parallel.world_size > 1:
+            from penstock.engine.folders.run_parts import check_parts
+
+            command = replace(_COMMAND, shutdown_timeout_s=parallel.shutdown_timeout_s)
+            return launch(command, argv, parallel.world_size, parallel.num_threads, lambda: check_parts(config))
     from penstock.cli.processes.train_worker import train_worker
 
-    own = group or Group.alone()
-    return train_worker(config, own, must_resume=given.resume, fresh=given.fresh, as_json=given.json)
+    return train_worker(config, group or Group.alone(), given.resume, given.fresh, given.json)
 
 
 def _refuse_sizes(group: Group | None, config: RunConfig) -> None:
@@ -182,9 +180,3 @@ def _refuse_sizes(group: Group | None, config: RunConfig) -> None:
         config.parallel.check(group.world_size)
     if group is None or group.is_on_one_host:
         check_training(config)
-
-
-def _look(config: RunConfig) -> None:
-    from penstock.engine.folders.run_parts import check_parts
-
-    check_parts(config)

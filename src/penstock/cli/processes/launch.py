@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -79,14 +79,9 @@ def launch(
             if check is not None:
                 check()
             context = _context(command.imports)
-        inherited = listener if isinstance(context, ForkContext) else None
-        workers = _Workers(
-            [
-                context.Process(target=_work, args=(command.module, arguments, rank, os.getpid(), inherited))
-                for rank in range(num_workers)
-            ],
-            command.shutdown_timeout_s,
-        )
+        shared = (command.module, arguments, os.getpid(), listener if isinstance(context, ForkContext) else None)
+        processes = [context.Process(target=_work, args=(rank, *shared)) for rank in range(num_workers)]
+        workers = _Workers(processes, command.shutdown_timeout_s)
         with _signals_caught() as signals:
             try:
                 workers.start(signals)
@@ -202,30 +197,24 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@dataclass
 class _Workers:
-    """The workers of one launch, by rank."""
+    """The workers of one launch."""
 
     #: rank -> its process
-    processes: list[BaseProcess]
+    processes: Sequence[BaseProcess]
     #: how long they may go on once they are asked to end
     shutdown_timeout_s: float
     #: the first signal by which this process was asked to end
-    stopped_by: signal.Signals | None
-    #: ranks that this process had to kill, and not only to ask to end
-    killed: set[int]
-    #: ranks that this process has asked to end
-    asked: set[int]
+    stopped_by: signal.Signals | None = None
+    #: ranks that this process had to kill, and those that it has asked to end
+    killed: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
     #: when the workers that are left are asked to end, and when they are killed, in seconds of the monotonic clock
-    _ask_at: float
-    _kill_at: float
+    _ask_at: float = math.inf
+    _kill_at: float = math.inf
     #: True once some worker has ended without being done
-    _has_failed: bool
-
-    def __init__(self, processes: Sequence[BaseProcess], shutdown_timeout_s: float) -> None:
-        self.processes, self.shutdown_timeout_s = list(processes), shutdown_timeout_s
-        self.stopped_by, self.killed, self.asked = None, set(), set()
-        self._ask_at = self._kill_at = math.inf
-        self._has_failed = False
+    _has_failed: bool = False
 
     def start(self, signals: socket.socket) -> None:
         """Start one after the other, until all run or a signal asks to end."""
@@ -318,7 +307,7 @@ class _Workers:
 # ---- in the workers
 
 
-def _work(module: str, arguments: Sequence[str], rank: int, launcher: int, inherited: socket.socket | None) -> None:
+def _work(rank: int, module: str, arguments: Sequence[str], launcher: int, inherited: socket.socket | None) -> None:
     """Run the command as the worker of this rank, in a session of its own: Ctrl-C reaches the launcher alone."""
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)

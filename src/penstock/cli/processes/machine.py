@@ -107,7 +107,7 @@ def _refuse(device: Device, sizes: str, what: str, needed_bytes: int) -> None:
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """The memory of this machine, or of its container, whose control group has files in `groups`; swap not counted."""
-    limits = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]
+    limits = (groups / "memory.max", groups / "memory" / "memory.limit_in_bytes")
     texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([there, *(int(text) for text in texts if text.isdigit())])

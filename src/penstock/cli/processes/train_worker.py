@@ -102,12 +102,9 @@ class TrainLoop:
         self.loader = data.loader(shard, with_data)
         self.validation = data.validation(shard, with_data)
         self.loss, self._unit = data.loss, "pair" if data.rewards else "token"
+        folder_of_checkpoints, keep = Path(config.output) / CHECKPOINT_FOLDER, config.checkpoint.keep
         self.checkpoints = Checkpointer(
-            Path(config.output) / CHECKPOINT_FOLDER,
-            engine.grid,
-            config.identity(),
-            keep=config.checkpoint.keep,
-            aliases=engine.ties,
+            folder_of_checkpoints, engine.grid, config.identity(), keep=keep, aliases=engine.ties
         )
         self._file = sys.stderr if as_json else sys.stdout
         self._saved_step, self._unfinished, self._trackers, self._progress = -1, False, None, None
@@ -119,35 +116,31 @@ class TrainLoop:
     def resume(self, must: bool = False) -> None:
         """Continue from the newest intact checkpoint; without any, from the start.
 
-        Raises:
-            ConfigError: all checkpoints are damaged, or there is none and there `must` be one.
+        Raises: ConfigError if all checkpoints are damaged, or there is none and there `must` be one.
         """
-        found = self.checkpoints.latest()
-        if found is None:
-            if damaged := self.checkpoints.refused:
-                raise ConfigError(
-                    f"all {len(damaged)} checkpoints in {self.checkpoints.folder} are damaged, such as "
-                    f"{next(iter(damaged)).name} ({next(iter(damaged.values()))}); to start anew, give another --output"
-                )
-            if must:
-                raise ConfigError(
-                    f"output = {self.config.output!r} holds no checkpoint to continue; leave out --resume"
-                )
-            return
-        self.checkpoints.load(found, self.engine.state_to_load(found))
-        self.checkpoints.restore(found, lambda values: self._go_on(values, found))
-        step = self.engine.step
-        self._saved_step = step
-        self.result = replace(self.result, step=step, resumed_from=step)
+        newest = self.checkpoints.latest()
+        if newest is not None:
+            self.checkpoints.load(newest, self.engine.state_to_load(newest))
+            self.checkpoints.restore(newest, lambda values: self._go_on(values, newest))
+            self._saved_step = step = self.engine.step
+            self.result = replace(self.result, step=step, resumed_from=step)
+        elif damaged := self.checkpoints.refused:
+            path, why = next(iter(damaged.items()))
+            raise ConfigError(
+                f"all {len(damaged)} checkpoints in {self.checkpoints.folder} are damaged, such as {path.name} "
+                f"({why}); to start anew, give another --output"
+            )
+        elif must:
+            raise ConfigError(f"output = {self.config.output!r} holds no checkpoint to continue; leave out --resume")
 
-    def _go_on(self, values: Any, found: CheckpointInfo) -> None:
+    def _go_on(self, values: Any, checkpoint: CheckpointInfo) -> None:
         """Take up what a rank saved; what is not the same on all ranks makes sense only in the same layout."""
         self.engine.load_progress(values["engine"])
         self.loader.load_state_dict(values["loader"])
         if self.early_stop is not None and values.get("early_stop") is not None:
             self.early_stop.load_state(values["early_stop"])
         grid = self.engine.grid
-        restore_random_state([theirs["random"] for theirs in found.rank_values], grid.rank, grid.world_size)
+        restore_random_state([of_rank["random"] for of_rank in checkpoint.rank_values], grid.rank, grid.world_size)
 
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""
@@ -195,15 +188,12 @@ class TrainLoop:
             self.result = result = replace(result, validation_loss=validated[-1]["validation_loss"])
         loss = result.validation_loss
         said = "" if loss is None else f", validation loss {loss:.4f} nats a {self._unit}"
+        how, where = "done", f"; all of it is in {result.output}"
         if not result.complete:
-            said = f"stopped after step {result.step} and saved; the same command continues from there"
+            how, said, where = "stopped", "", " and saved; the same command continues from there"
         elif result.stopped_early:
-            said = (
-                f"stopped early after step {result.step}{said}, which fell no further; all of it is in {result.output}"
-            )
-        else:
-            said = f"done after step {result.step}{said}; all of it is in {result.output}"
-        print_progress(said, self._file)
+            how, said = "stopped early", f"{said}, which fell no further"
+        print_progress(f"{how} after step {result.step}{said}{where}", self._file)
 
     def _steps(self, stop_asked: Callable[[], bool]) -> RecordedStep | None:
         """Take all remaining steps; on rank 0, returns the recording of the run's last step."""
@@ -297,9 +287,7 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train_worker(
-    config: RunConfig, group: Group, *, must_resume: bool = False, fresh: bool = False, as_json: bool = False
-) -> int:
+def train_worker(config: RunConfig, group: Group, must_resume: bool, fresh: bool, as_json: bool) -> int:
     """Train as one process of a run until the end, or until asked to stop; returns the exit code.
 
     must_resume: there must be a checkpoint to continue. fresh: the output folder must hold no run. as_json: the result
