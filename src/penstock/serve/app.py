@@ -5,8 +5,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -245,57 +244,46 @@ class _Answering:
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for deltas in self._deltas():
-                for delta in deltas:
-                    self._reply.add(self._mailbox.places[delta.number], delta)
-            with _failing():
-                response = json_response(self._reply.whole())
-        except RefusalError as refusal:
-            self._parts.metrics.requests["ended", refusal.status] += 1
-            response = refusal_response(refusal)
+            async for _ in self._grown():
+                pass
+            response = json_response(self._reply.whole())
+        except (RefusalError, TokenizationError) as error:
+            response = refusal_response(self._ended(error))
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for opening in self._reply.openings():
-            await _send_event(send, opening)
+        await _send_events(send, self._reply.openings())
         try:
-            async for deltas in self._deltas():
-                events = []
-                for delta in deltas:
-                    place = self._mailbox.places[delta.number]
-                    self._reply.add(place, delta)
-                    with _failing():
-                        events.append(self._reply.part(place, delta))
-                await _send_event(send, *filter(None, events))
-            closing = self._reply.closing()
-            await _send_event(send, *([] if closing is None else [closing]))
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-        except RefusalError as refusal:
-            self._parts.metrics.requests["ended", refusal.status] += 1
-            await _send_event(send, refusal.content)
-            await send({"type": "http.response.body", "body": b""})
+            async for deltas in self._grown():
+                await _send_events(send, [self._reply.part(place, delta) for place, delta in deltas])
+            await _send_events(send, [self._reply.closing()])
+            last = b"data: [DONE]\n\n"
+        except (RefusalError, TokenizationError) as error:
+            await _send_events(send, [self._ended(error).content])
+            last = b""
+        await send({"type": "http.response.body", "body": last})
 
-    async def _deltas(self) -> AsyncIterator[list[TokenDelta]]:
-        """New tokens of the answers as they come; counts how long the first of them took."""
+    async def _grown(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
+        """Add new tokens to the reply as they come, and yield them by choice; counts how long the first took."""
         async for deltas in self._mailbox.deltas():
             if deltas and not any(self._reply.tokens):
                 self._parts.metrics.first_token_s.add(time.perf_counter() - self._start_s)
-            yield deltas
+            placed = [(self._mailbox.places[delta.number], delta) for delta in deltas]
+            for place, delta in placed:
+                self._reply.add(place, delta)
+            yield placed
+
+    def _ended(self, error: RefusalError | TokenizationError) -> RefusalError:
+        """Count an answer that cannot go on; the tokenizer may fail to write its tokens."""
+        refusal = error if isinstance(error, RefusalError) else RefusalError(500, str(error), None, "tokenizer")
+        self._parts.metrics.requests["ended", refusal.status] += 1
+        return refusal
 
 
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Refuse an answer whose tokens the tokenizer cannot write."""
-    try:
-        yield
-    except TokenizationError as error:
-        raise RefusalError(500, str(error), None, "tokenizer") from None
-
-
-async def _send_event(send: Send, *contents: dict[str, Any]) -> None:
-    """Send server-sent events, in one piece."""
-    if contents:
-        body = "".join(f"data: {json_text(content)}\n\n" for content in contents)
+async def _send_events(send: Send, contents: Sequence[dict[str, Any] | None]) -> None:
+    """Send what there is as server-sent events, in one piece."""
+    body = "".join(f"data: {json_text(content)}\n\n" for content in contents if content is not None)
+    if body:
         await send({"type": "http.response.body", "body": body.encode(), "more_body": True})

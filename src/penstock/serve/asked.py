@@ -215,12 +215,12 @@ _MESSAGE = {
 
 def read_fields(content: Any, table: Mapping[str, Field], model: ServedModel, where: str = "") -> dict[str, Any]:
     """The values of a JSON object's fields, but for those that are null. Raises: RefusalError."""
-    found = {}
+    values = {}
     for name, value in content.items():
         place, field = f"{where}{name}", table.get(name)
         if field is None:
-            works = [own for own, field in table.items() if field.harmless is None]
-            works.sort(key=lambda own: SequenceMatcher(None, name[:80], own).ratio(), reverse=True)
+            works = [known for known, field in table.items() if field.harmless is None]
+            works.sort(key=lambda known: SequenceMatcher(None, name[:80], known).ratio(), reverse=True)
             raise invalid(place[:80], f"there is no field {quoted(name)}; {suggestion(name, works)}")
         if value is None:
             continue
@@ -228,15 +228,15 @@ def read_fields(content: Any, table: Mapping[str, Field], model: ServedModel, wh
             if not any(type(value) is type(one) and value == one for one in field.harmless):
                 raise invalid(place, f"{place} is {quoted(value)}; this server does not have it, leave it out")
             continue
-        fits, own = match(field.kind, value)
+        fits, matched = match(field.kind, value)
         if not fits:
             raise invalid(place, mismatch(place, value, field.kind))
         if field.most is not None:
             most, why = model.most(field.most) if isinstance(field.most, str) else (field.most, "")
-            if not field.least <= own <= most:
+            if not field.least <= matched <= most:
                 raise invalid(place, f"{place} is {quoted(value)}; from {field.least} to {most}{why} is possible")
-        found[name] = own if field.read is None else field.read(own, model)
-    return found
+        values[name] = matched if field.read is None else field.read(matched, model)
+    return values
 
 
 # ---- The two kinds of requests
@@ -261,17 +261,16 @@ def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
     plain = replace(_request(least, COMPLETION, read, given.get("logprobs"), model), echoed=tuple(prompts))
     if plain.num_log_probs is None and given["max_tokens"]:
         return plain
-    found = []
+    params_of_each = []
     for number, prompt in enumerate(prompts):
         # All but the first token are an answer that is known, so that each has its log-probability.
-        if len(prompt) + given["max_tokens"] < 2:
+        num_known = len(prompt) - 1
+        if num_known + given["max_tokens"] < 1:
             raise invalid("prompt", f"prompt {number} has one token, and max_tokens is 0; nothing would be computed")
         known = {**given, "begins_with": prompt[1:], "stop": (), "seed": plain.params.seed}
-        known["max_tokens"] = len(prompt) - 1 + given["max_tokens"]
-        known |= {"min_tokens": len(prompt) - 1 + given["min_tokens"]} if "min_tokens" in given else {}
-        found.append(_request(known, COMPLETION, [firsts[number]], given.get("logprobs"), model))
-    each = tuple(own.params for own in found)
-    return replace(plain, prompts=firsts, params_of_each=each)
+        known |= {name: num_known + given[name] for name in ("max_tokens", "min_tokens") if name in given}
+        params_of_each.append(_request(known, COMPLETION, [firsts[number]], given.get("logprobs"), model).params)
+    return replace(plain, prompts=firsts, params_of_each=tuple(params_of_each))
 
 
 def read_chat(body: Any, model: ServedModel) -> CompletionRequest:
@@ -312,7 +311,7 @@ def _request(
     settings = {name: value for name, value in model.sampling.items() if name != "max_new_tokens"}
     # As OpenAI's: without a seed each call draws anew.
     settings |= {"seed": secrets.randbits(64), "max_new_tokens": given["max_tokens"]}
-    settings |= {own: given[name] for name, field in table.items() if (own := field.sets) and name in given}
+    settings |= {field.sets: given[name] for name, field in table.items() if field.sets and name in given}
     settings["end_tokens"] = (*(() if given.get("ignore_eos") else model.end_tokens), *given.get("stop_token_ids", ()))
     settings["begins_with"] = tuple(given.get("begins_with", ()))
     if num_log_probs is not None:
@@ -341,15 +340,13 @@ def _prompts(value: Any, model: ServedModel) -> list[list[int]]:
     most, why = model.most("choices")
     if len(prompts) > most:
         raise invalid("prompt", f"there are {len(prompts)} prompts; at most {most}{why} are possible")
-    return [_prompt(prompt, model) for prompt in prompts]
-
-
-def _prompt(value: Any, model: ServedModel) -> list[int]:
-    if isinstance(value, list):
-        if not _are_ids(value):
-            raise invalid("prompt", f"prompt is {quoted(value)}; a text or a list of token ids is expected")
-        return value
-    return _tokens("prompt", text_in("prompt", value), model, special_tokens=True)
+    for prompt in prompts:
+        if isinstance(prompt, list) and not _are_ids(prompt):
+            raise invalid("prompt", f"prompt is {quoted(prompt)}; a text or a list of token ids is expected")
+    return [
+        prompt if isinstance(prompt, list) else _tokens("prompt", text_in("prompt", prompt), model, special_tokens=True)
+        for prompt in prompts
+    ]
 
 
 def _are_ids(values: list[Any]) -> bool:
@@ -388,15 +385,11 @@ def _conversation(value: Any, model: ServedModel, switches: Mapping[str, Any]) -
 def _message(where: str, value: Any, model: ServedModel) -> dict[str, str]:
     if not isinstance(value, dict):
         raise invalid(where, f"{where} is {quoted(value)}; an object with role and content is expected")
-    given = read_fields(value, _MESSAGE, model, f"{where}.")
-    content = given.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(f"{where}.content[{place}]", part) for place, part in enumerate(content))
-    texts = {"role": given.get("role"), "content": content, **({"name": given["name"]} if "name" in given else {})}
-    return {name: text_in(f"{where}.{name}", text) for name, text in texts.items()}
-
-
-def _part(where: str, value: Any) -> str:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise invalid(where, f"{where} is {quoted(value)}; only parts of the type text are possible")
-    return text_in(f"{where}.text", value.get("text"))
+    message = {"role": None, "content": None, **read_fields(value, _MESSAGE, model, f"{where}.")}
+    if isinstance(message["content"], list):
+        for place, part in enumerate(message["content"]):
+            if not isinstance(part, dict) or part.get("type") != "text":
+                said = f"{where}.content[{place}] is {quoted(part)}; only parts of the type text are possible"
+                raise invalid(f"{where}.content[{place}]", said)
+        message["content"] = "".join(text_in(f"{where}.content", part.get("text")) for part in message["content"])
+    return {name: text_in(f"{where}.{name}", text) for name, text in message.items()}

@@ -1,6 +1,7 @@
 """Refusals: errors in the form that clients of OpenAI's interface expect, each with one sentence."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -11,21 +12,17 @@ json_text = json.JSONEncoder(allow_nan=False).encode
 """JSON in ASCII, which has a form for every character that a request may hold."""
 
 
+@dataclass(eq=False)
 class RefusalError(Exception):
-    """A request that is not answered."""
+    """A request that is not answered.
 
-    #: HTTP's status
+    status: HTTP's. message: one sentence. param: the field at fault, if it is one. code: a word for programs.
+    """
+
     status: int
-    #: one sentence
     message: str
-    #: the field at fault, if it is one
-    param: str | None
-    #: a word for programs
-    code: str | None
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+    param: str | None = None
+    code: str | None = None
 
     @property
     def content(self) -> dict[str, Any]:
@@ -46,7 +43,6 @@ def quoted(value: object) -> str:
 
 
 def refusal_response(refusal: RefusalError) -> Response:
-    """The HTTP response of a refusal."""
     headers = {"Retry-After": "1"} if refusal.status in (429, 503) else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -54,5 +50,4 @@ def refusal_response(refusal: RefusalError) -> Response:
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response of JSON."""
     return Response(json_text(content), status, headers, "application/json")
