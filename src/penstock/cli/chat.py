@@ -16,7 +16,6 @@ from penstock.settings.declare import suggestion
 if TYPE_CHECKING:
     from penstock.data.chat_template import ChatTemplate
     from penstock.engine.engine import Engine
-    from penstock.engine.folders.model_folder import ModelFolder
 
 # Tokens of an answer where nothing is said; what was thought before it is among them.
 _USUAL_TOKENS = 1024
@@ -64,12 +63,12 @@ here.""",
 
 def _switches(word: str) -> dict[str, Any]:
     try:
-        found = parse_json(word)
+        switches = parse_json(word)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        switches = None
+    if not isinstance(switches, dict):
         raise ArgumentTypeError(f"{word!r} is no JSON object; give one such as '{{\"enable_thinking\": false}}'")
-    return found
+    return switches
 
 
 class Conversation(ModelCommand):
@@ -79,8 +78,7 @@ class Conversation(ModelCommand):
     layout = parallel_options(PROCESSES)
     workers = WorkerCommand("penstock.cli.chat", "begins a new conversation", IMPORTS)
 
-    #: the model, its template, and how answers are drawn; their number of tokens comes with each
-    model: "ModelFolder"
+    #: the model's template, and how answers are drawn; their number of tokens comes with each
     template: "ChatTemplate"
     sampling: dict[str, Any]
     #: what has been said
@@ -96,11 +94,11 @@ class Conversation(ModelCommand):
                 f"{model.folder} has no chat template; give one as --chat-template FILE, or let penstock generate "
                 "continue texts"
             )
-        own = {"end_tokens": model.end_tokens, "max_new_tokens": _USUAL_TOKENS}
-        self.sampling = {**own, **model.sampling, **given_of(given, _SAMPLING)}
+        usual = {"end_tokens": model.end_tokens, "max_new_tokens": _USUAL_TOKENS}
+        self.sampling = {**usual, **model.sampling, **given_of(given, _SAMPLING)}
         SamplingParams(**self.sampling)
         self.model, self.template = model, template
-        self._begin(given.system)
+        self.messages = _begun(given.system)
         with self.open(model) as (engine, _):
             lines = iter(given.lines) if given.lines else iter(_said, None)
             if not given.lines and sys.stdin.isatty():
@@ -113,16 +111,12 @@ class Conversation(ModelCommand):
                 elif line:
                     self._answer(engine, line)
 
-    def _begin(self, system: str | None) -> None:
-        self.messages = [{"role": "system", "content": system}] if system else []
-
     def _command(self, line: str) -> None:
         name, _, text = line.partition(" ")
-        system = next((own["content"] for own in self.messages if own["role"] == "system"), None)
         if name == "/system":
-            self._begin(text.strip())
+            self.messages = _begun(text.strip())
         elif line == "/clear":
-            self._begin(system)
+            self.messages = [message for message in self.messages if message["role"] == "system"]
         elif line == "/help":
             print("\n".join(_COMMANDS.values()))
         else:
@@ -161,6 +155,10 @@ class Conversation(ModelCommand):
         if result[0].num_tokens == params.max_new_tokens and result[0].tokens[-1] not in params.end_tokens:
             _note(f"the answer was cut after {params.max_new_tokens} tokens; --max-new-tokens says how many")
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def _begun(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _said() -> str | None:

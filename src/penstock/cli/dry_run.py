@@ -25,8 +25,8 @@ from penstock.settings import ConfigError, Precision, RunConfig
 class StagePlan:
     """A planned stage: its units by name, and the size of one rank's share of it.
 
-    share_of_work: of the whole model's. microbatch_bytes: kept of a microbatch from its F to its backward, and
-    for_weights_bytes from its I to its W.
+    share_of_work: of the whole model's. microbatch_bytes: kept of a microbatch from its F to its backward.
+    for_weights_bytes: from its I to its W.
     """
 
     stage: int
@@ -96,17 +96,14 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     with waiting("rehearsing the ranks", sys.stderr):
         rehearsals = {rank: run.rehearse(rank) for rank in sorted(set(peers))}
     stages = _stage_plans(run, cut, placement, list(rehearsals.values()))
+    costs, of_cut = Costs() if times is None else schedule.costs_of_cut(times, cut), stages[: len(cut)]
     costs = replace(
-        Costs() if times is None else schedule.costs_of_cut(times, cut),
-        microbatch_bytes=[stage.microbatch_bytes for stage in stages[: len(cut)]],
-        weight_memory_share=[
-            stage.for_weights_bytes / stage.microbatch_bytes if stage.microbatch_bytes else 0.0
-            for stage in stages[: len(cut)]
-        ],
+        costs,
+        microbatch_bytes=[stage.microbatch_bytes for stage in of_cut],
+        weight_memory_share=[stage.for_weights_bytes / (stage.microbatch_bytes or 1) for stage in of_cut],
     )
     timeline = schedule.simulate(program, costs)
-    tied = {name for unit in units for name in unit.tied}
-    copies = shape.vocabulary * shape.hidden_size if tied else 0
+    copies = shape.vocabulary * shape.hidden_size if any(unit.tied for unit in units) else 0
     packing, num_sequences = data.loader(DataShard(), with_data=False).packing, config.data.num_sequences
     return RunPlan(
         world_size=ours.world_size,
@@ -129,9 +126,9 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
 
 
 def _state(rehearsal: Rehearsal) -> StateBytes:
-    own = rehearsal.state_bytes
-    parameters, gradients = own[MemoryKind.PARAMETERS], own[MemoryKind.GRADIENTS]
-    return StateBytes(parameters, gradients, own[MemoryKind.MASTERS] + own[MemoryKind.OPTIMIZER])
+    state = rehearsal.state_bytes
+    optimizer = state[MemoryKind.MASTERS] + state[MemoryKind.OPTIMIZER]
+    return StateBytes(state[MemoryKind.PARAMETERS], state[MemoryKind.GRADIENTS], optimizer)
 
 
 def _stage_plans(
@@ -143,24 +140,23 @@ def _stage_plans(
     # As the rank with the largest shards holds them.
     largest = run.engine.units(ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep))
     work = [unit.work(run.engine.options.label_share) for unit in units]
-    found = []
+    plans = []
     for number in range(placement.num_stages):
         members = cut[number % len(cut)]
         # Each rank that holds it has the same; none for a stage without units.
         held = ([unit for unit in one.units if unit.stage == number] for one in rehearsals)
         costs = next(filter(None, held), [])
-        found.append(
-            StagePlan(
-                stage=number,
-                rank=placement.rank_of(number),
-                units=tuple(units[i].name for i in members),
-                num_parameters=sum(largest[i].num_parameters for i in members),
-                share_of_work=sum(work[i] for i in members) / sum(work),
-                microbatch_bytes=sum(unit.of(Op.F).kept_bytes for unit in costs),
-                for_weights_bytes=sum(unit.of(Op.I).kept_bytes for unit in costs),
-            )
+        plan = StagePlan(
+            stage=number,
+            rank=placement.rank_of(number),
+            units=tuple(units[i].name for i in members),
+            num_parameters=sum(largest[i].num_parameters for i in members),
+            share_of_work=sum(work[i] for i in members) / sum(work),
+            microbatch_bytes=sum(unit.of(Op.F).kept_bytes for unit in costs),
+            for_weights_bytes=sum(unit.of(Op.I).kept_bytes for unit in costs),
         )
-    return found
+        plans.append(plan)
+    return plans
 
 
 def _measured(run: RehearsedRun, config: RunConfig) -> Costs | None:

@@ -32,9 +32,9 @@ class Text:
     num_prompt_tokens: int = 0
 
     @property
-    def num_scored(self) -> int:
-        """The tokens that follow another token and are not part of the prompt."""
-        return len(self.tokens) - max(self.num_prompt_tokens, 1)
+    def first_scored(self) -> int:
+        """The place of the first token that follows another token and is not part of the prompt."""
+        return max(self.num_prompt_tokens, 1)
 
     def name(self, number: int, file: Path | None) -> str:
         """The name in messages of the text of that number: its line of the file, and its "id" if it has one."""

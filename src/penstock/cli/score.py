@@ -147,9 +147,8 @@ class Score(ModelCommand):
         """
         line: dict[str, Any] = {"line": text.line, **({} if text.id is None else {"id": text.id})}
         if self.model.rates is None:
-            first = len(text.tokens) - text.num_scored
-            log_probs = [plain_number(value) for value in values[first - 1 : -1]]
-            total, tokens = _total(log_probs), list(text.tokens[first:])
+            log_probs = [plain_number(value) for value in values[text.first_scored - 1 : -1]]
+            total, tokens = _total(log_probs), list(text.tokens[text.first_scored :])
             figures = {"log_prob": total, "perplexity": _perplexity(total, len(tokens))}
             return line | {"tokens": tokens, "log_probs": log_probs} | figures
         ratings = [[plain_number(value) for value in labels] for labels in values]
@@ -219,12 +218,11 @@ class Score(ModelCommand):
         Raises: ValueError where the model gives no numbers; PipelineError if another pipeline's do not come in time.
         """
         pipelines, index = self.pipelines, number % self.pipelines.count
-        writes, lines = delivers and pipelines.index == 0, None
-        if index == pipelines.index:
-            lines = self._lines(engine, texts, delivers)
-        elif writes:
+        writes = delivers and pipelines.index == 0
+        lines = self._lines(engine, texts, delivers) if index == pipelines.index else None
+        if writes and index != pipelines.index:
             lines = pipelines.receive(index, f"scores of batch {number} from pipeline {index}")
-        if delivers and not writes and lines is not None:
+        elif delivers and not writes and lines is not None:
             pipelines.send(lines)
         # Of scores that are none, the line of the first: whoever writes refuses them too.
         if isinstance(lines, int):
@@ -236,13 +234,13 @@ class Score(ModelCommand):
         from penstock.engine.training.scorer import PerToken, token_scores
 
         # Of a classifier, the outputs of its head for each token and label.
-        rates = self.model.rates is not None
-        ratings = PerToken(lambda output, _: {"ratings": output.float()})
-        hook = ratings if rates else token_scores(self.scoring.temperature)
+        name, hook = "log_probs", token_scores(self.scoring.temperature)
+        if self.model.rates is not None:
+            name, hook = "ratings", PerToken(lambda output, _: {"ratings": output.float()})
         items = engine.forward(_packed(texts), hook, list, micro_batches=self.spec)
         if not delivers:
             return None
-        scores = [item["ratings" if rates else "log_probs"] for item in items]
+        scores = [item[name] for item in items]
         # An infinite one can be true: a token may be impossible.
         wrong = (text.line for text, values in zip(texts, scores, strict=True) if values.isnan().any())
         lines = [self.line(text, values.tolist()) for text, values in zip(texts, scores, strict=True)]
@@ -313,8 +311,7 @@ def _packed(texts: Sequence[Text]) -> "PackedBatch":
     """Pack tokens, with each scored token as the label of the one before it."""
     from penstock.data import NO_LABEL, PackedBatch
 
-    labels = []
-    for text in texts:
-        first = len(text.tokens) - text.num_scored
-        labels.append([NO_LABEL] * (first - 1) + list(text.tokens[first:]) + [NO_LABEL])
+    labels = [
+        [NO_LABEL] * (text.first_scored - 1) + list(text.tokens[text.first_scored :]) + [NO_LABEL] for text in texts
+    ]
     return PackedBatch.from_sequences({"tokens": [list(text.tokens) for text in texts], "labels": labels})

@@ -200,15 +200,14 @@ class Serve(ModelCommand):
 
     def _key(self) -> str | None:
         """The key that clients must give; None for none. Raises: ValueError for an unusable one."""
-        key, where = os.environ.get(API_KEY), f"the environment variable {API_KEY}"
-        if self.config.api_key_file is not None:
-            where = self.config.api_key_file
-            key = read_text(where)
-        if key is None:
-            return None
-        if not key.strip().isascii() or not key.strip().isprintable() or not key.strip() or " " in key.strip():
+        file = self.config.api_key_file
+        key, where = (os.environ.get(API_KEY), f"the environment variable {API_KEY}")
+        if file is not None:
+            key, where = read_text(file), file
+        key = key and key.strip()
+        if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
             raise ValueError(f"{where} holds no usable key; give printable ASCII characters without blanks")
-        return key.strip()
+        return key
 
 
 main = Serve.main
