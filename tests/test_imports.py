@@ -51,7 +51,7 @@ DEVICE_ROOMS = {
         "engine/build.py",
         "engine/pipeline.py",
         "engine/folders/export.py",
-        "cli/session.py",
+        "cli/models/session.py",
     },
 }
 STANDARD_LIBRARY_ONLY = ("io", "settings", "schedule", "planner")

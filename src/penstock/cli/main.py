@@ -15,10 +15,10 @@ from penstock.settings.declare import words_of
 
 COMMANDS = {
     "train": Command("train a model cut into stages, as set in a TOML file", "penstock.cli.train"),
-    "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.score"),
-    "generate": Command("continue prompts with a saved model", "penstock.cli.generate"),
-    "chat": Command("talk with a saved model in the terminal", "penstock.cli.chat"),
-    "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.serve"),
+    "score": Command("write each token's log-probability and each text's perplexity", "penstock.cli.models.score"),
+    "generate": Command("continue prompts with a saved model", "penstock.cli.models.generate"),
+    "chat": Command("talk with a saved model in the terminal", "penstock.cli.models.chat"),
+    "serve": Command("answer over HTTP with a saved model, by OpenAI's interface", "penstock.cli.models.serve"),
     "convert": Command("a run's model for Hugging Face's transformers, and back", "penstock.cli.convert"),
     "schedule": Command("list, draw, prove, simulate and export schedules (no torch)", "penstock.cli.schedule"),
     "check": Command("compare your own layers in stages with a plain loop, bit for bit", "penstock.cli.check"),

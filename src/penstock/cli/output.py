@@ -1,6 +1,5 @@
 """Output of commands: tables and JSON, progress, and files that are never lost."""
 
-import contextlib
 import fcntl
 import hashlib
 import io
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -162,9 +161,8 @@ class ResultsFile:
         """Add results, which survive the death of the process and, with `to_disk`, that of the machine."""
         # What has no place in UTF-8, such as half of a pair in an "id", is written as JSON escapes it.
         texts = (json.dumps(result, ensure_ascii=False, allow_nan=False) for result in results)
-        lines = [text.encode(errors="backslashreplace") + b"\n" for text in texts]
         with naming(self.path):
-            self._file.writelines(lines)
+            self._file.writelines(text.encode(errors="backslashreplace") + b"\n" for text in texts)
             self._file.flush()
             if to_disk:
                 os.fsync(self._file.fileno())
@@ -206,18 +204,13 @@ class ResultsFile:
             self.hidden.unlink()
 
     def _lines(self) -> list[tuple[Any, bytes]]:
-        def parsed(line: bytes) -> tuple[Any, bytes]:
-            try:
-                return parse_json(line), line
-            except ValueError:
-                return None, b""
-
-        def is_whole(result: Any, line: bytes) -> bool:
-            has_numbers = isinstance(result, dict) and all(type(result.get(name)) is int for name in self._numbers)
-            return has_numbers and line.endswith(b"\n")
-
+        """The results so far with their lines, up to the first that is cut short."""
         self._file.seek(0)
-        return list(takewhile(lambda one: is_whole(*one), map(parsed, self._file)))
+        lines = []
+        with suppress(ValueError):
+            for line in takewhile(lambda line: line.endswith(b"\n"), self._file):
+                lines.append((parse_json(line), line))
+        return lines
 
 
 # ---- Standard output that may be full or closed: its errors name it, and come once
@@ -301,7 +294,7 @@ def print_progress(text: str, file: TextIO) -> None:
         print(text, file=file, flush=True)
     except OSError as error:
         if error.filename == NAME:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 print(
                     f"penstock: {NAME}: {(error.strerror or str(error)).lower()}; going on without progress lines",
                     file=sys.stderr,

@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         config = config.fit(group.world_size)
     config = check_run(config, proves=not dry, refuse_sizes=partial(_refuse_sizes, group))
     if speaks and config.model.native is False and asked.model.native is not False:
-        from penstock.cli.session import show_layers
+        from penstock.cli.models.session import show_layers
         from penstock.engine.folders.model_folder import open_folder
 
         show_layers(open_folder(asked.model.pretrained or "", asked.model.native))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.generate import Generate
 from penstock.cli.main import main
+from penstock.cli.models.generate import Generate
 from penstock.model.hf.families import GENERATION_CONFIG
 from penstock.settings import SamplingParams
 from tests.hugging_face import make_model, make_tokenizer

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import serve
 from penstock.cli.main import main
+from penstock.cli.models import serve
 from penstock.cli.processes.machine import Machine, fitted, options_here
 from penstock.engine.folders.model_folder import open_model
 from penstock.settings import Precision, Quantize

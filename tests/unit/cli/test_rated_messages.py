@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from penstock.cli.input_lines import InputReader
+from penstock.cli.models.input_lines import InputReader
 from penstock.data import CorpusSpec, load_corpus
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from tests.chat import LLAMA3, assistant, user

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import doctor, generate, score, session
+from penstock.cli import doctor
 from penstock.cli.main import main
+from penstock.cli.models import generate, score, session
 from penstock.cli.options import Options, add_options, values_of
 from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
 from penstock.settings.declare import possible

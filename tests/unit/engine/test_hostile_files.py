@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.input_lines import InputReader
 from penstock.cli.main import main
+from penstock.cli.models.input_lines import InputReader
 from penstock.data import BatchError, CorpusError, PackedBatch
 from penstock.data.corpus import load_store
 from penstock.draw.layers import read_recorded_step

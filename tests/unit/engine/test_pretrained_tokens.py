@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.cli.input_lines import InputReader
+from penstock.cli.models.input_lines import InputReader
 from penstock.data.corpus import CorpusSpec, load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.folders.model_folder import open_model

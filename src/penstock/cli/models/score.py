@@ -12,11 +12,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.input_lines import InputReader, Text
+from penstock.cli.models.input_lines import InputReader, Text
+from penstock.cli.models.session import IMPORTS, ModelCommand
 from penstock.cli.options import PROCESSES, Parser, options_of, parallel_options, values_of
 from penstock.cli.output import Progress, ResultsFile, counted, digest_of, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.session import IMPORTS, ModelCommand
 from penstock.settings import DataConfig, Settings, same_as
 from penstock.settings.declare import ABOVE_0, AT_LEAST_1, setting
 
@@ -82,7 +82,7 @@ class Score(ModelCommand):
 
     parser = staticmethod(parser)
     layout = parallel_options(("pp", "dp", "cp", "tp", *PROCESSES))
-    workers = WorkerCommand("penstock.cli.score", "continues where it was stopped", IMPORTS)
+    workers = WorkerCommand("penstock.cli.models.score", "continues where it was stopped", IMPORTS)
     only_reads = True
 
     #: where the lines are written, and how they are computed

@@ -11,12 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.input_lines import InputReader, Text
+from penstock.cli.models.input_lines import InputReader, Text
+from penstock.cli.models.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options, values_of
 from penstock.cli.output import Progress, ResultsFile, plain_number, print_json
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
-from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.io.files import text_in
 from penstock.settings import SamplingParams
 
@@ -88,7 +88,7 @@ class Generate(ModelCommand):
     layout = parallel_options(("pp", "dp", "tp", *PROCESSES))
     chosen = ("pp", "dp", "tp", "threads")
     #: says how a stopped call is taken up
-    workers: WorkerCommand = WorkerCommand("penstock.cli.generate", "gives the same answers", IMPORTS)
+    workers: WorkerCommand = WorkerCommand("penstock.cli.models.generate", "gives the same answers", IMPORTS)
 
     #: where answers go; None if they are only shown
     output: Path | None

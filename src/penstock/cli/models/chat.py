@@ -6,9 +6,9 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.models.session import IMPORTS, ModelCommand
 from penstock.cli.options import PROCESSES, Parser, add_options, given_of, options_of, parallel_options
 from penstock.cli.processes.launch import WorkerCommand
-from penstock.cli.session import IMPORTS, ModelCommand
 from penstock.io.files import parse_json
 from penstock.settings import SamplingParams
 from penstock.settings.declare import suggestion
@@ -76,7 +76,7 @@ class Conversation(ModelCommand):
 
     parser = staticmethod(parser)
     layout = parallel_options(PROCESSES)
-    workers = WorkerCommand("penstock.cli.chat", "begins a new conversation", IMPORTS)
+    workers = WorkerCommand("penstock.cli.models.chat", "begins a new conversation", IMPORTS)
 
     #: the model's template, and how answers are drawn; their number of tokens comes with each
     template: "ChatTemplate"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.models.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.cli.options import PROCESSES, Parser, add_options, options_of, parallel_options, values_of
 from penstock.cli.processes.launch import WorkerCommand
 from penstock.cli.processes.machine import check_rows, options_here
-from penstock.cli.session import IMPORTS, RING_OPTIONS, ModelCommand
 from penstock.io.files import read_text
 from penstock.settings import RingConfig, ServeConfig
 
@@ -78,7 +78,7 @@ class Serve(ModelCommand):
     parser = staticmethod(parser)
     layout = parallel_options(("pp", *PROCESSES))
     chosen = ("pp", "threads")
-    workers = WorkerCommand("penstock.cli.serve", "serves again", ("penstock.serve.server", *IMPORTS))
+    workers = WorkerCommand("penstock.cli.models.serve", "serves again", ("penstock.serve.server", *IMPORTS))
 
     #: what the server takes, and what goes round the ring
     config: ServeConfig
