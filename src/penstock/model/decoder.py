@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from penstock.model.cpu.onednn import fastest_matmul
-from penstock.model.layers.dense import Head, attention_block, embedding, head, mlp_block
+from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
 from penstock.model.layers.experts import ExpertBlock, check_expert_parallel, expert_shards
 from penstock.model.layers.multi_token import multi_token_head
-from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel
+from penstock.model.layers.tensor_parallel import TensorParallelSplit, check_tensor_parallel, unit_in_groups
 from penstock.model.linear import Matmul
 from penstock.model.loss import ShardedLogits
 from penstock.model.units import Initial, Initialise, Limits, ModelGroups, UnitSpec
@@ -50,13 +50,13 @@ def decoder_units(
         check_expert_parallel(config, groups.ep_size)
     if groups.tp is not None:
         check_tensor_parallel(config, groups.tp_size)
-    first = _spec("embedding", config, groups, partial(embedding, config), of_embedding(config))
+    first = _spec("embedding", config, groups, partial(unit_in_groups, Embedding, (config,)), of_embedding(config))
     specs = [replace(first, limits=Limits(config.vocabulary, config.max_length))]
     for i in range(config.num_layers):
         layer = config.of_layer(i)
-        attention = partial(attention_block, layer, matmul)
+        attention = partial(unit_in_groups, AttentionBlock, (layer, matmul))
         specs.append(_spec(f"layers.{i}.attention", config, groups, attention, of_attention(layer)))
-        mlp, flops = partial(mlp_block, config, matmul), of_mlp(config)
+        mlp, flops = partial(unit_in_groups, MLPBlock, (config, matmul)), of_mlp(config)
         if config.is_sparse(i):
             mlp, flops = partial(ExpertBlock, config, matmul), of_experts(config)
         specs.append(_spec(f"layers.{i}.mlp", config, groups, mlp, flops))
@@ -66,7 +66,7 @@ def decoder_units(
 def _head(config: ModelConfig, groups: ModelGroups, matmul: Matmul) -> UnitSpec:
     tied = {"projection.weight": "embedding.weight"} if config.tie_embeddings else {}
     if not config.num_predictions:
-        spec = _spec("head", config, groups, partial(head, config, matmul), of_head(config), tied)
+        spec = _spec("head", config, groups, partial(unit_in_groups, Head, (config, matmul)), of_head(config), tied)
         return replace(spec, flops_if_read=of_head(config))
     tied["embedding.weight"] = "embedding.weight"
     flops = of_head(config) + of_predictions(config)

@@ -5,20 +5,15 @@ from dataclasses import astuple
 import torch
 from torch import nn
 
-from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.blocked_cache import BlockedAttention
-from penstock.model.cpu.gate import HostGate
-from penstock.model.layers.dense import AttentionBlock, GateKernel, MLPBlock
-
-KERNELS: dict[str, tuple[type[AttentionKernel], GateKernel]] = {"cpu": (BlockedAttention, HostGate())}
-"""Type of device -> attention and the MLP's gate there; elsewhere they are PyTorch's own."""
+from penstock.model.cpu.gate import host_gate
+from penstock.model.layers.dense import AttentionBlock, MLPBlock
 
 
 def use_kernels_of(device: torch.device, module: nn.Module) -> None:
-    """Have the module's layers compute as their device does it best."""
-    attention, gate = KERNELS.get(device.type, (AttentionKernel, GateKernel()))
-    for part in module.modules():
+    """Have the module's layers compute as their device does it best; elsewhere than on a CPU, PyTorch's own do."""
+    for part in module.modules() if device.type == "cpu" else ():
         if isinstance(part, AttentionBlock):
-            part.attention = attention(*astuple(part.attention))
+            part.attention = BlockedAttention(*astuple(part.attention))
         elif isinstance(part, MLPBlock):
-            part.kernel = gate
+            part.kernel = host_gate(part.gate.out_features)

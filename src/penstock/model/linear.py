@@ -47,15 +47,24 @@ def dtype_of_sums(x: Tensor) -> torch.dtype:
 class PackedWeights:
     """Weights and biases of one layer, or of several that read the same input, as one kind of product reads them."""
 
-    #: x -> the outputs of all layers side by side [..., O], in the dtype of x; a row depends on that row of x alone
-    output: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor], Tensor]
     #: bytes of weights, scales and biases
     num_bytes: int
+    #: False if a single row would be computed otherwise than one of several
+    takes_one_row: bool = True
 
     @classmethod
-    def of(cls, output: Callable[[Tensor], Tensor], *read: Tensor | None) -> "PackedWeights":
+    def of(
+        cls, product: Callable[[Tensor], Tensor], *read: Tensor | None, takes_one_row: bool = True
+    ) -> "PackedWeights":
         """The product that reads these tensors."""
-        return cls(output, sum(t.nbytes for t in read if t is not None))
+        return cls(product, sum(t.nbytes for t in read if t is not None), takes_one_row)
+
+    def output(self, x: Tensor) -> Tensor:
+        """The outputs of all layers side by side [..., O], in the dtype of x; a row depends on that row of x alone."""
+        if self.takes_one_row or x.shape[:-1].numel() != 1:
+            return self.product(x)
+        return self.product(x.reshape(1, -1).repeat(2, 1))[0].view(*x.shape[:-1], -1)
 
 
 Pack = Callable[[Tensor, Tensor | None], PackedWeights | None]
@@ -417,10 +426,11 @@ def _can_be_packed(layer: nn.Module, dtype: torch.dtype) -> bool:
     return is_plain and layer.weight.dtype is dtype and _stays(layer.weight)
 
 
-def _joint_layers(module: nn.Module) -> "Iterator[Sequence[Linear]]":
-    """The layers of each joint product in the module, whose parts may list their layers by the input that they read."""
+def _joint_layers(module: nn.Module) -> "Iterator[list[Linear]]":
+    """The layers of each joint product in the module, whose parts may name their layers by the input that they read."""
     for part in module.modules():
-        yield from getattr(part, "joint_layers", ())
+        for names in getattr(part, "joint_layers", ()):
+            yield [getattr(part, name) for name in names]
 
 
 def _joint_values(layers: "Sequence[Linear]") -> tuple[Tensor, Tensor | None]:

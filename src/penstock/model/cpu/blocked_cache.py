@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.model.attention.kernels import AttentionKernel, first_seen
 from penstock.model.cpu.host_memory import lazy_zeros
-from penstock.model.kv_cache import CachedRows, CacheSize, KVCache
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows
 
 BLOCK_TOKENS = 64
 """Tokens of a block of keys: a row of a block fills a few vectors."""
@@ -34,6 +34,11 @@ class BlockedAttention(AttentionKernel):
         if self.num_heads // self.num_kv_heads > _MANY_QUERIES and torch.get_num_threads() == 1:
             return KVCache(size, self.num_kv_heads, self.head_dim, lazy_zeros)
         return BlockedCache(size, self.num_kv_heads, self.head_dim)
+
+    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        if isinstance(cache, BlockedCache) and isinstance(rows, CachedRows) and rows.num_single == len(rows.items):
+            return self.singles(q_THK, cache, rows)
+        return super().cached(q_THK, k_TGK, v_TGK, cache, rows)
 
     def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
         if not isinstance(cache, BlockedCache):
@@ -168,7 +173,8 @@ def _attention_at_once(
 ) -> Callable[[Tensor, "BlockedCache"], Tensor]:
     """Attention [R, H, K] of items of one token each, however long, to a cache by blocks; a row's bits are its own."""
     items, width = rows.items[: rows.num_single], like.values_RGLK.shape[-1]
-    firsts, ends = [first_seen(item, window) for item in items], [item.end for item in items]
+    firsts = [0 if window is None else first_seen(item, window) for item in items]
+    ends = [item.end for item in items]
     begins = [first // BLOCK_TOKENS for first in firsts]
     parts = [(item.row, begin, -(-item.end // BLOCK_TOKENS) - begin) for item, begin in zip(items, begins)]
     reads = like.reads(tuple(parts), num_heads)

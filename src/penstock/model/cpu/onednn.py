@@ -52,7 +52,8 @@ class OneDnnMatmul(Matmul):
         if not _has_onednn(weight_OI):
             return None
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _FEW_ROWS)
-        return PackedWeights.of(partial(_onednn_output, weight_OI=packed, bias_O=bias_O), packed, bias_O)
+        product = partial(torch.ops.mkldnn._linear_pointwise, W=packed, B=bias_O, attr="none", scalars=[], algorithm="")
+        return PackedWeights.of(product, packed, bias_O, takes_one_row=False)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.cpu.fixed_tiles import TiledAttention, rounded_up
-from penstock.model.cpu.gate import ReproducibleGate
+from penstock.model.cpu.gate import host_gate
 from penstock.model.cpu.onednn import OneDnnMatmul
 from penstock.model.kv_cache import CachedRows, CachedUnit, CacheSize
 from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
@@ -56,7 +56,7 @@ def make_reproducible(units: Iterable[tuple[str, nn.Module]], device: torch.devi
         if isinstance(module, AttentionBlock):
             module.attention = TiledAttention(*astuple(module.attention))
         elif isinstance(module, MLPBlock):
-            module.kernel = ReproducibleGate()
+            module.kernel = host_gate(module.gate.out_features, is_reproducible=True)
 
 
 @torch.no_grad()

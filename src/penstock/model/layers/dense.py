@@ -1,40 +1,25 @@
-"""The layers of a dense decoder, each in the forms that process groups need: embedding, attention, MLP and head.
+"""The layers of a dense decoder: embedding, attention, MLP and head.
 
 Before them come their operations with explicit gradients: RMSNorm, the gated activation and rotary positions.
 
-Shapes: T tokens of the microbatch, P ranks of the tensor-parallel group, S tokens of one rank (decoding in the head:
-sampled tokens), N rows of any kind, D hidden size, H query heads, G key and value heads, K width of a head, V
-vocabulary, U this rank's part of it.
+Shapes: T tokens of the microbatch, N rows of any kind, D hidden size, H query heads, G key and value heads, K width of
+a head, V vocabulary.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.model.attention.context_parallel import ContextAttention
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.kv_cache import CacheSize, KVCache, Rows
-from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
-from penstock.model.layers.tensor_parallel import TensorParallelSplit, TensorParallelUnit
-from penstock.model.linear import (
-    Linear,
-    Matmul,
-    bare,
-    dtype_of_sums,
-    joint_output,
-    outputs,
-    with_gradient,
-)
-from penstock.model.loss import ShardedLogits
+from penstock.model.linear import Linear, Matmul, bare, dtype_of_sums, joint_output, outputs, with_gradient
 from penstock.model.sequences import Sequences, only_read
-from penstock.model.units import ModelGroups
-from penstock.parallel.collectives import Collectives
 from penstock.settings import ModelConfig, RopeKind, RopeScaling
 
 
@@ -115,14 +100,13 @@ def gated(gate: Tensor, up: Tensor, silu: Callable[[Tensor], Tensor] = F.silu) -
 
 @dataclass(frozen=True)
 class GateKernel:
-    """The gate of an MLP, silu(gate) * up, as PyTorch computes it; a subclass computes it in another way."""
+    """The gate of an MLP, silu(gate) * up: as PyTorch computes it, or in another way."""
 
-    #: the rows that generation takes through an MLP with packed weights at a time; None for all
-    rows_at_once: ClassVar[int | None] = None
-
-    gated = staticmethod(gated)
+    gated: Callable[[Tensor, Tensor], Tensor] = gated
     #: in generation
-    gated_rows = gated
+    gated_rows: Callable[[Tensor, Tensor], Tensor] = gated
+    #: the rows that generation takes through an MLP with packed weights at a time; None for all
+    rows_at_once: int | None = None
 
 
 def gated_joint(gate_up: Tensor) -> Tensor:
@@ -230,73 +214,44 @@ def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
     return turned_THK.addcmul_(swapped_THK.to(turned_THK.dtype), sin_T1K).to(x_THK.dtype)
 
 
-class Embedding(nn.Module):
-    """Token ids [T] -> residual stream [T, D]."""
+class DecoderUnit(nn.Module):
+    """A unit of the decoder: whole on one rank and without a cache, if its subclass does not say otherwise."""
 
     has_randomness = False
     has_fixed_shapes = True
+
+    def new_cache(self, size: CacheSize) -> Any:
+        """The unit's memory of the tokens that it has read."""
+        return None
+
+    def summed(self, y_TD: Tensor) -> Tensor:
+        """The sum over the ranks that share the unit, in generation."""
+        return y_TD
+
+
+class Embedding(DecoderUnit):
+    """Token ids [T] -> residual stream [T, D]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
 
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """The tokens' rows [T, D] of the weight."""
+        return F.embedding(tokens_T, self.weight)
+
     def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
-
-    def new_cache(self, size: CacheSize) -> None:
-        return None
+        return self.embedded(tokens_T)
 
     def decode(self, tokens_T: Tensor, cache: None, rows: Rows) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
-
-    def look_up(self, tokens_T: Tensor) -> State:
-        """The tokens' rows [T, D], as a state for `reduction`."""
-        return (F.embedding(tokens_T, self.weight),)
-
-    def reduction(self) -> list[Exchange]:
-        """No exchanges follow `look_up`."""
-        return []
+        return self.summed(self.embedded(tokens_T))
 
 
-class TensorParallelEmbedding(TensorParallelUnit, Embedding):
-    """Token ids [T] -> this rank's tokens of the residual stream [S, D], each looked up by the rank that has it."""
-
-    def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
-        split = TensorParallelSplit(config, groups)
-        Embedding.__init__(self, replace(config, vocab_size=split.vocabulary.length))
-        self.collectives, self.part = Collectives(split.group), split.vocabulary
-
-    def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        return [Compute("look up", self.look_up), *self.reduction()]
-
-    def decode(self, tokens_T: Tensor, cache: None, rows: Rows) -> Tensor:
-        return self.summed(self._found(tokens_T))
-
-    def look_up(self, tokens_T: Tensor) -> State:
-        """The rows that this rank has, to be summed over ranks [P S, D]."""
-        return (self.padded(self._found(tokens_T)),)
-
-    def reduction(self) -> list[Exchange]:
-        """The exchanges that follow `look_up`."""
-        return [self.scatter()]
-
-    def _found(self, tokens_T: Tensor) -> Tensor:
-        """The rows of tokens in this rank's part of the vocabulary, zeros for all others [T, D]."""
-        rows_T = tokens_T - self.part.start
-        inside_T = (rows_T >= 0) & (rows_T < self.part.length)
-        return F.embedding(rows_T.where(inside_T, 0), self.weight).masked_fill(~inside_T[:, None], 0)
-
-
-def embedding(config: ModelConfig, groups: ModelGroups) -> Embedding:
-    """The embedding in the form that these groups need."""
-    return Embedding(config) if groups.tp is None else TensorParallelEmbedding(config, groups)
-
-
-class AttentionBlock(nn.Module):
+class AttentionBlock(DecoderUnit):
     """x + output(attention(norm(x))), with grouped queries, rotary positions and an optional sliding window."""
 
-    has_randomness = False
-    has_fixed_shapes = True
+    #: the layers by the input that they read; see `fix_weights`
+    joint_layers = ("q", "k", "v"), ("output",)
     #: the lengths of the sequences decide what is computed, and each would be compiled anew
     compiles = None
     #: the units after it, if these are the last of all; see `read_sampled_alone`
@@ -314,11 +269,6 @@ class AttentionBlock(nn.Module):
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
         self.output = Linear(config.query_size, config.hidden_size, matmul=matmul)
 
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `fix_weights`."""
-        return (self.q, self.k, self.v), (self.output,)
-
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         qkv = self.heads(self.norm(x_TD), sequences)
         return x_TD + self.output(self.attention.packed(*qkv, sequences).flatten(1))
@@ -333,10 +283,6 @@ class AttentionBlock(nn.Module):
         if self.readers and rows.num_sampled < len(x_TD) and _are_by_rows((self.output, *self.readers)):
             x_TD, mean_THK = rows.sampled(x_TD), rows.sampled(mean_THK)
         return x_TD + self.summed(self.output(mean_THK.flatten(1)))
-
-    def summed(self, y_TD: Tensor) -> Tensor:
-        """The sum over the ranks that share the layer; this one has it whole."""
-        return y_TD
 
     def heads(self, h_TD: Tensor, sequences: Sequences | Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, rotated keys, and values [T, heads, K] of the normalised stream."""
@@ -357,71 +303,11 @@ class AttentionBlock(nn.Module):
         return rotate(q_THK, tables), rotate(k_THK, tables), v_THK
 
 
-class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
-    """The attention block where several ranks hold parts of each sequence; plain attention for whole sequences."""
-
-    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
-        super().__init__(config, matmul)
-        cp = Collectives(groups.cp)
-        self.context = ContextAttention(groups.context_form, cp, config.num_heads, config.key_heads)
-
-    def segments(self, sequences: Sequences) -> list[Segment]:
-        if sequences.spread is None:
-            return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
-        return [
-            Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
-            *self.context.segments(sequences, self.attention),
-            Compute("add output", lambda mean_THK, x_TD: (x_TD + self.output(mean_THK.flatten(1)),)),
-        ]
-
-
-class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
-    """The attention block for this rank's heads, over whole sequences or, with context parallelism, parts of them."""
-
-    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
-        split = TensorParallelSplit(config, groups)
-        own = split.own
-        AttentionBlock.__init__(self, own, matmul)
-        self.collectives, cp = Collectives(split.group), Collectives(groups.cp)
-        self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads)
-
-    def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        num_tokens = sequences.num_tokens
-
-        def heads(h: Tensor, x: Tensor) -> State:
-            return *self.heads(h[:num_tokens], sequences), x
-
-        def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, x: Tensor) -> State:
-            return self.attention.packed(q_THK, k_THK, v_THK, sequences), x
-
-        def output(mean_THK: Tensor, x: Tensor) -> State:
-            return self.padded(self.output(mean_THK.flatten(1))), x
-
-        if sequences.spread is None:
-            attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
-        else:
-            attention = [
-                Compute("heads", heads),
-                *self.context.segments(sequences, self.attention),
-                Compute("output", output),
-            ]
-        return self.around(attention)
-
-
-def attention_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> AttentionBlock:
-    """The attention block of a layer of this shape, in the form that these groups need."""
-    if groups.tp is not None:
-        return TensorParallelAttentionBlock(config, matmul, groups)
-    if groups.cp is not None:
-        return ContextParallelAttentionBlock(config, matmul, groups)
-    return AttentionBlock(config, matmul)
-
-
-class MLPBlock(nn.Module):
+class MLPBlock(DecoderUnit):
     """x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
-    has_randomness = False
-    has_fixed_shapes = True
+    #: the layers by the input that they read; see `fix_weights`
+    joint_layers = ("gate", "up"), ("down",)
     kernel = GateKernel()
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
@@ -431,11 +317,6 @@ class MLPBlock(nn.Module):
         self.up = Linear(config.hidden_size, config.intermediate_size, matmul=matmul)
         self.down = Linear(config.intermediate_size, config.hidden_size, matmul=matmul)
 
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `fix_weights`."""
-        return (self.gate, self.up), (self.down,)
-
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return x_TD + self.inner(self.norm(x_TD))
 
@@ -443,9 +324,6 @@ class MLPBlock(nn.Module):
         """The block's addend to the residual stream, from the normalised stream."""
         gate, up = outputs(h_TD, (self.gate, self.up))
         return self.down(self.kernel.gated(gate, up))
-
-    def new_cache(self, size: CacheSize) -> None:
-        return None
 
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         num_rows = self.kernel.rows_at_once
@@ -460,77 +338,23 @@ class MLPBlock(nn.Module):
         gate, up = outputs(self.norm(x_TD), (self.gate, self.up))
         return x_TD + self.summed(self.down(self.kernel.gated_rows(gate, up)))
 
-    def summed(self, y_TD: Tensor) -> Tensor:
-        """The sum over the ranks that share the layer; this one has it whole."""
-        return y_TD
 
-
-class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
-    """The MLP block for this rank's columns of the inner width."""
-
-    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
-        split = TensorParallelSplit(config, groups)
-        MLPBlock.__init__(self, split.own, matmul)
-        self.collectives = Collectives(split.group)
-
-    def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
-
-
-def mlp_block(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> MLPBlock:
-    """The MLP block in the form that these groups need."""
-    return MLPBlock(config, matmul) if groups.tp is None else TensorParallelMLPBlock(config, matmul, groups)
-
-
-class Head(nn.Module):
+class Head(DecoderUnit):
     """Residual stream [T, D] -> logits [T, V], or [R, V] of the rows that are read."""
 
-    has_randomness = False
-    has_fixed_shapes = True
+    #: the layers by the input that they read; see `fix_weights`
+    joint_layers = (("projection",),)
 
     def __init__(self, config: ModelConfig, matmul: Matmul) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.projection = Linear(config.hidden_size, config.vocabulary, matmul=matmul)
 
-    @property
-    def joint_layers(self) -> tuple[tuple[Linear, ...], ...]:
-        """The layers by the input that they read; see `fix_weights`."""
-        return ((self.projection,),)
-
     def forward(self, x_TD: Tensor, sequences: Sequences) -> Tensor:
         return self.projection(self.norm(only_read(x_TD, sequences.read_rows)))
 
-    def new_cache(self, size: CacheSize) -> None:
-        return None
-
     def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
         return self.projection(self.norm(rows.sampled(x_TD)))
-
-
-class TensorParallelHead(TensorParallelUnit, Head):
-    """This rank's tokens of the residual stream [S, D] -> its part of all tokens' logits [T, U]."""
-
-    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
-        split = TensorParallelSplit(config, groups)
-        Head.__init__(self, replace(config, vocab_size=split.vocabulary.length), matmul)
-        self.collectives, self.part = Collectives(split.group), split.vocabulary
-
-    def segments(self, sequences: Sequences) -> Sequence[Segment]:
-        def project(h: Tensor) -> State:
-            return (self.projection(only_read(h[: sequences.num_tokens], sequences.read_rows)),)
-
-        return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), Compute("projection", project)]
-
-    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
-        """The whole logits [S, V] of the sampled tokens on every rank, so that all ranks draw the same tokens."""
-        own_SU = super().decode(x_TD, cache, rows)
-        return ShardedLogits(own_SU, self.part, self.collectives).gathered()
-
-
-def head(config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> Head:
-    """The head in the form that these groups need."""
-    return Head(config, matmul) if groups.tp is None else TensorParallelHead(config, matmul, groups)
 
 
 def read_sampled_alone(units: Sequence[nn.Module]) -> None:
@@ -538,20 +362,16 @@ def read_sampled_alone(units: Sequence[nn.Module]) -> None:
 
     units: those of a stage; nothing changes unless they end with a layer of this module and the head.
     """
-    attention, readers = (units[-3] if len(units) > 2 else None), tuple(units[-2:])
-    if isinstance(attention, AttentionBlock) and tuple(map(type, readers)) in _LAST_UNITS:
-        attention.readers = readers
-
-
-_LAST_UNITS = (MLPBlock, Head), (TensorParallelMLPBlock, TensorParallelHead)
-_BY_ROWS = {Linear, RMSNorm, *_LAST_UNITS[0], *_LAST_UNITS[1]}
+    match list(units):
+        case [*_, AttentionBlock() as attention, MLPBlock() as mlp, Head() as head]:
+            attention.readers = mlp, head
 
 
 def _are_by_rows(modules: Iterable[nn.Module]) -> bool:
     """True if each row of the modules' outputs depends on that row alone, to the bit, and nobody watches the others."""
     # Who puts a function of one's own in the place of a method may look at all rows.
     return all(
-        type(part) in _BY_ROWS
+        isinstance(part, RMSNorm | MLPBlock | Head | Linear)
         and bare(part)
         and not any(map(callable, vars(part).values()))
         and (not isinstance(part, Linear) or part.has_apart_rows)

@@ -22,16 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.lanes import Compute, Segment, SegmentedUnit, State, beside
-from penstock.model.layers.dense import (
-    Embedding,
-    Head,
-    RMSNorm,
-    TensorParallelEmbedding,
-    TensorParallelHead,
-    attention_block,
-    mlp_block,
-)
+from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock, RMSNorm
 from penstock.model.layers.experts import ExpertBlock
+from penstock.model.layers.tensor_parallel import TensorParallelEmbedding, TensorParallelHead, unit_in_groups
 from penstock.model.linear import Linear, Matmul
 from penstock.model.loss import ShardedLogits, cross_entropy_sum
 from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, only_read
@@ -49,21 +42,27 @@ class TokenPrediction(nn.Module):
         self.stream_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.token_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.join = Linear(2 * config.hidden_size, config.hidden_size, matmul=matmul)
-        self.attention = attention_block(layer, matmul, groups)
-        sparse = config.is_sparse(last)
-        self.mlp = ExpertBlock(config, matmul, groups) if sparse else mlp_block(layer, matmul, groups)
+        self.attention = unit_in_groups(AttentionBlock, (layer, matmul), groups)
+        if config.is_sparse(last):
+            self.mlp = ExpertBlock(config, matmul, groups)
+        else:
+            self.mlp = unit_in_groups(MLPBlock, (layer, matmul), groups)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def segments(self, embedding: Embedding, tokens_T: Tensor, sequences: Sequences) -> list[Segment]:
         """The row from the stream to the one that the token, and the next prediction, are predicted from."""
 
+        cut = embedding if isinstance(embedding, TensorParallelEmbedding) else None
+
         def look_up(h: Tensor) -> State:
-            return *embedding.look_up(tokens_T), h
+            rows = embedding.embedded(tokens_T)
+            return rows if cut is None else cut.padded(rows), h
 
         def join(embedded: Tensor, h: Tensor) -> State:
             return (self.join(torch.cat((self.stream_norm(h), self.token_norm(embedded)), -1)),)
 
-        row: list[Segment] = [Compute("look up", look_up), *embedding.reduction(), Compute("join", join)]
+        exchanges = [] if cut is None else [cut.scatter()]
+        row: list[Segment] = [Compute("look up", look_up), *exchanges, Compute("join", join)]
         for block in (self.attention, self.mlp):
             row += block.segments(sequences) if isinstance(block, SegmentedUnit) else [_whole(block, sequences)]
         return row

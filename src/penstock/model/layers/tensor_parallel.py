@@ -1,4 +1,4 @@
-"""The common parts of all tensor-parallel layers: the split of a layer over ranks, and the exchanges between them.
+"""The layers of a dense decoder in the forms that process groups need: their split over ranks, and their exchanges.
 
     embedding   look up | reduce-scatter
     attention   norm | all-gather | heads, attention, output | reduce-scatter | residual
@@ -10,19 +10,27 @@ norm. Between the products the residual stream is cut by tokens (sequence parall
 S = T / P rounded up, and the padding of the last rank's run stays zero. The head's output is this rank's part of the
 logits.
 
-Shapes: T tokens of the microbatch, P ranks of the tensor-parallel group, S tokens of one rank, D hidden size, U this
-rank's part of the vocabulary.
+Shapes: T tokens of the microbatch, P ranks of the tensor-parallel group, S tokens of one rank (decoding in the
+head: sampled tokens), D hidden size, H query heads, G key and value heads, K width of a head, V vocabulary, U this
+rank's part of it.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit
+from penstock.model.attention.context_parallel import ContextAttention
+from penstock.model.kv_cache import Rows
+from penstock.model.lanes import Compute, Exchange, Segment, SegmentedUnit, State
+from penstock.model.layers.dense import AttentionBlock, Embedding, Head, MLPBlock
+from penstock.model.linear import Matmul
+from penstock.model.loss import ShardedLogits
+from penstock.model.sequences import Sequences, only_read
 from penstock.model.units import ModelGroups
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.tensor_slice import Shard
@@ -135,3 +143,122 @@ class TensorParallelUnit(SegmentedUnit):
             return self.collectives.all_reduce(x_TD).wait()
         # Always in the order of ranks, so that a row's bits do not depend on the number of other rows.
         return self.collectives.all_gather(x_TD).wait().unflatten(0, (self.collectives.size, -1)).sum(0)
+
+
+class TensorParallelEmbedding(TensorParallelUnit, Embedding):
+    """Token ids [T] -> this rank's tokens of the residual stream [S, D], each looked up by the rank that has it."""
+
+    def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        Embedding.__init__(self, replace(config, vocab_size=split.vocabulary.length))
+        self.collectives, self.part = Collectives(split.group), split.vocabulary
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        return [Compute("look up", lambda tokens_T: (self.padded(self.embedded(tokens_T)),)), self.scatter()]
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """The rows of tokens in this rank's part of the vocabulary, zeros for all others [T, D]."""
+        rows_T = tokens_T - self.part.start
+        inside_T = (rows_T >= 0) & (rows_T < self.part.length)
+        return super().embedded(rows_T.where(inside_T, 0)).masked_fill(~inside_T[:, None], 0)
+
+
+class ContextParallelAttentionBlock(SegmentedUnit, AttentionBlock):
+    """The attention block where several ranks hold parts of each sequence; plain attention for whole sequences."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        super().__init__(config, matmul)
+        cp = Collectives(groups.cp)
+        self.context = ContextAttention(groups.context_form, cp, config.num_heads, config.key_heads)
+
+    def segments(self, sequences: Sequences) -> list[Segment]:
+        if sequences.spread is None:
+            return [Compute("attention", lambda x_TD: (AttentionBlock.forward(self, x_TD, sequences),))]
+        return [
+            Compute("project", lambda x_TD: (*self.heads(self.norm(x_TD), sequences), x_TD)),
+            *self.context.segments(sequences, self.attention),
+            Compute("add output", lambda mean_THK, x_TD: (x_TD + self.output(mean_THK.flatten(1)),)),
+        ]
+
+
+class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
+    """The attention block for this rank's heads, over whole sequences or, with context parallelism, parts of them."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        own = split.own
+        AttentionBlock.__init__(self, own, matmul)
+        self.collectives, cp = Collectives(split.group), Collectives(groups.cp)
+        self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        num_tokens = sequences.num_tokens
+
+        def heads(h: Tensor, x: Tensor) -> State:
+            return *self.heads(h[:num_tokens], sequences), x
+
+        def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, x: Tensor) -> State:
+            return self.attention.packed(q_THK, k_THK, v_THK, sequences), x
+
+        def output(mean_THK: Tensor, x: Tensor) -> State:
+            return self.padded(self.output(mean_THK.flatten(1))), x
+
+        if sequences.spread is None:
+            attention = [Compute("attention", lambda h, x: output(*attend(*heads(h, x))))]
+        else:
+            attention = [
+                Compute("heads", heads),
+                *self.context.segments(sequences, self.attention),
+                Compute("output", output),
+            ]
+        return self.around(attention)
+
+
+class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
+    """The MLP block for this rank's columns of the inner width."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        MLPBlock.__init__(self, split.own, matmul)
+        self.collectives = Collectives(split.group)
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
+
+
+class TensorParallelHead(TensorParallelUnit, Head):
+    """This rank's tokens of the residual stream [S, D] -> its part of all tokens' logits [T, U]."""
+
+    def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
+        split = TensorParallelSplit(config, groups)
+        Head.__init__(self, replace(config, vocab_size=split.vocabulary.length), matmul)
+        self.collectives, self.part = Collectives(split.group), split.vocabulary
+
+    def segments(self, sequences: Sequences) -> Sequence[Segment]:
+        def project(h: Tensor) -> State:
+            return (self.projection(only_read(h[: sequences.num_tokens], sequences.read_rows)),)
+
+        return [Compute("norm", lambda x: (self.norm(x),)), self.gather(), Compute("projection", project)]
+
+    def decode(self, x_TD: Tensor, cache: None, rows: Rows) -> Tensor:
+        """The whole logits [S, V] of the sampled tokens on every rank, so that all ranks draw the same tokens."""
+        own_SU = super().decode(x_TD, cache, rows)
+        return ShardedLogits(own_SU, self.part, self.collectives).gathered()
+
+
+_FORMS = {
+    Embedding: TensorParallelEmbedding,
+    AttentionBlock: TensorParallelAttentionBlock,
+    MLPBlock: TensorParallelMLPBlock,
+    Head: TensorParallelHead,
+}
+
+
+def unit_in_groups(kind: type[nn.Module], arguments: Sequence[Any], groups: ModelGroups) -> Any:
+    """A unit of this kind, made from these arguments, in the form that these groups need."""
+    if groups.tp is not None:
+        return _FORMS[kind](*arguments, groups)
+    if groups.cp is not None and kind is AttentionBlock:
+        config, matmul = arguments
+        return ContextParallelAttentionBlock(config, matmul, groups)
+    return kind(*arguments)
