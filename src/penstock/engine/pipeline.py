@@ -5,7 +5,7 @@ Shapes: T tokens of a whole microbatch, R of this rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -48,6 +48,7 @@ from penstock.model import (
     UnitSpec,
     WeightCasts,
     cut_sequences,
+    kept_random_state,
     share_casts,
 )
 from penstock.model.cpu.host_memory import keep_freed_memory
@@ -393,7 +394,7 @@ class Pipeline:
     ) -> Feed:
         """The executor's view of a microbatch: tokens and `output_fn` only where this rank holds that end.
 
-        Random numbers in training depend on its `numbers`: a step has the same whenever it is taken.
+        Layers' random numbers depend on its `numbers`: a step has the same whenever it is taken.
 
         Here alone a microbatch is cut: among context-parallel ranks, and where `output_fn` reads labelled tokens alone
         (`labelled`), to those of them with a label. `output_fn` gets that part and its logits; where ranks share the
@@ -412,10 +413,8 @@ class Pipeline:
             and not part.dtypes["positions"].is_floating_point
         ):
             sequences = sequences.with_positions(part["positions"])
-        randomness = None
-        if training:
-            shard = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-            randomness = Randomness(self.options.seed, numbers.step - 1, shard, numbers.microbatch, self.device)
+        shard, num_taken = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank, numbers.step - training
+        randomness = Randomness(self.options.seed, num_taken, shard, numbers.microbatch, self.device)
         present, read = self.units[-1].present, part
         # A layer of a user's own computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
@@ -461,6 +460,11 @@ class Pipeline:
         if len(self._executors) > _MAX_EXECUTORS:
             del self._executors[next(iter(self._executors))]
         return executor
+
+    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
+        """Run a program, whose layers draw from seeds of their own: the generators go on where they were."""
+        with kept_random_state(self.device):
+            return executor.run(feeds)
 
     def continue_from(self, step: int) -> None:
         """Go on as if this number of optimizer steps had been taken."""

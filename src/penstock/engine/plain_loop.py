@@ -94,20 +94,20 @@ class PlainLoop:
         with kept_random_state(self._device), torch.set_grad_enabled(training):
             for position, microbatch in enumerate(microbatches):
                 numbers = Numbers(position, len(microbatches), number)
-                loss = self._loss(self._output(microbatch, numbers), microbatch, numbers) * factor
+                loss = self._loss(self._output(microbatch, numbers, training), microbatch, numbers) * factor
                 losses.append(loss.detach())
                 if training:
                     self.strangers = [tensor for tensor in _leaves(loss) if not any(tensor is p for p in known)]
                     loss.backward()
         return losses
 
-    def _output(self, microbatch: PackedBatch, numbers: Numbers) -> Any:
+    def _output(self, microbatch: PackedBatch, numbers: Numbers, training: bool) -> Any:
         """The last layer's output for a microbatch."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
         given_by_name = Given(
             {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
         )
-        randomness = Randomness(self._seed, numbers.step - 1, 0, numbers.microbatch, self._device)
+        randomness = Randomness(self._seed, numbers.step - training, 0, numbers.microbatch, self._device)
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)

@@ -5,7 +5,7 @@ of a key of the batch gets this microbatch's part of it, and one of `Numbers` sa
 All others keep their defaults. A wrapper with `**kwargs` asks for what the modules inside it ask for. A loss or hook is
 given these numbers, too.
 
-In training a unit also draws its random numbers, such as dropout's, from a seed of its own.
+A unit also draws its random numbers, such as dropout's, from a seed of its own.
 """
 
 import functools
@@ -174,7 +174,7 @@ class Given:
 
     #: key of the batch -> this microbatch's part of it, on the device; those that some unit of the rank asks for
     keys: Mapping[str, Tensor] = field(default_factory=dict)
-    #: None outside of training
+    #: None where nothing is asked of a whole microbatch, as in generation
     randomness: Randomness | None = None
     #: name among `Numbers` -> number
     numbers: Mapping[str, int] = field(default_factory=dict)

@@ -399,8 +399,8 @@ class DrawnMicrobatches(MicrobatchSource):
     _drawn: list[PackedBatch] = field(default_factory=list, init=False)
     #: those that are not needed yet
     _waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
-    #: in training, puts back the random numbers that the iterator draws from: layers draw from seeds of their own
-    _to_its_numbers: Callable[[], None] | None = field(default=None, init=False)
+    #: puts back the random numbers that the iterator draws from: layers draw from seeds of their own
+    _to_its_numbers: Callable[[], None] = field(default=lambda: None, init=False)
 
     def report(self, known: BatchReport, num: int | None) -> BatchReport:
         num = self.spec.at_least
@@ -414,8 +414,7 @@ class DrawnMicrobatches(MicrobatchSource):
         self._comparison = Comparison.of(self.pipeline, [report.contents > 0 for report in reports])
 
     def feeds(self, make: Callable[[PackedBatch, Numbers], Feed], step: int, program: Program) -> Iterable[Feed]:
-        if program.schedule.training:
-            self._to_its_numbers = random_numbers(self.pipeline.device)
+        self._to_its_numbers = random_numbers(self.pipeline.device)
         # Not a generator, which would hold each until the next is asked for.
         drawn = self._draws(num_ahead(program) if self._comparison.is_first else 0)
         return map(make, drawn, (Numbers(number, self.num, step) for number in range(self.num)))
@@ -424,8 +423,7 @@ class DrawnMicrobatches(MicrobatchSource):
         self._comparison.wait()
         self.split = split_of(self._drawn)
         super().finished()
-        if self._to_its_numbers is not None:
-            self._to_its_numbers()
+        self._to_its_numbers()
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None or self._iterator is None:
@@ -451,10 +449,8 @@ class DrawnMicrobatches(MicrobatchSource):
     def _next(self, number: int) -> PackedBatch:
         """The iterator's next. Raises: PipelineError or ValueError, which say which one it was."""
         assert self._iterator is not None
-        where, to_layers_numbers = f"microbatch {number} of {self.num}", None
-        if self._to_its_numbers is not None:
-            to_layers_numbers = random_numbers(self.pipeline.device)
-            self._to_its_numbers()
+        where, to_layers_numbers = f"microbatch {number} of {self.num}", random_numbers(self.pipeline.device)
+        self._to_its_numbers()
         try:
             with self.pipeline.recovery.asking(f"drawing {where}"):
                 microbatch = next(self._iterator, END)
@@ -462,9 +458,8 @@ class DrawnMicrobatches(MicrobatchSource):
             words = f"{type(error).__name__}: {words_of(error)}"
             raise PipelineError(f"the source of microbatches failed at {where}: {words}") from error
         finally:
-            if to_layers_numbers is not None:
-                self._to_its_numbers = random_numbers(self.pipeline.device)
-                to_layers_numbers()
+            self._to_its_numbers = random_numbers(self.pipeline.device)
+            to_layers_numbers()
         if microbatch is END:
             raise PipelineError(
                 f"the source of microbatches ended before {where}; let it give as many, or micro_batches ask for fewer"

@@ -85,7 +85,7 @@ def _run_forwards(
     results: list[Tensor] = []
     if microbatches.num:
         executor = pipeline.executor(microbatches.num)
-        results = executor.run(microbatches.feeds(feed, pipeline.step, executor.program))
+        results = pipeline.run(executor, microbatches.feeds(feed, pipeline.step, executor.program))
     microbatches.finished()
     return results
 

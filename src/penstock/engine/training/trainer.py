@@ -33,7 +33,7 @@ from penstock.engine.training.microbatches import (
     agree_on_microbatches,
     source_of,
 )
-from penstock.model import Numbers, kept_random_state
+from penstock.model import Numbers
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.parallel.host import gather_json, meet
 from penstock.runtime import Executor, Feed, PipelineError
@@ -331,8 +331,7 @@ class Trainer:
         for buckets in self.gradients.values():
             buckets.zero_()
         self.pipeline.set_training(True)
-        with kept_random_state(self.pipeline.device):
-            return executor.run(feeds)
+        return self.pipeline.run(executor, feeds)
 
     def _check_tied(self) -> None:
         """Raises: PipelineError naming a tied parameter that has parted from its owner beside it."""
