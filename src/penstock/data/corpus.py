@@ -7,9 +7,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -23,9 +20,10 @@ import numpy as np
 
 from penstock.data.examples import ExampleReader, PairReader
 from penstock.data.packed import NO_LABEL
-from penstock.data.sources import BUILT_IN, ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
+from penstock.data.sources import ROW_ENDINGS, CorpusError, EncodedDocument, Source, find_source
 from penstock.data.tokenizer import TokenizationError, Tokenizer, ended, load_tokenizer, own_end_token
-from penstock.io.files import naming, read_json_object
+from penstock.io.files import naming, read_json_object, whole_folder
+from penstock.settings import DataConfig
 
 SIDES = ("training", "validation")
 CACHE_FORMAT = 2  # to be raised whenever the same text would be stored differently
@@ -190,25 +188,14 @@ def load_store(name: str, folder: Path) -> TokenStore:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSpec:
-    """The text of a corpus, its tokenizer, and the part kept for validation.
+    """The text of a corpus by the settings, and what the model makes of it.
 
-    source, validation_source: "stdlib" (the source of Python's own standard library), a file, a folder, or a pattern;
-    text, JSONL, Parquet, Arrow or CSV. Rows without the text field may be examples instead (`ExampleReader`).
-    validation_fraction: the part of the documents kept for validation, chosen by a hash of their names; unused if
-    validation has its own source. tokenizer: "bytes", a tokenizer.json or its folder. end_token: the text of the token
-    put after every document (any text for bytes); with None, examples end with the tokenizer's own, and with "" they
-    have none either. ends_rows: without an end token, rows of text end with the tokenizer's own as well, as in TRL.
-    special_tokens: with those that the tokenizer itself puts around a text. max_example_tokens: the most tokens of an
-    example. pairs: rows are pairs of texts, for a reward model whose padding is `pad_token` (`PairReader`).
+    ends_rows: without an end token, rows of text end with the tokenizer's own as well, as in TRL. max_example_tokens:
+    the most tokens of an example (`ExampleReader`). pairs: rows are pairs of texts, for a reward model whose padding is
+    `pad_token` (`PairReader`).
     """
 
-    source: str = BUILT_IN
-    validation_source: str | None = None
-    validation_fraction: float = 0.1
-    text_field: str = "text"
-    tokenizer: str = "bytes"
-    end_token: str | None = None
-    special_tokens: bool = True
+    data: DataConfig = DataConfig()
     max_example_tokens: int | None = None
     ends_rows: bool = False
     pairs: bool = False
@@ -271,10 +258,11 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
 
     Raises: `CorpusError` if it is missing, empty, unreadable, or of an unknown kind.
     """
-    source = find_source(spec.source, spec.text_field)
+    data = spec.data
+    source = find_source(data.corpus, data.text_field)
     # Both are found before either is read.
-    other = None if spec.validation_source is None else find_source(spec.validation_source, spec.text_field)
-    reader, fraction = _reader(spec, source), spec.validation_fraction if other is None else 0.0
+    other = None if data.validation_corpus is None else find_source(data.validation_corpus, data.text_field)
+    reader, fraction = _reader(spec, source), data.validation_fraction if other is None else 0.0
     training, validation = _stores(source, reader, fraction, cache_folder)
     if other is not None:
         return Corpus(training, _stores(other, _reader(spec, other), 0.0, cache_folder)[0], reader.vocab_size)
@@ -282,19 +270,20 @@ def load_corpus(spec: CorpusSpec, cache_folder: Path | str | None = None) -> Cor
         return Corpus(training, None, reader.vocab_size)
     if not (training.num_tokens and validation.num_tokens):
         whole = training if training.num_tokens else validation
-        training, validation = _cut(whole, spec.validation_fraction, reader.documents_per_item)
+        training, validation = _cut(whole, fraction, reader.documents_per_item)
     return Corpus(training, validation, reader.vocab_size)
 
 
 def _reader(spec: CorpusSpec, source: Source) -> Reader:
     """The reader of the kind of rows that the source begins with."""
+    data = spec.data
     if spec.pairs or source.holds_examples():
-        given = spec.tokenizer, spec.max_example_tokens, spec.end_token, spec.special_tokens
-        return PairReader.load(*given, pad_token=spec.pad_token) if spec.pairs else ExampleReader.load(*given)
-    tokenizer = load_tokenizer(spec.tokenizer, spec.end_token)
-    ends = spec.ends_rows and not spec.end_token and source.files[0].suffix in ROW_ENDINGS
-    end = own_end_token(spec.tokenizer) if ends else None
-    return TextReader(tokenizer if spec.special_tokens else tokenizer.without_special_tokens(), end)
+        arguments = data.tokenizer or "bytes", spec.max_example_tokens, data.end_token, data.special_tokens
+        return PairReader.load(*arguments, pad_token=spec.pad_token) if spec.pairs else ExampleReader.load(*arguments)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_token)
+    ends = spec.ends_rows and not data.end_token and source.files[0].suffix in ROW_ENDINGS
+    end = own_end_token(data.tokenizer) if ends else None
+    return TextReader(tokenizer if data.special_tokens else tokenizer.without_special_tokens(), end)
 
 
 def held_out(name: str, fraction: float) -> bool:
@@ -335,15 +324,8 @@ def _stores(
         with folder.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
-                for abandoned in folder.parent.glob(f"{folder.name}.*.partial"):  # of a process that was killed
-                    shutil.rmtree(abandoned, ignore_errors=True)
-                partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
-                try:
-                    _write(source, reader, fraction, names, partial)
-                    os.rename(partial, folder)
-                except BaseException:
-                    shutil.rmtree(partial, ignore_errors=True)
-                    raise
+                with whole_folder(folder) as new:
+                    _write(source, reader, fraction, names, new)
         training, validation = (load_store(name, folder / side) for name, side in zip(names, SIDES, strict=True))
     if training.num_tokens + validation.num_tokens == 0:
         raise CorpusError(f"the corpus {source.name!r} is empty: no text in any of its {len(source.files)} files")

@@ -7,9 +7,9 @@ import hashlib
 import json
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, Self
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.io.files import parse_json
-from penstock.settings.declare import type_in_words
+from penstock.settings.declare import NamedValue, match, mismatch, type_in_words
 
 ItemId = int | str
 Lengths = tuple[tuple[int, ...], ...]
@@ -50,28 +50,17 @@ class PartitionError(ValueError):
     """A batch cannot be divided as asked, its parts overlap or leave items out, or results do not fit its items."""
 
 
-class Extent(Enum):
-    """The number of rows of a key that is added to a batch, in terms of the tokens.
+class Extent(NamedValue):
+    """The rows of a key that is added to a batch: one per item, per token, or per token but each sequence's first.
 
     >>> batch = PackedBatch.from_documents([[5, 6, 7], [8, 9]])
     >>> batch.with_key("rewards", torch.zeros(2), "item").item_lengths("rewards")
     (1, 1)
     """
 
-    ITEM = "one row per item"
-    TOKEN = "one row per token"
-    TRANSITION = "one row per token but the first of each sequence"
-
-    @classmethod
-    def of(cls, extent: "Extent | str") -> "Extent":
-        """Find the extent of that name. Raises: `BatchError` listing the names."""
-        if isinstance(extent, Extent):
-            return extent
-        member = cls.__members__.get(str(extent).upper())
-        if member is None:
-            names = ", ".join(repr(name.lower()) for name in cls.__members__)
-            raise BatchError("extent", f"{extent!r} is none of {names}")
-        return member
+    ITEM = "item"
+    TOKEN = "token"
+    TRANSITION = "transition"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +93,10 @@ class PackedBatch:
             raise BatchError("lengths", "a batch needs at least one key")
         lengths = {key: checked_lengths(key, value, len(ids)) for key, value in self.lengths.items()}
         check_tables(lengths=self.lengths, metadata=self.metadata)
-        for name in _TABLES[1:]:
-            if name != "data" or self.data is not None:
-                check_keys(lengths, getattr(self, name), name)
+        tables = [name for name in _TABLES[1:] if getattr(self, name) is not None]
+        check_tables(**{name: getattr(self, name) for name in tables})
+        for name in tables:
+            check_keys(lengths, getattr(self, name), name)
         shapes = {key: tuple(self.trailing_shapes[key]) for key in lengths}
         for key in lengths:
             if not isinstance(dtype := self.dtypes[key], torch.dtype):
@@ -417,7 +407,9 @@ class PackedBatch:
         Raises: `BatchError` for an extent other than "item", "token" or "transition", a key that is there already, or
         data of other lengths.
         """
-        extent = Extent.of(extent)
+        is_one, extent = match(Extent, extent)
+        if not is_one:
+            raise BatchError("extent", mismatch("extent", extent, Extent))
         if key in self.lengths:
             raise BatchError("keys", f"{key!r} is there already")
         main = self.lengths[self.main_key]
@@ -438,8 +430,6 @@ class PackedBatch:
 
     def with_data(self, data: Mapping[str, Tensor]) -> "PackedBatch":
         """A batch of this metadata and this data, checked against it."""
-        if data is not None:
-            check_tables(data=data)
         return PackedBatch(self.ids, self.lengths, self.dtypes, self.trailing_shapes, data, self.metadata)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -497,8 +487,7 @@ def checked_ids(ids: Iterable[ItemId]) -> tuple[ItemId, ...]:
         if type(item_id) is not int and type(item_id) is not str:
             raise BatchError("ids", f"{item_id!r} is {type_in_words(item_id)}; ids are ints or strings")
     if len(set(result)) != len(result):
-        seen: set[ItemId] = set()
-        repeated = next(i for i in result if i in seen or seen.add(i))
+        ((repeated, _),) = Counter(result).most_common(1)
         raise BatchError("ids", f"{repeated!r} occurs more than once; ids must be unique")
     return result
 

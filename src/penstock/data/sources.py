@@ -48,13 +48,12 @@ class EncodedDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of one corpus in order. undecodable: "refuse" names a file that is not UTF-8, "skip" leaves it out."""
+    """The files of one corpus in order."""
 
     name: str
     root: Path
     files: tuple[Path, ...]
     text_field: str
-    undecodable: str = "refuse"
 
     def documents(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the text of every document that is not empty, in order.
@@ -107,13 +106,10 @@ class Source:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _text(self, file: Path) -> str:
-        """The text of a file; empty where one that is not UTF-8 is left out."""
         try:
             with open_file(file) as text:
                 return text.read().decode()
         except UnicodeDecodeError as error:
-            if self.undecodable == "skip":
-                return ""
             raise CorpusError(f"{str(file)!r} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
         except OSError as error:
             raise CorpusError(f"cannot read {str(file)!r}: {error.strerror}") from error
@@ -188,7 +184,7 @@ def find_source(source: str, text_field: str = "text") -> Source:
         files = tuple(path for path in _walk(root, SKIPPED_FOLDERS) if path.suffix == ".py")
         if not files:
             raise CorpusError("this Python comes without its library's source; give a corpus of your own")
-        return Source(BUILT_IN, root, files, text_field, undecodable="skip")
+        return Source(BUILT_IN, root, files, text_field)
     path = Path(source).expanduser()
     if path.is_file():
         if not _known(path):

@@ -68,7 +68,7 @@ def balanced(loads: Sequence[int], num_groups: int) -> Groups:
         load, index = heappop(heap)
         groups[index].append(item)
         heappush(heap, (load + loads[item], index))
-    if max(load for load, _ in heap) <= _lower_bound(loads, num_groups):
+    if max(heap)[0] <= _lower_bound(loads, num_groups):
         return groups
     groups = _improved(groups, loads)
     return _searched(groups, loads) if len(loads) <= MAX_SEARCH_ITEMS else groups
@@ -177,7 +177,7 @@ def _divided(groups: Groups, loads: Sequence[int], num_groups: int) -> Groups:
 
 
 def _heaviest_first(loads: Sequence[int]) -> list[int]:
-    return sorted(range(len(loads)), key=lambda item: (-loads[item], item))
+    return sorted(range(len(loads)), key=loads.__getitem__, reverse=True)
 
 
 def _totals(groups: Groups, loads: Sequence[int]) -> list[int]:
@@ -270,24 +270,25 @@ def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
 
     Raises: `SplitError`, the same on every rank, naming the first rank at fault.
     """
-    counts = [SplitCounts(*map(int, row)) for row in rows]
-    where = [f" on rank {rank}" if len(counts) > 1 else "" for rank in range(len(counts))]
-    for rank, one in enumerate(counts):
-        if spec.max_tokens is not None and one.longest_item > spec.max_tokens:
-            raise SplitError(
-                f"an item of {one.longest_item} tokens{where[rank]} exceeds max_tokens={spec.max_tokens}; "
-                f"items are never cut, so max_tokens must be at least {one.longest_item}"
-            )
-    wanted = max(one.wanted for one in counts)
-    smallest = min(range(len(counts)), key=lambda rank: counts[rank].num_items)
-    most = counts[smallest].num_items
-    if wanted <= most:
-        return wanted
-    if spec.allow_fewer and max(one.needed for one in counts) <= most:
+    wanted, needed, num_items, longest = ([int(value) for value in column] for column in zip(*rows, strict=True))
+
+    def on(rank: int) -> str:
+        return f" on rank {rank}" if len(rows) > 1 else ""
+
+    if spec.max_tokens is not None and max(longest) > spec.max_tokens:
+        rank = next(rank for rank, tokens in enumerate(longest) if tokens > spec.max_tokens)
+        raise SplitError(
+            f"an item of {longest[rank]} tokens{on(rank)} exceeds max_tokens={spec.max_tokens}; "
+            f"items are never cut, so max_tokens must be at least {longest[rank]}"
+        )
+    most = min(num_items)
+    if max(wanted) <= most:
+        return max(wanted)
+    if spec.allow_fewer and max(needed) <= most:
         return most
     raise SplitError(
-        f"{wanted} microbatches were asked for or are needed, but the batch{where[smallest]} has {most} items; "
-        f"at most {most} microbatches are possible" + ("" if spec.allow_fewer else ", or set allow_fewer")
+        f"{max(wanted)} microbatches were asked for or are needed, but the batch{on(num_items.index(most))} has {most} "
+        f"items; at most {most} microbatches are possible" + ("" if spec.allow_fewer else ", or set allow_fewer")
     )
 
 
@@ -305,10 +306,8 @@ def split(batch: PackedBatch, spec: MicroBatchSpec, num: int | None = None) -> S
     groups = arrange_exactly(loads, num, spec.max_tokens)
     groups = sorted(map(sorted, groups))
     forward = tuple(chain.from_iterable(groups))
-    backward = [0] * len(forward)
-    for position, item in enumerate(forward):
-        backward[item] = position
-    return Split(batch.divided(groups), forward, tuple(backward), loads)
+    backward = tuple(sorted(range(len(forward)), key=forward.__getitem__))
+    return Split(batch.divided(groups), forward, backward, loads)
 
 
 # ---- results in the order of the batch

@@ -199,8 +199,26 @@ def whole_file(path: Path | str) -> Iterator[Path]:
             new.unlink(missing_ok=True)
 
 
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`, which takes its place once the block has filled it; a failed block leaves none.
+
+    Raises: OSError with the path, also where the disk is full.
+    """
+    new = unfinished(path)
+    with naming(path):
+        shutil.rmtree(new, ignore_errors=True)
+        try:
+            new.mkdir()
+            yield new
+            os.replace(new, path)
+            sync_folder(path.parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
 def unfinished(path: Path) -> Path:
-    """The file that `path` is written to before it takes its place; a crash may leave it."""
+    """The file or folder that `path` is written to before it takes its place; a crash may leave it."""
     return path.with_name(f".{path.name}.new")
 
 

@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import numbers
+import re
 import reprlib
 import types
 import typing
@@ -191,17 +192,6 @@ def mismatch(name: str, value: Any, kind: Any) -> str:
     return f"{shown}: expected {in_words(kind)}" + ("" if value is None else f", got {type(value).__name__}")
 
 
-def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> None:
-    """Refuse a value of a JSON object that is neither null nor missing nor of its key's type.
-
-    Raises: ValueError naming the key and its value.
-    """
-    for key, kind in kinds.items():
-        value = content.get(key)
-        if value is not None and not match(kind, value)[0]:
-            raise ValueError(mismatch(f"{where}: {key}", value, kind))
-
-
 def type_in_words(value: object) -> str:
     """The name of a value's type as a sentence has it.
 
@@ -252,27 +242,21 @@ _ELSEWHERE = {
 def nearest(name: str, known: Iterable[str], least: float = 0.0) -> str:
     """The known name that is meant by a word of other programs or by its beginning, or the one most similar to `name`.
 
-    Capitals do not count. The first one on a tie, none if all are below `least`.
+    Capitals do not count. None if all are below `least`.
     """
     # Only mistakes need it.
     import difflib
 
-    known = list(known)
+    ends = {other: other.lstrip("-").rpartition(".")[2] for other in known}
     last = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    ours = (own for own in known if own.lstrip("-").rpartition(".")[2] == _ELSEWHERE.get(last))
+    meant = (other for other, end in ends.items() if end == _ELSEWHERE.get(last))
     # What was cut short means the shortest name that goes on from it.
-    longer = [own for own in known if len(last) > 2 and own.lstrip("-").rpartition(".")[2].startswith(last)]
-    if found := next(ours, None) or min(longer, key=len, default=None):
-        return found
-    matcher = difflib.SequenceMatcher(None, "", name.lower())
-
-    def similarity(other: str) -> float:
-        matcher.set_seq1(other.lower())
-        # A name from elsewhere may be long: its length alone says that none is near.
-        return matcher.ratio() if matcher.real_quick_ratio() >= least else 0.0
-
-    best = max(known, key=similarity, default="")
-    return best if similarity(best) >= least else ""
+    longer = [other for other, end in ends.items() if len(last) > 2 and end.startswith(last)]
+    if sure := next(meant, None) or min(longer, key=len, default=None):
+        return sure
+    by_lower = {other.lower(): other for other in ends}
+    similar = difflib.get_close_matches(name.lower(), by_lower, 1, least)
+    return by_lower[similar[0]] if similar else ""
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
@@ -305,11 +289,7 @@ def checked(target: C) -> C:
         kind: Any = target
         kind.__init__ = checked(kind.__init__)
         return kind
-    form = inspect.signature(target)
-
-    @functools.cache
-    def hints() -> dict[str, Any]:
-        return typing.get_type_hints(target)
+    form, hints = inspect.signature(target), functools.cache(functools.partial(get_type_hints, target))
 
     @functools.wraps(target)
     def call(*args: Any, **named: Any) -> Any:
@@ -327,11 +307,11 @@ def checked(target: C) -> C:
     return typing.cast(C, call)
 
 
-def refuse_unknown(function: str, known: Iterable[str], named: Iterable[str]) -> None:
-    """Refuse names that a function does not know. Raises: TypeError naming the nearest known one."""
+def refuse_unknown(owner: str, known: Iterable[str], named: Iterable[str], error: type[Exception] = TypeError) -> None:
+    """Refuse names that a function or class does not know. Raises: an `error` naming the nearest known one."""
     known = [name for name in known if name != "self"]
-    if known and (unknown := [name for name in named if name not in known]):
-        raise TypeError(f"{function} has no {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}")
+    if known and (unknown := next((name for name in named if name not in known), None)):
+        raise error(f"{owner} has no {unknown!r}; the nearest one is {nearest(unknown, known)!r}")
 
 
 def check_argument(name: str, value: Any, kind: Any) -> None:
@@ -453,19 +433,13 @@ class Setting:
         taken = value if type(value) is self.type else self.matched(value)
         if isinstance(taken, float) and not math.isfinite(taken):
             raise ConfigError(f"{self.name} = {taken} is not a finite number")
-        for text in taken if isinstance(taken, tuple) else (taken,):
-            if isinstance(text, str) and "\0" in text:
-                raise ConfigError(f"{self.name} holds a null character, which no path or name can")
-            if isinstance(text, str) and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise ConfigError(f"{self.name} = {text!r} is not UTF-8, as the files of settings are; rename it")
-        if self.bounds is None:
-            return taken
-        for number in taken if isinstance(taken, tuple) else (taken,):
-            if isinstance(number, int | float) and not self.bounds.contain(number):
+        for item in taken if isinstance(taken, tuple) else (taken,):
+            if isinstance(item, str) and re.search("[\0\ud800-\udfff]", item):
+                raise ConfigError(f"{self.name} = {item!r} is not UTF-8 without null characters; rename it")
+            if self.bounds is not None and isinstance(item, int | float) and not self.bounds.contain(item):
+                shown, subject = (list(taken), "each") if isinstance(taken, tuple) else (taken, "it")
                 left_out = ", or None" if types.NoneType in get_args(self.type) else ""
-                several = isinstance(taken, tuple)
-                refusal = self.bounds.refusal(number, "each" if several else "it")
-                raise ConfigError(f"{self.name} = {list(taken) if several else taken} {refusal}{left_out}")
+                raise ConfigError(f"{self.name} = {shown} {self.bounds.refusal(item, subject)}{left_out}")
         return taken
 
 
@@ -486,10 +460,8 @@ def argument(default: T, bounds: Bounds) -> T:
 
 def same_as(kind: type["Settings"], attribute: str) -> Any:
     """Declare that a field is the setting of another dataclass's attribute."""
-    own = next(field for field in dataclasses.fields(typing.cast(Any, kind)) if field.name == attribute)
-    found = own.metadata[_KEY]
-    same = replace(found, key=found.key or attribute, section=kind.section, type=get_type_hints(kind)[attribute])
-    return dataclasses.field(default=own.default, metadata={_KEY: same})
+    same = next(one for one in _fields(kind) if one.path == (attribute,))
+    return dataclasses.field(default=same.default, metadata={_KEY: same})
 
 
 class Settings:
@@ -504,11 +476,8 @@ class Settings:
         cls.section = section or cls.section
 
     def __new__(cls, *_: Any, **given: Any) -> typing.Self:
-        known = [field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.init]
-        if unknown := [name for name in given if name not in known]:
-            raise ConfigError(
-                f"{cls.__name__} has no {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}"
-            )
+        known = (field.name for field in dataclasses.fields(typing.cast(Any, cls)) if field.init)
+        refuse_unknown(cls.__name__, known, given, ConfigError)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -527,24 +496,25 @@ class Settings:
 def _fields(kind: type[Settings]) -> tuple[Setting, ...]:
     """Every field of the dataclass, with its type and bounds."""
     hints = get_type_hints(kind)
-    found = []
+    settings = []
     for field in dataclasses.fields(typing.cast(Any, kind)):
         own: Setting = field.metadata.get(_KEY) or Setting()
         type_, bounds = own.type or hints[field.name], own.bounds or Bounds()
         whole = any(part is int or (get_origin(part) is tuple and int in get_args(part)) for part in parts_of(type_))
         if whole and (bounds.most, bounds.below, bounds.limit) == (None, None, None):
             bounds = replace(bounds, limit=_LARGEST)
-        of_field = replace(
-            own,
-            section=own.section or kind.section,
-            key=own.key or field.name,
-            path=(field.name,),
-            type=type_,
-            default=field.default,
-            bounds=None if bounds == Bounds() else bounds,
+        settings.append(
+            replace(
+                own,
+                section=own.section or kind.section,
+                key=own.key or field.name,
+                path=(field.name,),
+                type=type_,
+                default=field.default,
+                bounds=None if bounds == Bounds() else bounds,
+            )
         )
-        found.append(of_field)
-    return tuple(found)
+    return tuple(settings)
 
 
 def walk_settings(settings: Settings) -> Iterator[Setting]:

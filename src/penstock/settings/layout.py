@@ -1,7 +1,9 @@
 """The process grid as arithmetic: the sizes of its axes, the place of each rank, and the groups of ranks."""
 
+import itertools
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from penstock.settings.declare import (
@@ -162,11 +164,8 @@ class Layout(Settings, section="parallel"):
 
     def offsets(self, *axes: str) -> list[int]:
         """The numbers of the ranks whose place on all other axes is 0, sorted."""
-        found = [0]
-        for axis in axes:
-            stride = self.stride(axis)
-            found = [offset + stride * i for offset in found for i in range(getattr(self, axis))]
-        return sorted(found)
+        places = ([self.stride(axis) * place for place in range(getattr(self, axis))] for axis in axes)
+        return sorted(map(sum, itertools.product(*places)))
 
     def expert_groups(self) -> Groups:
         """The groups of ranks that together hold one copy of a layer's experts."""
@@ -179,11 +178,11 @@ class Layout(Settings, section="parallel"):
 
     def model_copies(self) -> Groups:
         """The groups of ranks that together hold one copy of the whole model, experts included."""
-        copies: list[list[int]] = [[] for _ in range(self.dp * self.cp // self.ep)]
-        for ranks in self.groups("dp", "cp"):
-            for place, rank in enumerate(ranks):
-                copies[place // self.ep].append(rank)
-        return tuple(sorted(tuple(sorted(ranks)) for ranks in copies))
+        by_copy = (
+            chain(*(ranks[start : start + self.ep] for ranks in self.groups("dp", "cp")))
+            for start in range(0, self.dp * self.cp, self.ep)
+        )
+        return tuple(sorted(tuple(sorted(ranks)) for ranks in by_copy))
 
     def check(self, world_size: int) -> None:
         """Refuse a number of processes that the layout does not fill exactly.

@@ -381,12 +381,9 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     def over(self, num_steps: int) -> "OptimizerConfig":
         """The settings for a run of `num_steps`, which ends the rates whose own end is left out."""
-        end = self.num_decay_steps(num_steps)
-        rate, decay = self.learning_rate, self.weight_decay
-        return replace(
-            self,
-            learning_rate=replace(rate, num_decay_steps=end, num_warmup_steps=rate.warmup(num_steps))
-            if isinstance(rate, LearningRate)
-            else rate,
-            weight_decay=replace(decay, num_steps=end) if isinstance(decay, WeightDecay) else decay,
-        )
+        rate, decay, end = self.learning_rate, self.weight_decay, self.num_decay_steps(num_steps)
+        if isinstance(rate, LearningRate):
+            rate = replace(rate, num_decay_steps=end, num_warmup_steps=rate.warmup(num_steps))
+        if isinstance(decay, WeightDecay):
+            decay = replace(decay, num_steps=end)
+        return replace(self, learning_rate=rate, weight_decay=decay)

@@ -504,18 +504,14 @@ def _values(table: Mapping[str, Any]) -> Values:
     """The values of a table by their dotted names, each of its setting's type."""
     sections, values = section_summaries(), {}
     for name, value in table.items():
-        if name in SETTINGS:
-            values[name] = SETTINGS[name].matched(value)
-        elif name not in sections:
-            if isinstance(value, Mapping):
-                raise ConfigError(f"there is no section [{name}]; the nearest one is [{nearest(name, sections)}]")
-            raise unknown_setting(name)
-        elif not isinstance(value, Mapping):
+        if name in sections and isinstance(value, Mapping):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name in sections:
             raise ConfigError(f"{name} is a section; write its settings below [{name}]")
+        elif name not in SETTINGS and isinstance(value, Mapping):
+            raise ConfigError(f"there is no section [{name}]; the nearest one is [{nearest(name, sections)}]")
         else:
-            for key, inner in value.items():
-                full = f"{name}.{key}"
-                if full not in SETTINGS:
-                    raise unknown_setting(full)
-                values[full] = SETTINGS[full].matched(inner)
-    return values
+            values[name] = value
+    if unknown := next((name for name in values if name not in SETTINGS), None):
+        raise unknown_setting(unknown)
+    return {name: SETTINGS[name].matched(value) for name, value in values.items()}

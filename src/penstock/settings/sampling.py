@@ -145,8 +145,7 @@ class SamplingParams(Settings, section="sampling"):
     def recipe(self) -> tuple[object, ...]:
         """The settings that turn logits into a distribution; rows of equal recipes are drawn together."""
         shape = (self.temperature, self.top_k or None, self.top_p, self.chained, self.min_p)
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return (*shape, *penalties, self.logit_bias, self.bad_words, self.end_tokens, self.raw_log_probs)
+        return (*shape, *self._penalties, self.logit_bias, self.bad_words, self.end_tokens, self.raw_log_probs)
 
     @cached_property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -157,8 +156,8 @@ class SamplingParams(Settings, section="sampling"):
     @cached_property
     def reads_answer(self) -> bool:
         """True if the distribution of a token depends on the tokens before it in other ways than by the model."""
-        return bool(self.bad_words) or (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        )
+        return bool(self.bad_words) or self._penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def _penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty

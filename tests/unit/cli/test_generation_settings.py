@@ -55,16 +55,9 @@ def test_a_prompt_that_is_too_long_is_named_by_its_line_and_id(folder: Path, tmp
         Generate([str(folder), "--file", str(prompts)]).read()
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("mixtral", "is a mixture of experts"),
-        ("gpt2", "is run by transformers' own layers"),
-        ("phi", "is run by transformers' own layers"),
-    ],
-)
-def test_a_model_that_cannot_be_quantized_is_refused_by_its_kind(
-    family: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "phi"])
+def test_a_model_that_cannot_be_quantized_is_refused(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model(family, vocab_size=300).save_pretrained(tmp_path)
     for words in (
@@ -73,5 +66,5 @@ def test_a_model_that_cannot_be_quantized_is_refused_by_its_kind(
     ):
         assert main(words) == 2
         err = capsys.readouterr().err
-        assert f"{tmp_path} cannot be quantized, since it {kind}; only dense models" in err
+        assert f"{tmp_path} cannot be quantized; only dense models" in err
         assert "AfterLayers" not in err and "ExpertBlock" not in err

@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from penstock.cli.models.input_lines import InputReader
-from penstock.data import CorpusSpec, load_corpus
+from penstock.data import load_corpus
 from penstock.engine.folders.model_folder import ModelFolder, open_model
 from tests.chat import LLAMA3, assistant, user
 from tests.hugging_face import SIZES, make_tokenizer
+from tests.unit.data.corpora import corpus_spec
 
 CHATS = [[user("the cat"), assistant("sat")], [user("the other user"), assistant("said so")]]
 
@@ -33,7 +34,9 @@ def write(path: Path, rows: list[Any]) -> Path:
 def test_messages_are_rated_by_the_tokens_that_training_gives_them(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     pairs = write(tmp_path / "pairs.jsonl", [{"chosen": CHATS[0], "rejected": CHATS[1]}])
-    learned = load_corpus(CorpusSpec(str(pairs), tokenizer=str(tmp_path), validation_fraction=0.0, pairs=True)).training
+    learned = load_corpus(
+        corpus_spec(str(pairs), tokenizer=str(tmp_path), validation_fraction=0.0, pairs=True)
+    ).training
     rows = [{"messages": chat, "id": number} for number, chat in enumerate(CHATS)]
     texts = InputReader(model).texts(write(tmp_path / "texts.jsonl", [*rows, {"text": "the cat"}]))
     assert [text.id for text in texts] == [0, 1, None]

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.data import NO_LABEL, CorpusError, CorpusSpec, DataShard, DocumentPacking, load_corpus
+from penstock.data import NO_LABEL, CorpusError, DataShard, DocumentPacking, load_corpus
 from penstock.engine.folders.run_parts import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig, ValidationConfig
 from tests.chat import CHATML, CONVERSATIONS, SHORTENING, assistant, user
 from tests.hugging_face import make_tokenizer
+from tests.unit.data.corpora import corpus_spec
 
 GOOD = {"messages": CONVERSATIONS[0]}
 
@@ -30,7 +31,7 @@ def write(path: Path, examples: list[Any]) -> str:
 
 
 def corpus_of(path: str, folder: Path, **settings: Any):
-    return load_corpus(CorpusSpec(path, tokenizer=str(folder), **{"validation_fraction": 0.0, **settings}))
+    return load_corpus(corpus_spec(path, tokenizer=str(folder), **{"validation_fraction": 0.0, **settings}))
 
 
 def data_of(path: str, folder: Path, **settings: Any) -> RunData:
@@ -79,7 +80,7 @@ def corpus_decoder(folder: Path):
 
 def test_a_cache_holds_what_is_learned(folder: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", [{"messages": messages} for messages in CONVERSATIONS] * 5)
-    spec = CorpusSpec(path, validation_fraction=0.3, tokenizer=str(folder))
+    spec = corpus_spec(path, validation_fraction=0.3, tokenizer=str(folder))
     alone, first, again = load_corpus(spec), *(load_corpus(spec, tmp_path / "cache") for _ in range(2))
     for side in ("training", "validation"):
         stores = [getattr(corpus, side) for corpus in (alone, first, again)]
@@ -91,7 +92,7 @@ def test_a_cache_holds_what_is_learned(folder: Path, tmp_path: Path) -> None:
     other = make_tokenizer(tmp_path / "other", chat_template=CHATML.replace("im_end", "im_start"))
     assert other.chat_template != CHATML
     changed = load_corpus(
-        CorpusSpec(path, validation_fraction=0.3, tokenizer=str(tmp_path / "other")), tmp_path / "cache"
+        corpus_spec(path, validation_fraction=0.3, tokenizer=str(tmp_path / "other")), tmp_path / "cache"
     )
     assert changed.fingerprint != alone.fingerprint
 
@@ -186,11 +187,11 @@ def test_impossible_files_and_settings_are_refused(folder: Path, tmp_path: Path)
         ({"tokenizer": str(tmp_path / "no")}, "transformers finds no tokenizer in"),
         ({"tokenizer": str(tmp_path)}, "transformers finds no tokenizer in"),
         ({"end_token": "<none>"}, "has no token '<none>' to end examples with"),
-        ({"source": str(tmp_path)}, "more.txt' has no rows; examples are in files that end in .jsonl"),
+        ({"corpus": str(tmp_path)}, "more.txt' has no rows; examples are in files that end in .jsonl"),
         ({"validation_fraction": 0.5}, "holds one example; for validation give another file"),
     ]:
         with pytest.raises(CorpusError, match=told) as caught:
-            load_corpus(CorpusSpec(**{"source": path, "tokenizer": str(folder), "validation_fraction": 0.0, **change}))
+            load_corpus(corpus_spec(**{"corpus": path, "tokenizer": str(folder), "validation_fraction": 0.0, **change}))
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="cross_documents = true, but examples and pairs are never packed across"):
         data_of(path, folder, cross_documents=True)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from penstock.data import NO_LABEL, CorpusSpec, load_corpus
+from penstock.data import NO_LABEL, load_corpus
 from penstock.data.loader import DocumentPacking
 from tests.chat import CHATML, CONVERSATIONS, INSTRUCT, LLAMA3, MARKED_CHATML, MARKED_LLAMA3
 from tests.hugging_face import make_model, make_tokenizer
+from tests.unit.data.corpora import corpus_spec
 
 TEMPLATES = {"ChatML": CHATML, "Llama 3": LLAMA3, "instructions": INSTRUCT}
 MARKED = {"ChatML": MARKED_CHATML, "Llama 3": MARKED_LLAMA3, "instructions": INSTRUCT}
@@ -66,7 +67,7 @@ def theirs(folder: Path, path: Path, template: str | None, assistant_only: bool)
 
 def ours(folder: Path, path: Path) -> list[tuple[list[int], list[int]]]:
     """Token ids of each example, and its labels moved back to their tokens; the first token is nobody's label."""
-    store = load_corpus(CorpusSpec(str(path), validation_fraction=0.0, tokenizer=str(folder))).training
+    store = load_corpus(corpus_spec(str(path), validation_fraction=0.0, tokenizer=str(folder))).training
     packing = DocumentPacking(store, 1000)
     found = []
     for number in range(store.num_documents):
@@ -110,7 +111,7 @@ def test_rows_of_text_alone_end_as_in_trl(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     texts = ["the cat sat", "on the mat</s>", "what then? ", "the other user\n"]
     path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
-    spec = CorpusSpec(source=str(path), validation_fraction=0, tokenizer=str(tmp_path), ends_rows=True)
+    spec = corpus_spec(corpus=str(path), validation_fraction=0, tokenizer=str(tmp_path), ends_rows=True)
     store = load_corpus(spec).training
     expected = [tokens for tokens, _ in theirs(tmp_path, path, None, assistant_only=False)]
     assert [store.document(n).tolist() for n in range(store.num_documents)] == expected

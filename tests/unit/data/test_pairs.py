@@ -10,6 +10,7 @@ import pytest
 from penstock.data import CorpusError, CorpusSpec, load_corpus
 from tests.chat import assistant, user
 from tests.hugging_face import make_tokenizer
+from tests.unit.data.corpora import corpus_spec
 
 TEXTS = {"chosen": "the cat", "rejected": "the mat"}
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(path: Path, folder: Path, row: Any, **settings: Any) -> CorpusSpec:
     path.write_text(f"{json.dumps(row)}\n")
-    return CorpusSpec(str(path), tokenizer=str(folder), validation_fraction=0.0, pairs=True, **settings)
+    return corpus_spec(str(path), tokenizer=str(folder), validation_fraction=0.0, pairs=True, **settings)
 
 
 @pytest.mark.parametrize(

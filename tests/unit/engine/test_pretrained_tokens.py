@@ -7,13 +7,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.cli.models.input_lines import InputReader
-from penstock.data.corpus import CorpusSpec, load_corpus
+from penstock.data.corpus import load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
+from tests.unit.data.corpora import corpus_spec
 
 TEXTS = ["the cat sat", "so what,\nthen?", "the mat"]
 
@@ -43,7 +44,7 @@ def test_prompts_texts_and_documents_have_the_special_tokens_of_transformers(fol
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(f"{json.dumps({'text': text})}\n" for text in TEXTS))
     for special, documents in ((True, expected), (False, plain)):
-        spec = CorpusSpec(str(corpus), validation_fraction=0.0, tokenizer=str(folder), special_tokens=special)
+        spec = corpus_spec(str(corpus), validation_fraction=0.0, tokenizer=str(folder), special_tokens=special)
         store = load_corpus(spec).training
         assert [store.document(n).tolist() for n in range(store.num_documents)] == documents
 

@@ -225,7 +225,7 @@ IMPOSSIBLE = {
         {"parallel": {"pp": 2**11, "dp": 2**10}},
         "parallel.dp = 1024 x parallel.pp = 2048 x .* is 2097152 processes; at most 1048576 are possible",
     ),
-    "null character": ({"output": "a\0b"}, "output holds a null character"),
+    "null character": ({"output": "a\0b"}, "without null characters"),
     "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
     "negative": ({"checkpoint": {"every": -1}}, "every = -1 is not possible; it must be at least 0"),
     "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),

@@ -51,7 +51,7 @@ def test_a_name_does_for_the_extent_of_a_key() -> None:
     for name, num_rows in (("item", 2), ("token", 5), ("transition", 3)):
         by_name = batch.with_key("more", torch.zeros(num_rows), name)
         assert by_name.lengths == batch.with_key("more", torch.zeros(num_rows), Extent[name.upper()]).lengths
-    with pytest.raises(ValueError, match="'row' is none of 'item', 'token', 'transition'"):
+    with pytest.raises(ValueError, match='extent = \'row\': expected "item", "token" or "transition"'):
         batch.with_key("more", torch.zeros(2), "row")
 
 

@@ -169,11 +169,10 @@ class ModelFolder(ABC):
 
     def check_quantizable(self) -> None:
         """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
-        kind = "is a mixture of experts" if self.is_native else "is run by transformers' own layers"
         if self.has_adapters or not self.is_native or self.config.experts.num_experts:
             raise ConfigError(
-                f"{self.folder} cannot be quantized, since it {'has adapters' if self.has_adapters else kind}; only "
-                "dense models of Penstock's own layers can, so leave quantize out"
+                f"{self.folder} cannot be quantized; only dense models of Penstock's own layers without adapters can, "
+                "so leave quantize out"
             )
 
     # ---- its head: tokens, or ratings

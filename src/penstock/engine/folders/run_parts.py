@@ -131,14 +131,8 @@ class RunData:
             folder = open_folder(source, native=False)
             reward_model = folder if folder.is_reward_model else None
         spec = CorpusSpec(
-            source=data.corpus,
-            validation_source=data.validation_corpus,
-            validation_fraction=data.validation_fraction,
-            text_field=data.text_field,
-            tokenizer=tokenizer_of(config),
-            end_token=data.end_token,
+            replace(data, tokenizer=tokenizer_of(config)),
             ends_rows=config.model.pretrained is not None and data.end_token is None,
-            special_tokens=data.special_tokens,
             max_example_tokens=config.model.max_length,
             pairs=reward_model is not None,
             pad_token=None if reward_model is None else reward_model.pad_token,

@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +15,9 @@ from penstock.io.files import (
     parse_json,
     read_bytes,
     refuse_link_out,
-    sync_folder,
     toml_text,
     unfinished,
+    whole_folder,
     write_durably,
 )
 from penstock.settings import ConfigError, LogConfig, RunConfig, differences, read_config
@@ -198,22 +197,15 @@ class RunLock:
         Raises: ConfigError with the path that cannot be written.
         """
         copies = self.path / MODEL_FOLDER
-        new = unfinished(copies)
         contents = {} if copies.exists() else {name: read_bytes(path) for name, path in model_files(config).items()}
         try:
             write_durably(self.path / RUN_FILE, to_toml(config))
-            with naming(copies):
-                shutil.rmtree(new, ignore_errors=True)
-                if contents:
-                    new.mkdir()
+            if contents:
+                with whole_folder(copies) as new:
                     for name, content in contents.items():
                         (new / name).write_bytes(content)
-                    os.replace(new, copies)
-                    sync_folder(self.path)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
 
     def close(self) -> None:
         os.close(self._lock)
