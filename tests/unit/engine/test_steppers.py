@@ -75,11 +75,11 @@ def test_it_steps_resumes_and_is_put_back_and_its_state_is_named_and_counted() -
             undo = optimizer.snapshot()
             step(optimizer, buckets, steps[0])
             undo()
-            saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+            saved = {name: state.values.clone() for name, state in optimizer.owned_state().items()}
             progress, buckets = optimizer.progress(), stage(dict(buckets.parameters))
             optimizer = Optimizer([buckets], CONFIG)
-            for name, tensor in optimizer.state().items():
-                tensor.copy_(saved[name])
+            for name, state in optimizer.owned_state().items():
+                state.values.copy_(saved[name])
             optimizer.load_progress(progress)
         step(optimizer, buckets, by_name)
         for name, gradient in by_name.items():
@@ -88,7 +88,7 @@ def test_it_steps_resumes_and_is_put_back_and_its_state_is_named_and_counted() -
             means[name] = means[name] * BETAS[1] + gradient * (1 - BETAS[1])
         for name, parameter in buckets.parameters.items():
             torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-12, atol=1e-14)
-    assert optimizer.state().keys() == {f"optimizer.exp_avg.{name}" for name in SHAPES}
+    assert optimizer.owned_state().keys() == {f"optimizer.exp_avg.{name}" for name in SHAPES}
     assert optimizer.state_bytes == 8 * sum(bucket.parameters.numel() for bucket in buckets.buckets)
     assert not optimizer.may_fail
 

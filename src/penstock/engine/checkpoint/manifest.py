@@ -25,7 +25,6 @@ from torch import Tensor
 from penstock.io.files import open_file, parse_json, read_bytes, write_durably
 from penstock.model.hf.files import Names
 from penstock.parallel.tensor_slice import Shape, StoredSlice, TensorSlice
-from penstock.settings.declare import check_kinds
 from penstock.settings.run import MAY_CHANGE, differences
 
 MANIFEST = "manifest.json"
@@ -37,7 +36,6 @@ ATTRIBUTE = "attribute"
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
 _logger = logging.getLogger(__name__)
-_KINDS: dict[str, type] = {"step": int, "identity": dict, "extras": list, "tensors": dict, "files": dict}
 
 
 class CheckpointError(RuntimeError):
@@ -190,7 +188,6 @@ def read_manifest(path: Path) -> CheckpointInfo:
     if content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpoint(f"its {MANIFEST} was altered: the checksum differs")
     try:
-        check_kinds(content, _KINDS, MANIFEST)
         info = CheckpointInfo(
             path,
             content["step"],
@@ -283,13 +280,8 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_si
     As many ranks as then take their own. Any other number of ranks take, generator by generator, the state that all had
     in common; where each had its own, it belongs to the old layout, and nothing is changed.
     """
-    if len(saved) == world_size:
-        set_random_state(saved[rank])
-    else:
-        first = saved[0].items()
-        set_random_state(
-            {kind: numbers for kind, numbers in first if all(other.get(kind) == numbers for other in saved)}
-        )
+    common = {kind: state for kind, state in saved[0].items() if all(other.get(kind) == state for other in saved)}
+    set_random_state(saved[rank] if len(saved) == world_size else common)
 
 
 def _text(state: Tensor) -> str:

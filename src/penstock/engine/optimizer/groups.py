@@ -1,9 +1,8 @@
-"""The hyperparameters of every parameter group at any step: functions of the step's number alone."""
+"""The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -11,15 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from penstock.engine.optimizer.steppers import STEPPERS, GroupRule, OptimizerKind, Values, sample
+from penstock.engine.optimizer.steppers import STEPPERS, GroupRule, OptimizerKind
 from penstock.parallel.gradients import matrices_apart
 from penstock.settings import ConfigError, LearningRate, OptimizerConfig, OptimizerName, ParameterGroup, WeightDecay
 from penstock.settings.declare import type_in_words
 from penstock.settings.optimizer import Division, Rate
-
-# ---- The parameter groups of a model: the optimizer and the hyperparameters of each parameter, and how these divide
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +125,8 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
     options, rate, decay = dict(pattern.arguments), _rate(config, pattern), pattern.weight_decay
     if decay is None:
         decay = 0.0 if is_vector else config.weight_decay
-    decay = _as_rate(decay)
+    if isinstance(decay, int | float):
+        decay = WeightDecay(decay)
     if rate is None:
         # The learning rate from which a scheduler starts; without one, the optimizer's own.
         if isinstance(pattern.learning_rate, int | float):
@@ -157,11 +154,6 @@ def _rule(config: OptimizerConfig, kind: OptimizerKind, pattern: ParameterGroup,
     return GroupRule(kind, rate, decay, options)
 
 
-def _as_rate(value: Rate | float | None) -> Rate | None:
-    """A number as a course of one value."""
-    return value if value is None or callable(value) else lambda step: value
-
-
 def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Rate | None:
     """The course of a group's learning rate; None where the optimizer or a scheduler decides."""
     of_group, usual = pattern.learning_rate, config.learning_rate
@@ -169,12 +161,12 @@ def _rate(config: OptimizerConfig, pattern: ParameterGroup) -> Rate | None:
         return of_group
     if config.scheduler is not None:
         return None
-    if of_group is None:
-        return _as_rate(usual)
+    if of_group is None or usual is None:
+        return usual if callable(usual) else None
     if isinstance(usual, LearningRate) and of_group > 0:
         factor = of_group / usual.peak
         return replace(usual, peak=of_group, floor=usual.floor * factor, initial=usual.initial * factor)
-    return None if usual is None else _as_rate(of_group)
+    return lambda step: of_group
 
 
 def _refuse_unused(config: OptimizerConfig, pattern: ParameterGroup, kind: OptimizerKind, names: Sequence[str]) -> None:
@@ -199,90 +191,3 @@ def _check_arguments(kind: OptimizerKind, options: Mapping[str, Any]) -> None:
         kind.make([nn.Parameter(torch.zeros(2, 2))], **options)  # type: ignore[call-arg,arg-type]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.arguments: {kind.label} refuses {dict(options)}: {error}") from None
-
-
-# ---- The hyperparameters of every parameter group at any step: functions of the step's number alone
-
-
-class Rates:
-    """Gives each group's hyperparameters at a step, the same on every rank.
-
-    Of an optimizer of torch's kind they are those that a course or a scheduler sets, and no other: what it writes into
-    its groups stays. A scheduler of torch acts on a sample of the optimizer, which never steps, and is stepped until it
-    has reached the step that is asked for; for an earlier one it starts again. So a rate depends on the step's number
-    alone, whatever was skipped or resumed.
-    """
-
-    #: what the last group's optimizer was made with
-    usual: Values
-    #: the groups by number
-    _rules: Sequence[GroupRule]
-    #: makes the scheduler of an optimizer; None without one
-    _make_scheduler: Any
-    #: with a scheduler: the sample of each optimizer, and its scheduler
-    _samples: Mapping[OptimizerKind, tuple[torch.optim.Optimizer, Any]]
-    #: the keys that the schedulers have set
-    _set: set[str]
-    #: the step that the schedulers have reached
-    _step: int
-
-    def __init__(self, groups: ParameterGroups) -> None:
-        self._rules, self._make_scheduler, self._set = groups.rules, groups.config.scheduler, {"lr"}
-        last = self._rules[-1]
-        self.usual = last.hyperparameters if last.kind.stepper else sample(last.kind, [last]).param_groups[0]
-        self._restart()
-
-    def at(self, step: int) -> list[Values]:
-        """The groups' hyperparameters at step `step` >= 1, by number."""
-        if self._make_scheduler is not None:
-            if step < self._step:
-                self._restart()
-            with warnings.catch_warnings():
-                # It expects its optimizer to step, which the real ones do.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                for _ in range(self._step, step):
-                    for _, scheduler in self._samples.values():
-                        scheduler.step()
-            self._step = step
-        groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._samples.items()}
-        by_group: list[Values] = []
-        for rule in self._rules:
-            values = dict(rule.hyperparameters) if rule.kind.stepper else {}
-            if rule.kind in groups:
-                group = next(groups[rule.kind])
-                values |= {key: group[key] for key in self._set if key in group}
-            courses = {"lr": rule.rate, "weight_decay": rule.decay}
-            by_group.append(values | {key: course(step) for key, course in courses.items() if course is not None})
-        return by_group
-
-    def _restart(self) -> None:
-        """Make the samples, whose schedulers are then at step 1."""
-        kinds = dict.fromkeys(rule.kind for rule in self._rules) if self._make_scheduler is not None else {}
-        self._step, self._samples = 1, {kind: self._scheduled(kind) for kind in kinds}
-
-    def _scheduled(self, kind: OptimizerKind) -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = sample(kind, [rule for rule in self._rules if rule.kind is kind])
-        optimizer.param_groups[:] = [_Watched(group, self._set) for group in optimizer.param_groups]
-        scheduler = self._make_scheduler(optimizer)
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not "
-                f"{type_in_words(scheduler)}"
-            )
-        return optimizer, scheduler
-
-
-class _Watched(dict[str, Any]):
-    """A parameter group of torch that notes the keys that are set."""
-
-    #: the keys
-    _set: set[str]
-
-    def __init__(self, group: Mapping[str, Any], keys: set[str]) -> None:
-        super().__init__(group)
-        self._set = keys
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if key != "initial_lr":
-            self._set.add(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,9 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.optimizer.groups import ParameterGroups, Rates
+from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.optimizer.state import MASTER, STATE, is_of_all, state_name
-from penstock.engine.optimizer.steppers import Block, FlatStepper, OwnedState, SetAside, StateName, Stored, Values
+from penstock.engine.optimizer.steppers import (
+    Block,
+    FlatStepper,
+    OwnedState,
+    Rates,
+    SetAside,
+    StateName,
+    Stored,
+    Values,
+)
 from penstock.engine.optimizer.torch_stepper import TorchStepper, steppers_for
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
@@ -169,7 +179,7 @@ class Optimizer:
         self._masters = [bucket.parameters[bucket.owned].to(bucket.gradients.dtype) for bucket in self._stepped]
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
-        self.rates = Rates(self.groups)
+        self.rates = Rates(self.groups.rules, self.config.scheduler)
         self.may_fail = any(rule.kind.stepper is None for rule in self.groups.rules)
         self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
         self.aside = SetAside({})
@@ -229,28 +239,15 @@ class Optimizer:
         def restore() -> None:
             for put_back in restores:
                 put_back()
-            self.num_steps, self.learning_rate = progress["num_steps"], progress["learning_rate"]
-            self._num_updates = progress["num_updates"]
-            if self.scaler is not None:
-                self.scaler.load_state(progress["scaler"])
+            self._take_numbers(progress)
             self._publish_masters()
 
         return restore
 
-    def state(self) -> dict[str, Tensor]:
-        """The state and master of each local parameter as views, named ``optimizer.<kind>.<parameter>``.
-
-        To resume, copy into these views and call `load_progress`. Parameters that this rank steps only in part are left
-        out; see `owned_state`.
-        """
-        return {
-            name: state.values if state.place is None else state.values.view(state.place.parameter.shape)
-            for name, state in self.owned_state().items()
-            if state.place is None or state.place.is_whole
-        }
-
     def owned_state(self, stored: Mapping[StateName, Stored] | None = None) -> dict[str, OwnedState]:
         """The state and master of all that this rank steps: a flat view, and the elements of a parameter it belongs to.
+
+        They are named ``optimizer.<kind>.<parameter>``. To resume, copy into these views and call `load_progress`.
 
         stored: what a checkpoint has, for which room is made; `load_progress` then takes what was copied there.
 
@@ -298,7 +295,10 @@ class Optimizer:
                 if name in owned:
                     states[name] = owned[name].place is not None, owned[name].values.clone()
                 continue
-            holders = [rank for rank in _ranks(reduction.group, group) if name in by_rank[rank]]
+            members = [group.rank()]
+            if reduction.group is not None:
+                members = [dist.get_group_rank(group, r) for r in dist.get_process_group_ranks(reduction.group)]
+            holders = [rank for rank in members if name in by_rank[rank]]
             if not holders:
                 continue
             known = by_rank[holders[0]][name]
@@ -331,7 +331,7 @@ class Optimizer:
         self.take_edits()
 
     def progress(self) -> dict[str, Any]:
-        """The numbers that a resumed run needs beside `state`, as JSON values."""
+        """The numbers that a resumed run needs beside its state, as JSON values."""
         return {
             "num_steps": self.num_steps,
             "num_updates": self._num_updates,
@@ -344,15 +344,18 @@ class Optimizer:
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on from `progress`, and give 16-bit parameters their masters' values."""
+        self._take_numbers(progress)
+        for stepper in self._steppers:
+            stepper.continue_from(self._num_updates, self.since)
+        self._publish_masters()
+
+    def _take_numbers(self, progress: Mapping[str, Any]) -> None:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
         self._num_updates = int(progress["num_updates"])
         self.since, self.paused = dict(progress.get("since", {})), dict(progress.get("paused", {}))
-        for stepper in self._steppers:
-            stepper.continue_from(self._num_updates, self.since)
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
-        self._publish_masters()
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -400,10 +403,8 @@ class Optimizer:
             gathered = [torch.empty_like(rank_norms) for _ in range(self._group.size())]
             dist.all_gather(gathered, rank_norms, group=self._group)
         values = torch.cat(gathered).tolist()
-        if not all(math.isfinite(value) for value in values):
-            return math.nan
         # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
-        return math.sqrt(math.fsum(value * value for value in values)) / self.loss_scale
+        return math.sqrt(math.fsum(map(operator.mul, values, values))) / self.loss_scale
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
@@ -423,13 +424,6 @@ def _described(state: OwnedState, parameter: str) -> dict[str, Any]:
     if is_of_all(parameter):
         description["bytes"] = state.values.reshape(-1).view(torch.uint8).tolist()
     return description
-
-
-def _ranks(members: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Sequence[int]:
-    """The members of a part of a group, as ranks of the group; this rank's own without one."""
-    if members is None:
-        return [group.rank()]
-    return [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(members)]
 
 
 def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:

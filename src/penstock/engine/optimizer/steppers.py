@@ -7,6 +7,7 @@ checkpoints and memory estimates follow from the state it names.
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.parallel import Place
 from penstock.parallel.gradients import as_real
 from penstock.settings import ConfigError
-from penstock.settings.declare import match, mismatch
+from penstock.settings.declare import match, mismatch, type_in_words
 from penstock.settings.optimizer import Division, Rate
 
 Values = Mapping[str, Any]
@@ -74,9 +76,13 @@ class FlatStepper(ABC):
     hyperparameters: ClassVar[Values]
     #: what is stepped
     _blocks: Sequence[Block]
+    #: the same, by the number of their group
+    _by_group: Mapping[int, Sequence[Block]]
 
     def __init__(self, blocks: Sequence[Block]) -> None:
+        groups = dict.fromkeys(block.group for block in blocks)
         self._blocks = blocks
+        self._by_group = {group: [block for block in blocks if block.group == group] for group in groups}
         for block in blocks:
             block.state = {kind: torch.zeros_like(block.master) for kind in self.state_kinds}
 
@@ -86,8 +92,8 @@ class FlatStepper(ABC):
 
     def step(self, values: Sequence[Values]) -> None:
         """Step all masters from their gradients, in place; `values` are the groups' hyperparameters by number."""
-        for group in dict.fromkeys(block.group for block in self._blocks):
-            self.step_group([block for block in self._blocks if block.group == group], values[group])
+        for group, blocks in self._by_group.items():
+            self.step_group(blocks, values[group])
 
     def state(self) -> dict[StateName, OwnedState]:
         """(kind of state, full name) -> the state, to be saved, or loaded in place and then `continue_from`."""
@@ -176,6 +182,13 @@ class OptimizerKind:
     #: how its step may be divided, as the settings declare it
     divides: Division | None = None
 
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """One of these parameter groups, with tensors of its own among their settings, such as a learning rate."""
+        optimizer = self.make(groups)
+        for group in optimizer.param_groups:
+            group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
+        return optimizer
+
 
 @dataclass(frozen=True, eq=False)
 class GroupRule:
@@ -254,7 +267,7 @@ def sample(kind: OptimizerKind, rules: Sequence[GroupRule]) -> torch.optim.Optim
     """An optimizer over one small parameter of each group, which never steps. Raises: ConfigError if none is made."""
     groups = [{"params": [nn.Parameter(torch.zeros(2, 2))], **rule.options} for rule in rules]
     try:
-        return with_rates_of_its_own(kind.make(groups))
+        return kind.optimizer(groups)
     except ConfigError:
         raise
     except Exception as error:  # whatever the optimizer says
@@ -262,13 +275,6 @@ def sample(kind: OptimizerKind, rules: Sequence[GroupRule]) -> torch.optim.Optim
             f"the optimizer {kind.label} is not made of parameter groups with a small matrix each: it raises "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def with_rates_of_its_own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Clone tensors among the settings of its groups, such as a learning rate, which groups may share."""
-    for group in optimizer.param_groups:
-        group.update({key: value.clone() for key, value in group.items() if isinstance(value, Tensor)})
-    return optimizer
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
@@ -279,6 +285,93 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str | None:
     if any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in needed):
         return f"steps with a {needed[0].name} that computes the loss anew, which no step of a pipeline can"
     return None
+
+
+# ---- The hyperparameters of every parameter group at any step: functions of the step's number alone
+
+
+class Rates:
+    """Gives each group's hyperparameters at a step, the same on every rank.
+
+    Of an optimizer of torch's kind they are those that a course or a scheduler sets, and no other: what it writes into
+    its groups stays. A scheduler of torch acts on a sample of the optimizer, which never steps, and is stepped until it
+    has reached the step that is asked for; for an earlier one it starts again. So a rate depends on the step's number
+    alone, whatever was skipped or resumed.
+    """
+
+    #: what the last group's optimizer was made with
+    usual: Values
+    #: the groups by number
+    _rules: Sequence[GroupRule]
+    #: makes the scheduler of an optimizer; None without one
+    _make_scheduler: Any
+    #: with a scheduler: the sample of each optimizer, and its scheduler
+    _samples: Mapping[OptimizerKind, tuple[torch.optim.Optimizer, Any]]
+    #: the keys that the schedulers have set
+    _set: set[str]
+    #: the step that the schedulers have reached
+    _step: int
+
+    def __init__(self, rules: Sequence[GroupRule], make_scheduler: Callable[[Any], Any] | None) -> None:
+        self._rules, self._make_scheduler, self._set = rules, make_scheduler, {"lr"}
+        last = self._rules[-1]
+        self.usual = last.hyperparameters if last.kind.stepper else sample(last.kind, [last]).param_groups[0]
+        self._restart()
+
+    def at(self, step: int) -> list[Values]:
+        """The groups' hyperparameters at step `step` >= 1, by number."""
+        if self._make_scheduler is not None:
+            if step < self._step:
+                self._restart()
+            with warnings.catch_warnings():
+                # It expects its optimizer to step, which the real ones do.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                for _ in range(self._step, step):
+                    for _, scheduler in self._samples.values():
+                        scheduler.step()
+            self._step = step
+        groups = {kind: iter(optimizer.param_groups) for kind, (optimizer, _) in self._samples.items()}
+        by_group: list[Values] = []
+        for rule in self._rules:
+            values = dict(rule.hyperparameters) if rule.kind.stepper else {}
+            if rule.kind in groups:
+                group = next(groups[rule.kind])
+                values |= {key: group[key] for key in self._set if key in group}
+            courses = {"lr": rule.rate, "weight_decay": rule.decay}
+            by_group.append(values | {key: course(step) for key, course in courses.items() if course is not None})
+        return by_group
+
+    def _restart(self) -> None:
+        """Make the samples, whose schedulers are then at step 1."""
+        kinds = dict.fromkeys(rule.kind for rule in self._rules) if self._make_scheduler is not None else {}
+        self._step, self._samples = 1, {kind: self._scheduled(kind) for kind in kinds}
+
+    def _scheduled(self, kind: OptimizerKind) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = sample(kind, [rule for rule in self._rules if rule.kind is kind])
+        optimizer.param_groups[:] = [_Watched(group, self._set) for group in optimizer.param_groups]
+        scheduler = self._make_scheduler(optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                f"a scheduler must be one of torch.optim.lr_scheduler whose rates follow from the step alone, not "
+                f"{type_in_words(scheduler)}"
+            )
+        return optimizer, scheduler
+
+
+class _Watched(dict[str, Any]):
+    """A parameter group of torch that notes the keys that are set."""
+
+    #: the keys
+    _set: set[str]
+
+    def __init__(self, group: Mapping[str, Any], keys: set[str]) -> None:
+        super().__init__(group)
+        self._set = keys
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "initial_lr":
+            self._set.add(key)
 
 
 # ---- The state of parameters that are frozen

@@ -32,7 +32,6 @@ from penstock.engine.optimizer.steppers import (
     Stored,
     Values,
     known_division,
-    with_rates_of_its_own,
 )
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
@@ -184,8 +183,12 @@ class TorchStepper:
         for index, name in enumerate(self._order()):
             if index in state_dict["state"]:
                 parameter = self._stepped[name].parameter
-                saved, loaded = state_dict["state"][index], optimizer.state[parameter]
-                optimizer.state[parameter] = tree_map(_in_its_type, saved, loaded)
+                # As it was saved, on the device where it was loaded: torch casts to the parameter's type, codes too.
+                optimizer.state[parameter] = tree_map(
+                    lambda saved, loaded: saved.to(loaded.device) if isinstance(saved, Tensor) else loaded,
+                    state_dict["state"][index],
+                    optimizer.state[parameter],
+                )
 
     def _order(self) -> list[str]:
         """The parameters' names in the order in which a state dict numbers them."""
@@ -208,7 +211,7 @@ class TorchStepper:
             for number in self._group_numbers()
         ]
         try:
-            return with_rates_of_its_own(kind.make(groups))
+            return kind.optimizer(groups)
         except ConfigError:
             raise
         except ValueError as error:
@@ -236,11 +239,6 @@ class _Stepped:
         shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
         values, gradient = (place.view(flat).view(shape) for flat in (block.master, block.gradient))
         return cls(block.group, place, in_place_of(place.parameter, values), values, gradient)
-
-
-def _in_its_type(saved: Any, loaded: Any) -> Any:
-    """A value as it was saved, on the device where it was loaded; torch casts to the parameter's type, codes too."""
-    return saved.to(loaded.device) if isinstance(saved, Tensor) else loaded
 
 
 def steppers_for(
