@@ -155,11 +155,9 @@ def lacks_memory(error: BaseException | None) -> bool:
 
 def in_plain_words(text: str) -> str:
     """The text of an error, with the size alone of an allocation that has failed."""
-    if not text:
-        return "there is too little memory; give smaller sizes"
-    return _ALLOCATION.sub(
-        lambda found: f"there is too little memory for {int(found[1]) / 2**30:,.1f} GiB; give smaller sizes", text
-    )
+    said = "there is too little memory for {:,.1f} GiB; give smaller sizes"
+    plain = _ALLOCATION.sub(lambda size: said.format(int(size[1]) / 2**30), text)
+    return plain or "there is too little memory; give smaller sizes"
 
 
 def library_of(error: ModuleNotFoundError) -> str:

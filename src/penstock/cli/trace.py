@@ -108,17 +108,15 @@ def _print_spent(recording: Recording) -> None:
         times = (spent.compute, waited, spent.transfers, spent.reduction, spent.step, spent.between, spent.outside)
         print(f"{rank:3}" + "".join(f"{_short(time):>6}{_share(time, makespan):>5}" for time in times))
     print("transfers: starting sends and posting receives")
-    print("outside: before the rank's first action and after its last")
-    awaited = Counter[int]()
-    print("\nwhom the ranks waited for")
+    print("outside: before the rank's first action and after its last\n\nwhom the ranks waited for")
     for rank, spent in enumerate(by_rank):
-        awaited.update(spent.waiting)
         waits = {f"rank {peer}": time for peer, time in spent.waiting.items()}
         if spent.collectives:
             waits["collectives"] = spent.collectives
         longest_first = sorted(waits.items(), key=lambda item: item[1], reverse=True)
         texts = (f"{whom} {short_number(time)} ms ({_share(time, makespan)})" for whom, time in longest_first)
         print(f"{rank:3}  {', '.join(texts) or 'nobody'}")
+    awaited = sum((Counter(spent.waiting) for spent in by_rank), Counter[int]())
     if awaited:
         peer, time = awaited.most_common(1)[0]
         print(f"most for rank {peer}: {short_number(time)} ms, all ranks together")
@@ -133,9 +131,8 @@ def _print_collectives(recording: Recording) -> None:
     for rank, kinds in enumerate(recording.collective_totals()):
         for kind, sums in kinds.items():
             exposed, hidden = f"{_short(sums.exposed)} ms", f"{_short(sums.hidden)} ms"
-            size = _short(sums.num_bytes / 2**20)
-            share = f"{sums.hidden_share:.0%}"
-            print(f"{rank:3}   {kind:<18}{sums.number:>8}{size:>10}{exposed:>12}{hidden:>12}{share:>5}")
+            sizes = f"{sums.number:>8}{_short(sums.num_bytes / 2**20):>10}"
+            print(f"{rank:3}   {kind:<18}{sizes}{exposed:>12}{hidden:>12}{sums.hidden_share:>5.0%}")
 
 
 def _short(time: float) -> str:

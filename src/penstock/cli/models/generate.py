@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,7 +217,7 @@ class Generate(ModelCommand):
             reports = engine.pipeline.holds_first_stage and engine.grid.tp_rank == 0
             answers = None
             if reports and pipelines.index == 0:
-                answers = Answers(self, file, len(kept), [len(part) for part in parts])
+                answers = Answers(self, file, len(kept), [0, *map(len, parts[1:])])
 
             def on_answer(number: int, answer: "schedule.Sequence") -> None:
                 if answers is not None:
@@ -249,6 +249,7 @@ def _standard_input() -> str:
 # ---- Answers as they come: those of this pipeline, and those that others send
 
 
+@dataclass
 class Answers:
     """The answers of all pipelines, in the process that shows and writes them.
 
@@ -258,33 +259,31 @@ class Answers:
     """
 
     #: the call, where answers are written (None if they are only shown), and how many an earlier call has written
-    _call: Generate
-    _file: ResultsFile | None
-    _num_kept: int
+    call: Generate
+    file: ResultsFile | None
+    num_kept: int
     #: pipeline -> its answers that are still to come
-    _awaited: list[int]
+    awaited: list[int]
     #: number -> the line of an answer that has ended in this call, and the number of their tokens
-    _lines: dict[int, Any]
-    _num_tokens: int
+    _lines: dict[int, Any] = field(default_factory=dict)
+    _num_tokens: int = 0
     #: shows how many answers are done; None where their texts are shown
-    _progress: Progress | None
+    _progress: Progress | None = None
     #: a single answer's text as it grows
-    _growing: "AnswerText | None"
+    _growing: "AnswerText | None" = None
     #: the answer that is printed next, and the characters of it that have been
-    _current: int
-    _num_printed: int
+    _current: int = 0
+    _num_printed: int = 0
     #: when other pipelines were last asked for answers, in seconds
-    _looked_s: float
+    _looked_s: float = 0.0
 
-    def __init__(self, call: Generate, file: ResultsFile | None, num_kept: int, awaited: list[int]) -> None:
+    def __post_init__(self) -> None:
         from penstock.engine.generation.answers import AnswerText
 
-        self._call, self._file, self._num_kept, self._awaited = call, file, num_kept, [0, *awaited[1:]]
-        self._lines, self._num_tokens, self._looked_s, self._current, self._num_printed = {}, 0, 0.0, 0, 0
-        self._progress = self._growing = None
+        call = self.call
         if call.output is not None or call.given.json:
             shown = sys.stderr if call.given.json else sys.stdout
-            self._progress = Progress(call.num_answers, num_kept, shown, "answer")
+            self._progress = Progress(call.num_answers, self.num_kept, shown, "answer")
         elif call.num_answers == 1:
             self._growing = AnswerText(call.model.tokenizer, call.params.stop)
             self._print(self._heading(0))
@@ -292,20 +291,20 @@ class Answers:
     def on_token(self, number: int, token: int) -> None:
         """Show a token of this pipeline, and now and then look for answers of others."""
         if self._progress is not None:
-            self._progress.count(self._num_kept + len(self._lines), 1)
+            self._progress.count(self.num_kept + len(self._lines), 1)
         elif self._growing is not None:
             self._print(self._growing.add(token))
-        if any(self._awaited) and time.monotonic() - self._looked_s > _EVERY_S:
+        if any(self.awaited) and time.monotonic() - self._looked_s > _EVERY_S:
             self._look()
 
     def add(self, number: int, line: dict[str, Any]) -> None:
         """Write and show an answer that has ended."""
-        self._lines[number] = line if self._file is None else None
+        self._lines[number] = line if self.file is None else None
         self._num_tokens += len(line["tokens"])
-        if self._file is not None:
-            self._file.write([line], to_disk=False)
+        if self.file is not None:
+            self.file.write([line], to_disk=False)
         if self._progress is not None:
-            self._progress.count(self._num_kept + len(self._lines), 0)
+            self._progress.count(self.num_kept + len(self._lines), 0)
             return
         while self._current in self._lines:
             text = f"{self._heading(self._current)}{self._lines[self._current]['text']}\n"
@@ -314,25 +313,25 @@ class Answers:
 
     def wait(self) -> None:
         """Wait for the answers of the other pipelines."""
-        while any(self._awaited):
+        while any(self.awaited):
             self._look()
             time.sleep(_POLL_S)
 
     def report(self, wall_s: float, busy_s: Sequence[float]) -> None:
         """Give the file its name or print all answers, and the speed; `busy_s` is that of each rank."""
-        call, num_tokens = self._call, self._num_tokens
+        call, num_tokens = self.call, self._num_tokens
         speed = num_tokens / wall_s if wall_s else 0.0
         idle = 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
-        if self._file is not None:
-            self._file.publish()
+        if self.file is not None:
+            self.file.publish()
         if call.given.json:
-            content: dict[str, Any] = {"resumed_from": self._num_kept}
-            if self._file is None:
+            content: dict[str, Any] = {"resumed_from": self.num_kept}
+            if self.file is None:
                 content = {"answers": [line for _, line in sorted(self._lines.items())]}
             figures = {"num_tokens": num_tokens, "time_s": wall_s, "tokens_per_s": speed, "idle_share": idle}
             print_json({"model": str(call.model.folder), **content, **figures})
-        elif self._file is not None:
-            kept = f" ({self._num_kept} of them there already)" if self._num_kept else ""
+        elif self.file is not None:
+            kept = f" ({self.num_kept} of them there already)" if self.num_kept else ""
             print(
                 f"{call.num_answers} answers{kept}, {num_tokens:,} tokens, {speed:,.0f} tokens/s, idle {idle:.1%}; "
                 f"wrote {call.output}"
@@ -340,11 +339,11 @@ class Answers:
 
     def _look(self) -> None:
         """Take what other pipelines have sent."""
-        pipelines = self._call.pipelines
+        pipelines = self.call.pipelines
         for index in range(pipelines.count):
-            while self._awaited[index] and pipelines.has(index):
+            while self.awaited[index] and pipelines.has(index):
                 self.add(*pipelines.receive(index, f"answer from pipeline {index}"))
-                self._awaited[index] -= 1
+                self.awaited[index] -= 1
         self._looked_s = time.monotonic()
 
     def _print(self, text: str) -> None:
@@ -354,15 +353,15 @@ class Answers:
             from penstock.cli.processes.session import reports_first
 
             # The others will hear that this process has failed, and need not say so.
-            reports_first(self._call.meeting.store)
+            reports_first(self.call.meeting.store)
             raise
         self._num_printed += len(text)
 
     def _heading(self, number: int) -> str:
         """The prompt, which the answer follows; with several answers, below a line that names it."""
-        prompt, sample = divmod(number, self._call.params.num_samples)
-        text = self._call.prompts[prompt].text or ""
-        if self._call.num_answers == 1:
+        prompt, sample = divmod(number, self.call.params.num_samples)
+        text = self.call.prompts[prompt].text or ""
+        if self.call.num_answers == 1:
             return text
-        of_samples = f", sample {sample}" if self._call.params.num_samples > 1 else ""
+        of_samples = f", sample {sample}" if self.call.params.num_samples > 1 else ""
         return f"{'' if number == 0 else chr(10)}--- prompt {prompt}{of_samples} ---\n{text}"

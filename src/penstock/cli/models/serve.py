@@ -131,9 +131,7 @@ class Serve(ModelCommand):
         self.meeting.refuse_differing("form", {"rows": shape.num_rows, "slots": shape.num_slots, "length": length})
 
         def prepare() -> "tuple[ServerParts, socket] | None":
-            if not is_first:
-                return None
-            return self._parts(model, shape), listening_socket(config.address, config.port)
+            return (self._parts(model, shape), listening_socket(config.address, config.port)) if is_first else None
 
         prepared = self.meeting.together("address", prepare)
         os.environ.update(_KEEP_PRODUCTS | os.environ)

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -94,14 +93,6 @@ def launch(
         return workers.exit_code(command.again)
 
 
-def _remove_empty_cache() -> None:
-    """Remove the folder that importing PyTorch's compiler makes for what it compiles, where it has compiled nothing."""
-    module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    if module is not None:
-        with suppress(OSError):
-            os.rmdir(module.cache_dir())
-
-
 def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str]:
     """The variables of all workers; users' settings of the number of threads stand."""
     usual = {
@@ -129,7 +120,10 @@ def _context(imports: Sequence[str]) -> ForkContext | SpawnContext:
     if sys.platform == "linux" and _can_fork():
         for name in imports:
             importlib.import_module(name)
-        _remove_empty_cache()
+        # Importing PyTorch's compiler makes a folder for what it compiles; here it has compiled nothing.
+        if (caches := sys.modules.get("torch._inductor.runtime.cache_dir_utils")) is not None:
+            with suppress(OSError):
+                os.rmdir(caches.cache_dir())
         if _can_fork():
             # A collection would walk through all that was imported, in the middle of some step, while others wait.
             gc.freeze()
@@ -158,7 +152,7 @@ def _environment_kept() -> Iterator[None]:
 def _interrupted_at_once() -> Iterator[None]:
     """Let Ctrl-C end this process, which has started nothing yet: raised in an import it may get lost in C code."""
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    if before is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
@@ -173,9 +167,6 @@ def _signals_caught() -> Iterator[socket.socket]:
     """Yield a socket from which the numbers of signals that ask to end can be read, while they do nothing else."""
     reader, writer = socket.socketpair()
     with reader, writer:
-        if threading.current_thread() is not threading.main_thread():
-            yield reader
-            return
         writer.setblocking(False)
         wakeup_before = signal.set_wakeup_fd(writer.fileno())
         before = {number: signal.signal(number, lambda *_: None) for number in _STOPS}
@@ -233,7 +224,10 @@ class _Workers:
             ready = wait([*(self.processes[rank].sentinel for rank in alive), signals], limit_s)
             if signals in ready:
                 for number in signals.recv(64):
-                    self._on_signal(signal.Signals(number))
+                    limit_s = self.shutdown_timeout_s + _REPORT_LATE_S if self.stopped_by is None else _END_LIMIT_S
+                    self.stopped_by = self.stopped_by or signal.Signals(number)
+                    self._kill_at = min(self._kill_at, time.monotonic() + limit_s)
+                    self._ask()
             now = time.monotonic()
             if not self._has_failed and any(process.exitcode not in (None, WORKER_DONE) for process in self.processes):
                 self._has_failed = True
@@ -285,12 +279,6 @@ class _Workers:
 
     def _alive(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if process.pid and process.exitcode is None]
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        limit_s = self.shutdown_timeout_s + _REPORT_LATE_S if self.stopped_by is None else _END_LIMIT_S
-        self.stopped_by = self.stopped_by or number
-        self._kill_at = min(self._kill_at, time.monotonic() + limit_s)
-        self._ask()
 
     def _ask(self) -> None:
         self.asked.update(self._alive())

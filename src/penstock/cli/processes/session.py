@@ -276,11 +276,14 @@ def work_together(group: Group, num_threads: int, timeout_s: float, work: Callab
         leave_together(store, group, is_first)
         return _end(group, REFUSED)
     except Exception as error:
-        if _is_of_reader(error):
-            # Nobody is left to be told.
+        cause = _cause(error)
+        if isinstance(cause, BrokenPipeError) and cause.filename == NAME:
+            # The reader of standard output (head, less) has closed the pipe: nobody is left to be told.
             leave_together(store, group, has_reported=True)
             return _end(group, CLOSED)
-        if is_reported(store):
+        # Other errors merely follow from the end of a process that has reported a user's mistake. That which held the
+        # store need not have reported anything.
+        if answer_of_store(lambda: store.check([_REPORTED]), _ANSWER_LIMIT_S):
             leave_together(store, group, has_reported=False)
         else:
             _report_failure(group, error)
@@ -370,12 +373,6 @@ def _cause(error: Exception) -> BaseException | None:
     return error.__cause__ if isinstance(error, StepError | CallbackError) else error
 
 
-def _is_of_reader(error: Exception) -> bool:
-    """True where the reader of standard output (head, less) has closed the pipe."""
-    cause = _cause(error)
-    return isinstance(cause, BrokenPipeError) and cause.filename == NAME
-
-
 def _report_failure(group: Group, error: Exception) -> None:
     """Print one sentence if a peer has failed or is silent, and a traceback for an unexpected error."""
     cause = _cause(error)
@@ -413,12 +410,6 @@ def leave_together(store: "Store", group: Group, has_reported: bool) -> None:
         store.set(f"{_DONE}/{group.rank}", "")
         if group.rank == 0:
             store.wait([f"{_DONE}/{rank}" for rank in range(group.world_size)], limit)
-
-
-def is_reported(store: "Store") -> bool:
-    """Return whether some process has reported a user's mistake, so that other errors merely follow from its end."""
-    # The process that held the store need not have reported anything.
-    return answer_of_store(lambda: store.check([_REPORTED]), _ANSWER_LIMIT_S)
 
 
 def _on_thread_failure(failure: threading.ExceptHookArgs) -> None:

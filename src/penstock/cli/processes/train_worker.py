@@ -26,7 +26,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
 from penstock.engine.training.loss import LossFn, LossWeightFn
-from penstock.engine.training.trainer import TrainResult
 from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
 from penstock.settings import ConfigError, RunConfig
@@ -205,17 +204,24 @@ class TrainLoop:
             is_first = self._progress is not None and not self.result.num_tokens
             with waiting("the first step, which also compiles", self._file, is_first and bool(config.train.compile)):
                 taken = engine.train_batch(next(self.loader), *self.loss, spec, config.train.normalize)
-            self._count(taken)
+            self.result = replace(
+                self.result,
+                step=taken.step,
+                loss=taken.loss,
+                num_tokens=self.result.num_tokens + taken.num_tokens,
+                train_time_s=self.result.train_time_s + taken.step_time_s,
+            )
             last = taken.step == config.train.steps
             if self._trackers is not None and self._progress is not None:
                 if last or _is_due(taken.step, config.log.every):
                     self._trackers.on_step(taken)
                 self._progress.step(taken)
-            if last and config.log.timeline:
-                recorded = self._recorded(taken.num_microbatches)
+            if last and config.log.timeline and (measured := engine.pipeline.recording()) is not None:
+                # As measured, and as simulated with the mean measured times.
+                program, costs = engine.pipeline.program(taken.num_microbatches), measured.costs(taken.num_microbatches)
+                recorded = RecordedStep(measured, schedule.simulate(program, costs))
             if self.validation and (last or _is_due(taken.step, config.validation.every)):
-                # The same parts in any layout, so that the loss has the same bits; the last batch may be too small for
-                # all.
+                # Equal parts in any layout, so that the loss has the same bits; the last batch may be small.
                 loss = engine.evaluate(self.validation, *self.loss, micro_batches=replace(spec, allow_fewer=True))
                 self.result = replace(self.result, validation_loss=float(loss))
                 if self.early_stop is not None:
@@ -229,16 +235,6 @@ class TrainLoop:
             if taken.stop_requested:
                 break
         return recorded
-
-    def _count(self, taken: TrainResult) -> None:
-        result = self.result
-        self.result = replace(
-            result,
-            step=taken.step,
-            loss=taken.loss,
-            num_tokens=result.num_tokens + taken.num_tokens,
-            train_time_s=result.train_time_s + taken.step_time_s,
-        )
 
     @property
     def _stopped_early(self) -> bool:
@@ -273,14 +269,6 @@ class TrainLoop:
         self._saved_step, self._unfinished = step, True
         if wait:
             self._finish_saving()
-
-    def _recorded(self, num_microbatches: int) -> RecordedStep | None:
-        """The last step as measured, and as simulated with the mean measured times."""
-        measured = self.engine.pipeline.recording()
-        if measured is None:
-            return None
-        program = self.engine.pipeline.program(num_microbatches)
-        return RecordedStep(measured, schedule.simulate(program, measured.costs(num_microbatches)))
 
 
 def _is_due(step: int, every: int) -> bool:
