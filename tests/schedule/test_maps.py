@@ -47,9 +47,9 @@ def test_a_map_gives_each_rank_a_stage(homes: tuple[int, ...]) -> None:
 
 
 def test_only_a_map_has_homes() -> None:
-    with pytest.raises(ValueError, match="homes are the rank of each stage of a map"):
+    with pytest.raises(ValueError, match="a map, and nothing else, is given the rank of each stage"):
         Placement(PlacementKind.LOOP, 2, homes=(0, 1))
-    with pytest.raises(ValueError, match="a map from stages to ranks has no stage; give the rank of each"):
+    with pytest.raises(ValueError, match="a map, and nothing else, is given the rank of each stage"):
         Placement(PlacementKind.MAP, 2)
     with pytest.raises(ValueError, match="leave stages_per_rank out"):
         schedule.build("auto", ranks=2, microbatches=2, stages_per_rank=3, placement=(0, 1, 0))

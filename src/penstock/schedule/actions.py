@@ -168,6 +168,18 @@ def keepers(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
     return frozenset((action.stage, action.microbatch) for action in flatten(steps) if action.keeps)
 
 
+def peak_tapes(order: Iterable[Step]) -> int:
+    """The most tapes that are live at once on a rank that runs this order."""
+    live = peak = 0
+    for action in flatten(order):
+        if action.op is Op.F:
+            live += 1
+            peak = max(peak, live)
+        elif action.op is not Op.I:
+            live -= 1
+    return peak
+
+
 def uses(steps: Iterable[Step]) -> dict[int, tuple[int, int]]:
     """Each microbatch's first and last step in one rank's order, by their places there.
 
@@ -235,15 +247,13 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.kind not in list(PlacementKind):
-            if self.kind not in [kind.value for kind in PlacementKind]:
-                possible = ", ".join(kind.value for kind in PlacementKind)
-                raise ValueError(f"there is no placement {self.kind!r}; possible are {possible}")
+            possible = [kind.value for kind in PlacementKind]
+            if self.kind not in possible:
+                raise ValueError(f"there is no placement {self.kind!r}; possible are {', '.join(possible)}")
             object.__setattr__(self, "kind", PlacementKind(self.kind))
         check_count("ranks", self.num_ranks)
         if (self.kind is PlacementKind.MAP) != bool(self.homes):
-            if self.homes:
-                raise ValueError("homes are the rank of each stage of a map, and of nothing else")
-            raise ValueError("a map from stages to ranks has no stage; give the rank of each stage, as in [0, 1, 1, 0]")
+            raise ValueError("a map, and nothing else, is given the rank of each stage, as in [0, 1, 1, 0]")
         if self.homes:
             if len(self.homes) < self.num_ranks or set(self.homes) != set(range(self.num_ranks)):
                 raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import add
 from typing import TypeAlias
 
 from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step, keepers
@@ -83,10 +84,10 @@ class Costs:
             object.__setattr__(self, "bandwidth", tuple(self.bandwidth))  # type: ignore[arg-type]
         widths = self.bandwidth if isinstance(self.bandwidth, Sequence) else (self.bandwidth,)
         for one in widths:
-            if one is not None and not one > 0:
-                raise ValueError(f"bandwidth must be above 0 bytes in a unit of time, got {one!r}")
-            if one is not None and one < 1 / LARGEST_COST:
-                raise ValueError(f"bandwidth must be at least {1 / LARGEST_COST:g}, got {one!r}")
+            if one is not None and not one >= 1 / LARGEST_COST:
+                raise ValueError(
+                    f"bandwidth must be at least {1 / LARGEST_COST:g} bytes in a unit of time, got {one!r}"
+                )
 
     @property
     def totals(self) -> list[float]:
@@ -160,60 +161,51 @@ class Durations:
 
     #: What the times are for.
     _placement: Placement
-    _num_microbatches: int
     #: By microbatch, its length; empty if all are alike.
     _lengths: tuple[float, ...]
     #: `_of_op[op][stage]`, the time of a compute action of length 1, and that of a pair by its forward's stage.
-    _of_op: list[list[float]]
-    _pair: list[float] | None
+    _of_op: tuple[tuple[float, ...], ...]
+    _pair: tuple[float, ...] | None
     #: By stage, the part of I in which a microbatch of length 1 is recomputed; and the forwards that spare it.
-    _recompute: list[float]
+    _recompute: tuple[float, ...]
     _keepers: frozenset[tuple[int, int]]
     #: The time of the optimizer step, and what each action costs besides.
     _step: float
     _action: float
     #: The time of a transfer, and what each message of length 1 costs besides; or those of each link.
-    _latency: PerLink
-    _sending: PerLink
+    _links: tuple[PerLink, PerLink]
     #: By a send's op and stage, the receiving rank, and these two of its link.
     _channels: dict[tuple[Op, int], tuple[int, float, float]]
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
-        self._placement, self._num_microbatches = schedule.placement, schedule.num_microbatches
+        self._placement = schedule.placement
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
             raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
         for name in ("microbatch_bytes", "kept_bytes", "weight_memory_share"):
             if (size := getattr(costs, name)) is not None:
                 check_stages(name, size, self._placement)
         self._lengths = tuple(costs.lengths)
-        forward = self._by_stage("forward", costs.forward)
-        inputs = self._by_stage("backward_input", costs.backward_input)
-        weights = self._by_stage("backward_weight", costs.backward_weight)
-        whole = [one + other for one, other in zip(inputs, weights)]
-        self._of_op = [forward, whole, inputs, weights]  # as Op numbers them
-        self._recompute = self._by_stage("recompute", costs.recompute)
+        forward, inputs, weights, self._recompute = (
+            per_stage(name, getattr(costs, name), self._placement)
+            for name in ("forward", "backward_input", "backward_weight", "recompute")
+        )
+        whole = tuple(map(add, inputs, weights))
+        self._of_op = forward, whole, inputs, weights  # as Op numbers them
         self._keepers = frozenset[tuple[int, int]]().union(*map(keepers, schedule.orders))
         for own, again in zip(inputs, self._recompute):
             if again > own:
                 raise ValueError(f"recompute is a part of backward_input, and {again:g} is more than {own:g}")
-        self._pair = None if costs.pair is None else self._by_stage("pair", costs.pair)
+        self._pair = None if costs.pair is None else per_stage("pair", costs.pair, self._placement)
         self._step = costs.step
         self._action = costs.action
-        self._latency, self._sending, self._channels = costs.transfer, costs.sending, {}
-        for name, links in (("transfer", self._latency), ("bandwidth", self._sending)):
+        self._links, self._channels = (costs.transfer, costs.sending), {}
+        for name, links in zip(("transfer", "bandwidth"), self._links, strict=True):
             if isinstance(links, Sequence) and len(links) != self._placement.num_ranks:
                 raise ValueError(
                     f"{name} must be one {'time' if name == 'transfer' else 'number'}, or a list of "
                     f"{self._placement.num_ranks}: one for each rank's link to the next, the last's to the first; "
                     f"got {len(links)}"
                 )
-
-    def _by_stage(self, name: str, time: PerStage) -> list[float]:
-        placement = self._placement
-        if not isinstance(time, Sequence):
-            return [time / placement.stages_per_microbatch] * placement.num_stages
-        check_stages(name, time, placement, "time")
-        return list(time) * placement.num_routes
 
     def of(self, step: Step) -> float:
         """The time that a compute action, a pair or the optimizer step keeps a rank busy."""
@@ -240,12 +232,8 @@ class Durations:
         """
         key = send.op, send.stage
         if key not in self._channels:
-            latency, sending = self._latency, self._sending
-            self._channels[key] = (
-                self._placement.rank_of(partner(send).stage),
-                latency[self._link(send)] if isinstance(latency, Sequence) else latency,
-                sending[self._link(send)] if isinstance(sending, Sequence) else sending,
-            )
+            latency, sending = (one[self._link(send)] if isinstance(one, Sequence) else one for one in self._links)
+            self._channels[key] = self._placement.rank_of(partner(send).stage), latency, sending
         to, latency_s, sending_s = self._channels[key]
         occupied = sending_s * self._length(send.microbatch)
         return to, occupied, latency_s + occupied
@@ -262,6 +250,17 @@ class Durations:
 
     def _length(self, microbatch: int) -> float:
         return self._lengths[microbatch] if self._lengths else 1
+
+
+def per_stage(name: str, time: PerStage, placement: Placement) -> tuple[float, ...]:
+    """Give one time for each stage of each route: those given, or a rank's time divided evenly among its stages.
+
+    Raises: ValueError for a list that does not have one time for each stage of the model.
+    """
+    if not isinstance(time, Sequence):
+        return (time / placement.stages_per_microbatch,) * placement.num_stages
+    check_stages(name, time, placement, "time")
+    return tuple(time) * placement.num_routes
 
 
 def check_stages(name: str, value: PerStage, placement: Placement, what: str = "number") -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Schedule, Step
-from penstock.schedule.builders.orders import peak_tapes
+from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Schedule, Step, peak_tapes
+from penstock.schedule.builders.orders import check_stages_per_rank
 from penstock.schedule.builders.registry import builder
 
 
@@ -22,7 +22,7 @@ def dualpipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 
     Source: DeepSeek-AI, DualPipe (github.com/deepseek-ai/DualPipe), DualPipeV.
     """
-    check_two_stages("dualpipe-v", stages_per_rank)
+    check_stages_per_rank("dualpipe-v", stages_per_rank, 2)
     placement = Placement(PlacementKind.V, ranks, stages_per_rank)
     num_turns = max(microbatches, 2 * ranks)
     orders = []
@@ -44,7 +44,7 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.2.1, figure 5.
     """
-    check_two_stages("dualpipe", stages_per_rank)
+    check_stages_per_rank("dualpipe", stages_per_rank, 2)
     placement = Placement(PlacementKind.BIDIRECTIONAL, ranks, stages_per_rank)
     empty = Schedule("dualpipe", placement, microbatches, ((),) * ranks)
     half = -(-ranks // 2)
@@ -56,11 +56,6 @@ def dualpipe(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedul
         place = min(rank, ranks - rank - 1)
         orders.append(_GrowingOrder(near, far, to_middle=half - place - 1, from_end=place + 1).steps(num_turns))
     return Schedule("dualpipe", placement, microbatches, tuple(orders), tuple(map(peak_tapes, orders)))
-
-
-def check_two_stages(name: str, stages_per_rank: int) -> None:
-    if stages_per_rank != 2:
-        raise ValueError(f"{name} has two stages on each rank: stages_per_rank must be 2, got {stages_per_rank}")
 
 
 @dataclass

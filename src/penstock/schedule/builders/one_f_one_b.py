@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Placement, PlacementKind, Schedule
+from penstock.schedule.actions import Placement, PlacementKind, Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,
+    check_stages_per_rank,
     forwards,
     fuse_turns,
     groups,
     num_ahead,
-    peak_tapes,
     renumber,
     split_backwards,
     take_turns,
@@ -28,12 +28,7 @@ def afab(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
     Source: Huang et al., GPipe (arXiv 1811.06965), section 2.
     """
-    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
-    orders = tuple(
-        tuple(forwards(placement, rank, microbatches) + backwards(placement, rank, microbatches))
-        for rank in range(ranks)
-    )
-    return Schedule("afab", placement, microbatches, orders, live_bound=(microbatches * stages_per_rank,) * ranks)
+    return _all_forwards_first("afab", ranks, microbatches, stages_per_rank, group_size=ranks)
 
 
 @builder("looped-bfs")
@@ -48,15 +43,16 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953).
     """
+    return _all_forwards_first("looped-bfs", ranks, microbatches, stages_per_rank, group_size=microbatches)
+
+
+def _all_forwards_first(name: str, ranks: int, microbatches: int, stages_per_rank: int, group_size: int) -> Schedule:
     placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
     orders = tuple(
-        tuple(
-            forwards(placement, rank, microbatches, group_size=microbatches)
-            + backwards(placement, rank, microbatches, group_size=microbatches)
-        )
+        (*forwards(placement, rank, microbatches, group_size), *backwards(placement, rank, microbatches, group_size))
         for rank in range(ranks)
     )
-    return Schedule("looped-bfs", placement, microbatches, orders, live_bound=(microbatches * stages_per_rank,) * ranks)
+    return Schedule(name, placement, microbatches, orders, live_bound=(microbatches * stages_per_rank,) * ranks)
 
 
 @builder("inference", trains=False)
@@ -98,9 +94,8 @@ def one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sche
 
     Source: Narayanan et al., PipeDream-Flush (arXiv 2006.09503), section 3.2, and Megatron-LM (arXiv 2104.04473), 2.2.
     """
-    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
-    if stages_per_rank != 1:
-        raise ValueError(f"1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
+    check_stages_per_rank("1f1b", stages_per_rank, 1)
+    placement = Placement(PlacementKind.LOOP, ranks)
     orders = tuple(
         tuple(
             take_turns(
@@ -152,8 +147,7 @@ def combined_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 1, split
 
     Source: Megatron Core, combined 1F1B (arXiv 2603.07685); its lead without local stages follows from the above.
     """
-    if stages_per_rank != 1:
-        raise ValueError(f"combined-1f1b has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
+    check_stages_per_rank("combined-1f1b", stages_per_rank, 1)
     return _combined("combined-1f1b", ranks, microbatches, stages_per_rank, None, split_backward)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, Step, flatten, parts
+from penstock.schedule.actions import Action, Op, Pair, Placement, Step, parts
 from penstock.settings import ScheduleConfig
 
 
@@ -32,6 +32,12 @@ def _passes(op: Op, stages: Sequence[int], num_microbatches: int, group_size: in
         for stage in stages
         for microbatch in range(start, min(start + group_size, num_microbatches))
     ]
+
+
+def check_stages_per_rank(name: str, stages_per_rank: int, wanted: int) -> None:
+    if stages_per_rank != wanted:
+        stages = "one stage" if wanted == 1 else f"{wanted} stages"
+        raise ValueError(f"{name} has {stages} on each rank: stages_per_rank must be {wanted}, got {stages_per_rank}")
 
 
 def num_ahead(placement: Placement, rank: int, group_size: int) -> int:
@@ -117,15 +123,3 @@ def renumber(order: Sequence[Step], places: Sequence[int | None]) -> tuple[Step,
         kept = [Action(action.op, action.stage, number) for action, number in found if number is not None]
         renumbered += [Pair(*kept)] if len(kept) == 2 else kept
     return tuple(renumbered)
-
-
-def peak_tapes(order: Sequence[Step]) -> int:
-    """The most tapes that are live at once on a rank that runs this order."""
-    live = peak = 0
-    for action in flatten(order):
-        if action.op is Op.F:
-            live += 1
-            peak = max(peak, live)
-        elif action.op is not Op.I:
-            live -= 1
-    return peak

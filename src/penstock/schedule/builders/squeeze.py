@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import TypeAlias
 
-from penstock.schedule.actions import Action, Op, Placement
-from penstock.schedule.builders.orders import peak_tapes
+from penstock.schedule.actions import Action, Op, Placement, peak_tapes
 
 PERIOD = 6  # slots between one microbatch and the next: a rank has an F, an I and a W for each of its two stages
 Order = tuple[Action, ...]
@@ -106,7 +106,6 @@ _Ends: TypeAlias = dict[tuple[Op, int], list[int]]
 class _Pass:
     """One of a rank's four passes, each of all microbatches: forward through both stages is 0, 1; back 2, 3."""
 
-    #: Its number.
     number: int
     #: The change in the number of live tapes when W follows I at once.
     tapes: int
@@ -128,10 +127,14 @@ class _Pass:
         self.needs = nothing if source is None else ends[op, source], ends[Op.F, stage] if op is Op.I else nothing
         self.waiting = placement.rank_of(stage if target is None else target)
 
+    @property
+    def place(self) -> int:
+        """The place of its next action in the rank's order."""
+        return self.rest[0][0]
+
     def is_ready(self, slot: int) -> bool:
         """True if everything that its next action needs was done before this slot."""
-        microbatch = self.rest[0][1].microbatch
-        other, own = self.needs
+        microbatch, (other, own) = self.rest[0][1].microbatch, self.needs
         return other[microbatch] <= slot and own[microbatch] <= slot
 
 
@@ -170,7 +173,9 @@ class _SqueezedRank:
             found[action.op, action.stage].rest.append((place, action))
         self.passes = list(found.values())
         self.changes = [found[action.op, action.stage].tapes for action in order]
-        self.max_entered = peak_tapes([_whole(action) for action in order if action.stage == first])
+        # As if each W followed its I at once, and so ended its tape.
+        whole = [replace(a, op=Op.B) if a.op is Op.I else a for a in order if a.stage == first]
+        self.max_entered = peak_tapes(whole)
         self.live = self.entered = self.start = self.end = 0
         self.done = []
 
@@ -208,26 +213,16 @@ class _SqueezedRank:
         """Choose the pass whose next action to take, if any."""
         ready = [own for own in self.passes if own.rest and own.is_ready(slot)]
         if not self.preference.deepest_first:
-            ready.sort(key=_place)
+            ready.sort(key=attrgetter("place"))
         return next((own for own in ready if self._fits(own)), None)
 
     def _fits(self, own: _Pass) -> bool:
         """True if memory is left for the next action of the pass; what is kept only for a W counts as free."""
         if own.number == 0 and self.preference.steady_entry and self.entered >= self.max_entered:
             return False
-        live, place = self.live - len(self.weights), _place(own)
-        first = min(map(_place, (one for one in self.passes if one.rest)))
+        live, place = self.live - len(self.weights), own.place
+        first = min(one.place for one in self.passes if one.rest)
         # None of the actions between can take more than one tape.
         if live + place - first + own.tapes <= self.max_tapes:
             return True
         return max(accumulate(self.changes[first:place], initial=live)) + own.tapes <= self.max_tapes
-
-
-def _place(own: _Pass) -> int:
-    """The place of the next action of a pass in its rank's order."""
-    return own.rest[0][0]
-
-
-def _whole(action: Action) -> Action:
-    """The action that would end the tape if W followed I at once."""
-    return Action(Op.B, action.stage, action.microbatch) if action.op is Op.I else action

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 
-from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule
-from penstock.schedule.builders.dualpipe import check_two_stages
-from penstock.schedule.builders.orders import peak_tapes
+from penstock.schedule.actions import Placement, PlacementKind, Schedule, peak_tapes
+from penstock.schedule.builders.orders import check_stages_per_rank
 from penstock.schedule.builders.registry import builder
 from penstock.schedule.builders.squeeze import PREFERENCES, Order, pattern, squeeze
+from penstock.schedule.search.skeletons import without_bubble
 
 # The turns of the patterns that are tried, in slots; the best depends on p modulo 2 and 3.
 _GAPS = ((1, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 2), (1, 4, 2))
@@ -28,9 +27,9 @@ def zb_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """
     placement = _placement("zb-v", ranks, stages_per_rank)
     if microbatches >= 2 * ranks - 1:
-        orders = tuple(_without_bubble(placement, rank, microbatches) for rank in range(ranks))
+        orders = tuple(without_bubble(placement, rank, microbatches) for rank in range(ranks))
         return _schedule("zb-v", placement, microbatches, orders)
-    orders = [_without_bubble(placement, rank, 2 * ranks - 1, microbatches) for rank in range(ranks)]
+    orders = [without_bubble(placement, rank, 2 * ranks - 1, microbatches) for rank in range(ranks)]
     # No other preference has ever given a shorter one.
     short = squeeze(placement, orders, PREFERENCES[0], max_tapes=2 * ranks)
     assert short is not None, f"zb-v does not end with {microbatches} microbatches"
@@ -67,7 +66,7 @@ def v_min(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
 
 
 def _placement(name: str, ranks: int, stages_per_rank: int) -> Placement:
-    check_two_stages(name, stages_per_rank)
+    check_stages_per_rank(name, stages_per_rank, 2)
     return Placement(PlacementKind.V, ranks, stages_per_rank)
 
 
@@ -94,34 +93,3 @@ def _squeezed(name: str, placement: Placement, num_microbatches: int, max_tapes:
         best = squeeze(placement, orders, preference, max_tapes)
     assert best is not None, f"{name} ends with {num_compared} microbatches, but not with {num_microbatches}"
     return _schedule(name, placement, num_microbatches, best.orders)
-
-
-def _without_bubble(placement: Placement, rank: int, num_microbatches: int, num_first: int | None = None) -> Order:
-    """A rank's order for at least 2p-1 microbatches, with which no rank waits once it has started.
-
-    num_first: reduces it to that many first microbatches, and leaves out W.
-    """
-    num_ranks = placement.num_ranks
-    stages = placement.stages_of(rank)
-    counts: Counter[tuple[Op, int]] = Counter()
-    order: list[Action] = []
-
-    def run(words: str, times: int = 1) -> None:
-        """Add an action for each word: an op, and 1 or 2 for the stage; it takes the next microbatch of that pass."""
-        keys = [(Op[op], stages[int(which) - 1]) for op, which in words.split()]
-        for key in keys * times:
-            if num_first is None or (counts[key] < num_first and key[0] is not Op.W):
-                order.append(Action(*key, counts[key]))
-            counts[key] += 1
-
-    to_middle = num_ranks - rank
-    run("F1", 2 * to_middle - 1)
-    run("F2 F1", rank)
-    run("F2 I2 W2", to_middle)
-    run("F1 I1 W1 F2 I2 W2", num_microbatches - num_ranks - to_middle + 1)
-    run("I1 W1 F2 I2 W2", to_middle - 1)
-    run("I1 I2", rank)
-    run("I1 W1", to_middle)
-    run("W2", rank)
-    run("W1", rank)
-    return tuple(order)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule
+from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,
+    check_stages_per_rank,
     forwards,
     groups,
     num_ahead,
-    peak_tapes,
     renumber,
     take_turns_split,
 )
@@ -43,9 +43,8 @@ def zb_h2(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
 
 
 def _handcrafted(name: str, ranks: int, microbatches: int, stages_per_rank: int, *, lead: int) -> Schedule:
-    placement = Placement(PlacementKind.LOOP, ranks, stages_per_rank)
-    if stages_per_rank != 1:
-        raise ValueError(f"{name} has one stage on each rank: stages_per_rank must be 1, got {stages_per_rank}")
+    check_stages_per_rank(name, stages_per_rank, 1)
+    placement = Placement(PlacementKind.LOOP, ranks)
     orders = tuple(
         tuple(
             take_turns_split(

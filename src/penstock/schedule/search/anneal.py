@@ -6,33 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from math import exp
 from random import Random
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
 from penstock.schedule.search.weave import weave
 
-# By how many places an action is moved in its rank's order.
-_MOVES = (1, 1, -2, 2, 3, -3)
-
-
-@dataclass(frozen=True, slots=True)
-class Cooling:
-    """The effort of simulated annealing."""
-
-    #: The number of changes to try.
-    num_steps: int
-    #: The growth of the span that is accepted at first, in mean actions.
-    heat: float
+# By how many places an action is moved in its rank's order: in a skeleton, and in a whole order.
+_MOVES, _MOVES_OF_ALL = (1, 1, -2, 2, 3, -3), (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
 
 
 def anneal(
-    problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, cooling: Cooling
+    problem: Problem, skeleton: Codes, allowed_span: float | None, least: float, num_steps: int, heat: float
 ) -> list[Codes]:
     """Move one action of one rank at a time; return the skeletons found, each shorter than the one before.
 
     The search stops once the span is `least`. Equal calls give equal results.
+
+    num_steps: of changes to try. heat: the growth of the span that is accepted at first, in mean actions.
     """
     current = [list(steps) for steps in skeleton]
 
@@ -40,7 +32,7 @@ def anneal(
         woven = weave(problem, current, allowed_span)
         return None if woven is None else woven[0]
 
-    return list(shorter(current, span, _MOVES, least, cooling, problem.mean_action))
+    return list(shorter(current, span, _MOVES, least, num_steps, heat * problem.mean_action))
 
 
 def shorter(
@@ -48,20 +40,20 @@ def shorter(
     span: Callable[[list[int]], float | None],
     moves: Sequence[int],
     least: float,
-    cooling: Cooling,
-    mean_action: float,
+    num_steps: int,
+    heat: float,
 ) -> Iterator[Codes]:
     """Move one action of one rank in `current` at a time; yield a copy whenever it is shorter than all before.
 
     `span` measures `current`; it takes the order of the rank that changed, and returns None if that cannot be carried
     out. A change that makes the span longer is sometimes kept; the longer and later, the less likely.
     """
-    random = Random(cooling.num_steps)
+    random = Random(num_steps)
     now = span(current[0])
     if now is None:
         return
-    shortest, heat = now, cooling.heat * mean_action
-    for step in range(cooling.num_steps):
+    shortest = now
+    for step in range(num_steps):
         if shortest <= least + TOLERANCE:
             return
         steps = random.choice(current)
@@ -71,7 +63,7 @@ def shorter(
             continue
         steps.insert(target, steps.pop(source))
         changed = span(steps)
-        heat_now = heat * (1 - step / cooling.num_steps)
+        heat_now = heat * (1 - step / num_steps)
         # Kept where it is no longer, and while it is hot also where it is a little longer.
         if changed is None or not (
             changed - now <= TOLERANCE or (heat_now > 0 and random.random() < exp((now - changed) / heat_now))
@@ -84,33 +76,17 @@ def shorter(
             yield [list(order) for order in current]
 
 
-# By how many places an action is moved in its rank's order.
-MOVES = (1, -1, 1, -1, 2, -2, 3, -3, 5, -5)
-
-
-def polish(problem: Problem, orders: Codes, least: float, cooling: Cooling) -> Codes:
-    """Move one action of one rank at a time in whole orders; return the shortest orders found.
-
-    The search stops once the span is `least`. Equal calls give equal results.
-    """
+def polish(problem: Problem, orders: Codes, least: float, num_steps: int, heat: float) -> Codes:
+    """Move actions as `anneal` does, but in whole orders; return the shortest orders found."""
     current = [list(order) for order in orders]
-    assert span_of(problem, current) is not None, "orders that can be carried out have a span"
+    share, most = problem.weight_memory_share, problem.max_tapes + TOLERANCE
+    changes = (1.0, share - 1.0, -share) * problem.num_stages
 
     def span(moved: list[int]) -> float | None:
-        return span_of(problem, current) if _fits(problem, moved) else None
+        fits = max(accumulate(map(changes.__getitem__, moved))) <= most
+        return span_of(problem, current) if fits else None
 
-    return [orders, *shorter(current, span, MOVES, least, cooling, problem.mean_action)][-1]
-
-
-def _fits(problem: Problem, order: list[int]) -> bool:
-    """True if a rank's order keeps to the memory limit."""
-    share, live = problem.weight_memory_share, 0.0
-    change = (1.0, share - 1.0, -share)
-    for code in order:
-        live += change[code % 3]
-        if live > problem.max_tapes + TOLERANCE:
-            return False
-    return True
+    return [orders, *shorter(current, span, _MOVES_OF_ALL, least, num_steps, heat * problem.mean_action)][-1]
 
 
 def span_of(problem: Problem, orders: Codes) -> float | None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from math import inf
+from operator import attrgetter
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
-from penstock.schedule.costs import PerLink, PerStage
+from penstock.schedule.costs import PerLink, PerStage, per_stage
 from penstock.schedule.lower import lower
-from penstock.schedule.search.anneal import Cooling, anneal, polish
-from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound, per_stage
+from penstock.schedule.search.anneal import anneal, polish
+from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound
 from penstock.schedule.search.skeletons import (
     PRIORITIES,
     Priority,
@@ -129,15 +130,6 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
     return trials.polish(best, effort) if problem.num_actions <= _NUM_ACTIONS_POLISHED else best.orders
 
 
-def _is_legal(problem: Problem, orders: Codes) -> bool:
-    """True if the orders end even if a send waits for its receive and receives are posted late."""
-    try:
-        verify(lower(problem.schedule("auto", orders), receives_ahead=1))
-    except ScheduleError:
-        return False
-    return True
-
-
 def _few(problem: Problem) -> int:
     """A number of microbatches that shows how good a skeleton is for all of them: 3p or a little more.
 
@@ -159,8 +151,7 @@ def _bubble(problem: Problem) -> float:
     return lower_bound(problem) - max(problem.work)
 
 
-def _span(candidate: _FoundOrders) -> float:
-    return candidate.span
+_span = attrgetter("span")
 
 
 class _Trials:
@@ -181,7 +172,11 @@ class _Trials:
 
     def legal(self, candidate: _FoundOrders) -> bool:
         """True if the orders end even if a send waits for its receive and receives are posted late."""
-        return _is_legal(self.problem, candidate.orders)
+        try:
+            verify(lower(self.problem.schedule("auto", candidate.orders), receives_ahead=1))
+        except ScheduleError:
+            return False
+        return True
 
     def compare(self) -> list[_FoundOrders]:
         """Make all candidates, the best first; stop at one that solves the problem.
@@ -223,7 +218,7 @@ class _Trials:
         changed = []
         for start, heat in ((best, 0.2), (other, 2.0)):
             allowed_span = self._allowed_span(start.allowance)
-            found = anneal(self.problem, start.skeleton, allowed_span, self.least, Cooling(num_steps, heat))
+            found = anneal(self.problem, start.skeleton, allowed_span, self.least, num_steps, heat)
             # The last few are enough: if the last is not legal, the one before is barely longer.
             tried = filter(None, (self.weave(skeleton, None, _ALLOWANCES) for skeleton in found[:-4:-1]))
             changed += islice(filter(self.legal, tried), 1)
@@ -234,7 +229,7 @@ class _Trials:
         if self.solved_by(best) or not effort:
             return best.orders
         num_steps = int(effort * _NUM_ACTIONS / (2 * self.problem.num_actions))
-        found = polish(self.problem, best.orders, self.least, Cooling(num_steps, 0.2))
+        found = polish(self.problem, best.orders, self.least, num_steps, heat=0.2)
         return found if self.legal(replace(best, orders=found)) else best.orders
 
     def finalists(self, candidates: Sequence[_FoundOrders]) -> list[_FoundOrders]:

@@ -7,6 +7,7 @@ left out, because every stage takes them in turn: the n-th F of a stage is that 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,8 @@ from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple, TypeAlias
 
-from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count
-from penstock.schedule.costs import Costs, Durations, PerStage, check_cost, check_stages
+from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count, peak_tapes
+from penstock.schedule.costs import Costs, Durations, check_cost, per_stage
 
 Codes: TypeAlias = list[list[int]]
 """One list of numbers a rank: a skeleton, or orders."""
@@ -27,7 +28,6 @@ Maker: TypeAlias = Callable[["Problem"], Codes]
 TOLERANCE = 1e-9
 
 _OPS = (Op.F, Op.I, Op.W)
-_TAPES = (1, 0, -1)
 
 
 class Following(NamedTuple):
@@ -140,30 +140,38 @@ class Problem:
 
     def schedule(self, name: str, orders: Codes) -> Schedule:
         """Turn orders into a schedule, with the peaks of live tapes as its bounds."""
-        decoded, peaks = [], []
+        decoded = []
         for codes in orders:
-            counts = [0] * (3 * self.num_stages)
-            actions, live, peak = [], 0, 0
+            counts, actions = [0] * (3 * self.num_stages), []
             for code in codes:
                 stage, op = divmod(code, 3)
                 actions.append(Action(_OPS[op], stage, counts[code]))
                 counts[code] += 1
-                live += _TAPES[op]
-                peak = max(peak, live)
             decoded.append(tuple(actions))
-            peaks.append(peak)
-        return Schedule(name, self.placement, self.num_microbatches, tuple(decoded), tuple(peaks))
+        return Schedule(
+            name, self.placement, self.num_microbatches, tuple(decoded), live_bound=tuple(map(peak_tapes, decoded))
+        )
 
 
-def per_stage(name: str, value: PerStage, placement: Placement) -> tuple[float, ...]:
-    """Give one time for each stage: those given, or a rank's time divided evenly among its stages.
+class Progress:
+    """All ranks of a problem on their way through their actions."""
 
-    Raises: ValueError for a list that does not have one time for each stage.
-    """
-    if not isinstance(value, Sequence):
-        return (value / placement.stages_per_rank,) * placement.num_stages
-    check_stages(name, value, placement, "time")
-    return tuple(value)
+    problem: Problem
+    #: By step, the arrivals of its inputs so far, and the number of times it has run.
+    arrivals: list[list[float]]
+    done: list[int]
+    #: By rank, the end of its last action, its tapes without I, and the stages of the W that can run.
+    now: list[float]
+    live: list[int]
+    waiting: list[deque[int]]
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.arrivals = [[] for _ in range(2 * problem.num_stages)]
+        self.arrivals[0] = [0.0] * problem.num_microbatches
+        self.done = [0] * (2 * problem.num_stages)
+        self.now, self.live = [0.0] * problem.num_ranks, [0] * problem.num_ranks
+        self.waiting = [deque() for _ in range(problem.num_ranks)]
 
 
 def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = inf) -> float:
@@ -200,39 +208,14 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
         raise ValueError("there is no bound if fused pairs have a time of their own")
     if len(set(costs.lengths)) > 1 or placement.kind is PlacementKind.BIDIRECTIONAL:
         return _work(placement, microbatches, costs)
-    return lower_bound(problem_of(placement, microbatches, costs, limit))
-
-
-def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
-    """The compute time of the busiest rank."""
-    schedule = Schedule("", placement, num_microbatches, ((),) * placement.num_ranks)
-    durations = Durations(costs, schedule)
-    tapes = {stage: schedule.microbatches_of(stage) for stage in range(placement.num_stages)}
-    return max(
-        sum(
-            durations.of(Action(op, stage, microbatch))
-            for stage in placement.stages_of(rank)
-            for microbatch in tapes[stage]
-            for op in (Op.F, Op.B)
-        )
-        for rank in range(placement.num_ranks)
-    )
-
-
-def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: float) -> Problem:
-    """Make the problem with these costs, if all microbatches have one length.
-
-    Raises: ValueError for what `Problem` refuses.
-    """
     length = costs.lengths[0] if costs.lengths else 1.0
+    latency, sending = (min(one) if isinstance(one, Sequence) else one for one in (costs.transfer, costs.sending))
     share = costs.weight_memory_share
-    latency = min(costs.transfer) if isinstance(costs.transfer, Sequence) else costs.transfer
-    sending = min(costs.sending) if isinstance(costs.sending, Sequence) else costs.sending
     forward, backward_input, backward_weight = (
         tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
         for name in ("forward", "backward_input", "backward_weight")
     )
-    return Problem(
+    problem = Problem(
         placement,
         microbatches,
         forward,
@@ -242,6 +225,22 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limit: flo
         max_live_microbatches=limit,
         # A stage that keeps less has more freedom, so the least share keeps the bound valid.
         weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
+    )
+    return lower_bound(problem)
+
+
+def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
+    """The compute time of the busiest rank."""
+    schedule = Schedule("", placement, num_microbatches, ((),) * placement.num_ranks)
+    durations = Durations(costs, schedule)
+    return max(
+        sum(
+            durations.of(Action(op, stage, microbatch))
+            for stage in placement.stages_of(rank)
+            for microbatch in schedule.microbatches_of(stage)
+            for op in (Op.F, Op.B)
+        )
+        for rank in range(placement.num_ranks)
     )
 
 

@@ -6,7 +6,7 @@ the best of the steps it could start (`dispatch`).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -14,7 +14,8 @@ from itertools import product
 from math import floor, inf
 from typing import NamedTuple
 
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
+from penstock.schedule.actions import Action, Op, Placement
+from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, Progress
 
 # The number of warm-ups kept while they are built from the last rank to the first.
 _BEAM = 128
@@ -84,34 +85,48 @@ def _one_rank_more(problem: Problem, rank: int, most: int, later: _WarmUp) -> li
 
 
 def there_and_back(problem: Problem) -> Codes:
-    """Order two stages a rank in a V: no bubble at 2p tapes, if all actions take equal times.
-
-    A rank runs its first stage until a microbatch comes back, then both stages in turn until the first backward
-    arrives; from then on a backward follows each forward.
-
-    Source: ZB-V, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
-    """
+    """The order without bubble of two stages a rank in a V, at 2p tapes, if all actions take equal times."""
+    most = max(problem.num_microbatches, 2 * problem.num_ranks - 1)
     skeleton = []
-    for rank, (first, second) in enumerate(problem.stages_of):
-        to_last = problem.num_ranks - 1 - rank
-        order = [2 * first] * (2 * to_last) + [2 * first, 2 * second] * (rank + 1)
-        order += [2 * second + 1, 2 * second] * to_last
-        order += [2 * second + 1, 2 * first, 2 * first + 1, 2 * second] * problem.num_microbatches
-        skeleton.append(_complete(order, first, second, problem.num_microbatches))
+    for rank in range(problem.num_ranks):
+        order = without_bubble(problem.placement, rank, most, problem.num_microbatches)
+        skeleton.append([2 * action.stage + (action.op is Op.I) for action in order])
     return skeleton
 
 
-def _complete(order: Sequence[int], first: int, second: int, num_microbatches: int) -> list[int]:
-    """Drop the steps that come too often or too early, and add missing ones at the end."""
-    steps = [2 * first, 2 * second, 2 * second + 1, 2 * first + 1]
-    done = [num_microbatches, 0, 0, 0, 0]
-    kept = []
-    for step in [*order, *steps[1:] * num_microbatches]:
-        place = steps.index(step) + 1
-        if done[place] < done[place - 1]:
-            done[place] += 1
-            kept.append(step)
-    return kept
+def without_bubble(
+    placement: Placement, rank: int, num_microbatches: int, num_first: int | None = None
+) -> tuple[Action, ...]:
+    """A rank's order of two stages in a V for at least 2p-1 microbatches, with which no rank waits once it has started.
+
+    num_first: reduces it to that many first microbatches, and leaves out W.
+
+    Source: ZB-V, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6.
+    """
+    num_ranks = placement.num_ranks
+    stages = placement.stages_of(rank)
+    counts: Counter[tuple[Op, int]] = Counter()
+    order: list[Action] = []
+
+    def run(words: str, times: int = 1) -> None:
+        """Add an action for each word: an op, and 1 or 2 for the stage; it takes the next microbatch of that pass."""
+        keys = [(Op[op], stages[int(which) - 1]) for op, which in words.split()]
+        for key in keys * times:
+            if num_first is None or (counts[key] < num_first and key[0] is not Op.W):
+                order.append(Action(*key, counts[key]))
+            counts[key] += 1
+
+    to_middle = num_ranks - rank
+    run("F1", 2 * to_middle - 1)
+    run("F2 F1", rank)
+    run("F2 I2 W2", to_middle)
+    run("F1 I1 W1 F2 I2 W2", num_microbatches - num_ranks - to_middle + 1)
+    run("I1 W1 F2 I2 W2", to_middle - 1)
+    run("I1 I2", rank)
+    run("I1 W1", to_middle)
+    run("W2", rank)
+    run("W1", rank)
+    return tuple(order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +203,12 @@ def _lay_out(problem: Problem, period: float, waits: Sequence[float]) -> Pattern
             time += problem.hops[stage - 1]
         elif not backward:
             time += problem.hops[stage]
-    return Pattern(period, time, _mean_tapes(problem, period, starts), tuple(starts[0]), tuple(starts[1]))
+    inputs, weights, share = problem.backward_input, problem.backward_weight, problem.weight_memory_share
+    tapes = max(
+        sum(starts[1][stage] + inputs[stage] - starts[0][stage] + share * weights[stage] for stage in stages) / period
+        for stages in problem.stages_of
+    )
+    return Pattern(period, time, tapes, tuple(starts[0]), tuple(starts[1]))
 
 
 def _place(taken: list[tuple[float, float]], time: float, duration: float, period: float) -> float | None:
@@ -210,21 +230,6 @@ def _place(taken: list[tuple[float, float]], time: float, duration: float, perio
     return None
 
 
-def _mean_tapes(problem: Problem, period: float, starts: tuple[list[float], list[float]]) -> float:
-    weight = problem.weight_memory_share
-    return max(
-        sum(
-            starts[1][stage]
-            + problem.backward_input[stage]
-            - starts[0][stage]
-            + weight * problem.backward_weight[stage]
-            for stage in stages
-        )
-        / period
-        for stages in problem.stages_of
-    )
-
-
 def microbatch_by_microbatch(problem: Problem) -> Codes:
     """Run each microbatch all the way before the next begins, which fits in any memory."""
     stages_of = problem.stages_of
@@ -242,9 +247,7 @@ class Priority:
     oldest_first: bool
 
 
-PRIORITIES = tuple(
-    Priority(backward_first, oldest_first) for backward_first in (True, False) for oldest_first in (False, True)
-)
+PRIORITIES = tuple(Priority(*flags) for flags in product((True, False), (False, True)))
 
 
 def by_priority(
@@ -259,77 +262,55 @@ def by_priority(
     one made left room for this one.
     """
     dispatching = _Dispatching(problem, priority, allowed_span)
-    if num_live is not None:
-        dispatching.most.update((stages[0], most) for stages, most in zip(problem.stages_of, num_live))
+    dispatching.most.update((stages[0], most) for stages, most in zip(problem.stages_of, num_live or ()))
     while dispatching.wakes:
         dispatching.wake()
     return dispatching.skeleton
 
 
-class _Dispatching:
+class _Dispatching(Progress):
     """All ranks in a run that goes from each moment at which a rank can start something to the next."""
 
-    #: By step, the arrivals of its inputs so far.
-    arrivals: list[list[float]]
-    #: By step, the number of times it has run.
-    done: list[int]
-    #: By rank, the end of its last action.
-    free: list[float]
-    #: By rank, the tapes without I.
-    live: list[int]
-    #: By rank, the time that it may still be idle.
+    #: The rule of what goes first.
+    priority: Priority
+    #: By rank, the time that it may still be idle, and True if its last action was a backward.
     may_idle: list[float]
-    #: By rank, the stages of the W that can run.
-    waiting: list[deque[int]]
+    last_backward: list[bool]
     #: By stage, the number of tapes above which its forward would leave no room for the later stages of its rank.
     room: list[float]
     #: The times at which a rank has to look again.
     wakes: list[tuple[float, int]]
-    #: The problem, and what goes first.
-    problem: Problem
-    priority: Priority
-    #: By rank, True if its last action was a backward.
-    last_backward: list[bool]
     #: By first stage of a rank, the most tapes that it may have, where that is limited.
     most: dict[int, int]
     #: The steps so far.
     skeleton: Codes
 
     def __init__(self, problem: Problem, priority: Priority, allowed_span: float) -> None:
-        num_ranks, placement = problem.num_ranks, problem.placement
-        self.problem, self.priority = problem, priority
-        self.arrivals = [[] for _ in range(2 * problem.num_stages)]
-        self.arrivals[0] = [0.0] * problem.num_microbatches
-        self.done = [0] * (2 * problem.num_stages)
-        self.free = [0.0] * num_ranks
-        self.live = [0] * num_ranks
-        self.last_backward = [True] * num_ranks
+        super().__init__(problem)
+        self.priority = priority
+        self.last_backward = [True] * problem.num_ranks
         self.may_idle = [allowed_span - work + TOLERANCE for work in problem.work]
-        self.waiting = [deque() for _ in range(num_ranks)]
-        self.skeleton = [[] for _ in range(num_ranks)]
-        later = {stage: len(own) - 1 - lap for own in problem.stages_of for lap, stage in enumerate(own)}
-        self.room = [problem.max_tapes - later[stage] + TOLERANCE for stage in range(placement.num_stages)]
+        self.skeleton = [[] for _ in range(problem.num_ranks)]
+        later = {stage: len(stages) - 1 - lap for stages in problem.stages_of for lap, stage in enumerate(stages)}
+        self.room = [problem.max_tapes - later[stage] + TOLERANCE for stage in range(problem.num_stages)]
         self.most = {}
         self.wakes = [(0.0, 0)]
 
     def wake(self) -> None:
         """Let the next rank start something, if it is free and has anything to start."""
         time, rank = heappop(self.wakes)
-        if time < self.free[rank] - TOLERANCE:
+        if time < self.now[rank] - TOLERANCE:
             return  # busy; it looks again when it is free
         step, next_arrival, needs_memory = self._choose(rank, time)
-        waiting = self.waiting[rank]
+        waiting, start = self.waiting[rank], max(time, self.now[rank])
         if step is not None and not needs_memory:
-            self._run(rank, step, max(time, self.free[rank]))
+            self._run(rank, step, start)
         elif waiting:
-            gap = next_arrival - time
-            waited = time - self.free[rank]
-            if needs_memory or gap >= self._weight(rank) - TOLERANCE or waited + gap > self.may_idle[rank]:
-                self._occupy(rank, max(time, self.free[rank]), self._weight(rank))
+            gap, weight = next_arrival - time, self.problem.backward_weight[waiting[0]]
+            waited = time - self.now[rank]
+            if needs_memory or gap >= weight - TOLERANCE or waited + gap > self.may_idle[rank]:
+                self._occupy(rank, start, weight)
                 waiting.popleft()
-
-    def _weight(self, rank: int) -> float:
-        return self.problem.backward_weight[self.waiting[rank][0]]
 
     def _choose(self, rank: int, time: float) -> tuple[int | None, float, bool]:
         """Find the best step that can start now, the next input's arrival, and whether W must make room first."""
@@ -344,7 +325,10 @@ class _Dispatching:
                 if number == len(arrivals):
                     continue
                 forward = not step & 1
-                if forward and (tapes > self.room[stage] or self._full(stage)):
+                if forward and (
+                    tapes > self.room[stage]
+                    or (stage in self.most and number - self.done[2 * stage + 1] >= self.most[stage])
+                ):
                     continue
                 if arrivals[number] > time + TOLERANCE:
                     next_arrival = min(next_arrival, arrivals[number])
@@ -353,10 +337,6 @@ class _Dispatching:
                 if best is None or key < best[0]:
                     best = key, step, forward and tapes + weights > self.room[stage]
         return (None, next_arrival, False) if best is None else (best[1], next_arrival, best[2])
-
-    def _full(self, stage: int) -> bool:
-        """True if a stage has as many live microbatches as it may have."""
-        return stage in self.most and self.done[2 * stage] - self.done[2 * stage + 1] >= self.most[stage]
 
     def _run(self, rank: int, step: int, time: float) -> None:
         problem, stage = self.problem, step >> 1
@@ -379,6 +359,6 @@ class _Dispatching:
     def _occupy(self, rank: int, time: float, duration: float) -> None:
         """Keep a rank busy for a duration; its wait before counts as idle, unless the rank had not begun."""
         if self.skeleton[rank]:
-            self.may_idle[rank] -= time - self.free[rank]
-        self.free[rank] = time + duration
-        heappush(self.wakes, (self.free[rank], rank))
+            self.may_idle[rank] -= time - self.now[rank]
+        self.now[rank] = time + duration
+        heappush(self.wakes, (self.now[rank], rank))

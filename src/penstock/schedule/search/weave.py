@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import dropwhile
 
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem
+from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, Progress
 
 
 def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tuple[float, Codes] | None:
@@ -27,46 +26,26 @@ def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tupl
     return _Weaving(problem, skeleton, allowed_span).result()
 
 
-class _Weaving:
+class _Weaving(Progress):
     """All ranks in a run through a skeleton; a rank that needs an input not made yet is put aside."""
 
-    #: By step, the arrivals of its inputs so far.
-    arrivals: list[list[float]]
-    #: By step, the number of times it has run.
-    done: list[int]
-    #: By rank, its place in the skeleton.
+    #: The steps whose order is fixed, and by rank its place in them and its first start.
+    skeleton: Codes
     place: list[int]
-    #: By rank, the end of its last action.
-    now: list[float]
-    #: By rank, the tapes without I.
-    live: list[int]
+    start: list[float | None]
     #: By rank, the time that it has been idle, and may be; the latter None without an allowed span.
     idle: list[float]
     may_idle: list[float] | None
-    #: By rank, the stages of the W that can run.
-    waiting: list[deque[int]]
     #: By rank, the number of steps that others may wait for: all but the first stage's backwards at the end.
     awaited: list[int]
-    #: The problem, and the steps whose order is fixed.
-    problem: Problem
-    skeleton: Codes
-    #: By rank, its first start.
-    start: list[float | None]
     #: The orders so far, with every W.
     orders: Codes
 
     def __init__(self, problem: Problem, skeleton: Codes, allowed_span: float | None) -> None:
-        num_ranks = problem.num_ranks
-        self.problem, self.skeleton = problem, skeleton
-        self.arrivals = [[] for _ in range(2 * problem.num_stages)]
-        self.arrivals[0] = [0.0] * problem.num_microbatches
-        self.done = [0] * (2 * problem.num_stages)
-        self.place, self.now = [0] * num_ranks, [0.0] * num_ranks
-        self.start = [None] * num_ranks
-        self.live = [0] * num_ranks
-        self.idle = [0.0] * num_ranks
+        super().__init__(problem)
+        num_ranks, self.skeleton = problem.num_ranks, skeleton
+        self.place, self.start, self.idle = [0] * num_ranks, [None] * num_ranks, [0.0] * num_ranks
         self.may_idle = None if allowed_span is None else [allowed_span - work + TOLERANCE for work in problem.work]
-        self.waiting = [deque() for _ in range(num_ranks)]
         self.orders = [[] for _ in range(num_ranks)]
         # All but the backwards at the end.
         self.awaited = [len([*dropwhile((1).__eq__, reversed(steps))]) for steps in skeleton]
