@@ -109,7 +109,17 @@ class ScheduleChoice:
             ValueError: an unknown name or option, impossible numbers, a file that cannot be read or that is for
                 other numbers, or an order with marks of its own where `num_kept` sets them.
         """
-        program = self._lowered(ranks, microbatches, whole_backwards)
+        ahead = self.settings.receives_ahead
+        if self.is_fixed:
+            own = self.own if isinstance(self.own, Schedule) else None
+            program = (
+                files.read_program(self.name, receives_ahead=ahead) if own is None else lower(own, receives_ahead=ahead)
+            )
+            _check_numbers(self.name, program.schedule, ranks, microbatches)
+        else:
+            built = self.build(ranks, microbatches)
+            early = self.settings.early_gradients and not whole_backwards
+            program = lower(early_gradients(built) if early else built, receives_ahead=ahead)
         if not self.num_kept:
             return program
         if any(map(keepers, program.ranks)):
@@ -118,21 +128,6 @@ class ScheduleChoice:
                 f"train.num_kept_microbatches = {self.num_kept}; leave it out"
             )
         return keep_first(program, self.num_kept)
-
-    def _lowered(self, ranks: int, microbatches: int, whole_backwards: bool) -> Program:
-        """The program as its order has it."""
-        ahead = self.settings.receives_ahead
-        if isinstance(self.own, Schedule):
-            _check_numbers(self.name, self.own, ranks, microbatches)
-            return lower(self.own, receives_ahead=ahead)
-        if not self.is_file:
-            built = self.build(ranks, microbatches)
-            if self.settings.early_gradients and not whole_backwards:
-                built = early_gradients(built)
-            return lower(built, receives_ahead=ahead)
-        program = files.read_program(self.name, receives_ahead=ahead)
-        _check_numbers(self.name, program.schedule, ranks, microbatches)
-        return program
 
     def forwards(self, placement: Placement, microbatches: int) -> Program:
         """Build the program that scores microbatches in order on the stages of a placement.

@@ -44,14 +44,12 @@ def read_program(path: Path | str, *, receives_ahead: int = 2, shared_channels: 
     text = text_of(path)
     plan = _parse(path, text)
     try:
-        program = plan
         if isinstance(plan, Schedule):
-            program = lower(plan, receives_ahead=receives_ahead, shared_channels=shared_channels)
-        assert isinstance(program, Program)
-        verify(program)
+            plan = lower(plan, receives_ahead=receives_ahead, shared_channels=shared_channels)
+        verify(plan)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {_located(str(error), text)}", error.hang) from None
-    return program
+    return plan
 
 
 def text_of(path: Path) -> str:

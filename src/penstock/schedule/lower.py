@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.schedule.actions import (
     COMPUTE,
@@ -30,7 +30,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, Wire
+from penstock.schedule.rules import BACKWARD, Channel, Rule, Rules, Wire
 
 # ---- The pass of `lower` that adds the transfers: each send right after its maker, receives posted ahead of need
 
@@ -52,25 +52,21 @@ def add_transfers(schedule: Schedule, receives_ahead: int, shared_channels: bool
         of_ranks = {channel[:2]: line for channel, line in lines.items()}
         lines = {channel: of_ranks[channel[:2]] for channel in lines}
     ranks = [_Walker(rules, rank, lines) for rank in range(schedule.placement.num_ranks)]
-    _walk_all(ranks, list(dict.fromkeys(lines.values())), _Meeting(rules))
+    _walk_all(ranks, list(dict.fromkeys(lines.values())), _Meeting(bytearray(rules.num_facts)))
     return [rank.done for rank in ranks]
 
 
+@dataclass(eq=False)
 class _Line:
     """A channel in use, or the channels of both directions if they are shared."""
 
     #: The channel, or one of the two.
     channel: Channel
-    #: The number of receives that may be open.
+    #: The numbers of receives that may be open, and that are.
     depth: int
-    #: The number of receives that are open.
-    num_open: int
+    num_open: int = 0
     #: The messages still without a receive, in order.
-    coming: deque[int]
-
-    def __init__(self, channel: Channel, depth: int) -> None:
-        self.channel, self.depth, self.num_open = channel, depth, 0
-        self.coming = deque()
+    coming: deque[int] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,57 +75,41 @@ class _Traffic:
 
     #: The line on which the op's input arrives; None if it comes from this rank.
     source: _Line | None
-    #: The message that brings the input.
+    #: The message that brings the input, and the fact that it was sent.
     arriving: int
-    #: The fact that it was sent.
     arriving_sent: int
     #: The line on which the result leaves; None if it stays on this rank.
-    target: _Line | None
-    #: The message that takes the result.
-    leaving: int
-    #: The fact that it was sent.
-    leaving_sent: int
-    #: The op that sends it.
-    send: Op | None
+    target: _Line | None = None
+    #: The message that takes the result, the fact that it was sent, and the op that sends it.
+    leaving: int = -1
+    leaving_sent: int = -1
+    send: Op | None = None
 
 
+@dataclass
 class _Meeting:
     """The state that the walking ranks share."""
 
     #: By number, the facts that are true: receives posted and messages sent.
     given: bytearray
     #: The ranks that can continue.
-    ready: list[int]
+    ready: list[int] = field(default_factory=list)
     #: The awaited fact -> the rank that waits for it.
-    put_aside: dict[int, int]
-    #: The numbers of the facts that messages were sent.
-    _sent: list[slice]
-
-    def __init__(self, rules: Rules) -> None:
-        self.given = bytearray(rules.num_facts)
-        self.ready = list(range(rules.placement.num_ranks))
-        self.put_aside = {}
-        self._sent = [rules.numbers_of(flow.sent) for flow in (FORWARD, BACKWARD)]
+    put_aside: dict[int, int] = field(default_factory=dict)
 
     def give(self, fact: int) -> None:
         self.given[fact] = 1
         if fact in self.put_aside:
             self.ready.append(self.put_aside.pop(fact))
 
-    def give_up(self) -> None:
-        """Let all ranks continue, as if every message had been sent."""
-        for numbers in self._sent:
-            self.given[numbers] = b"\1" * (numbers.stop - numbers.start)
-        self.ready += self.put_aside.values()
-        self.put_aside.clear()
-
 
 def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting) -> None:
     """Walk all ranks to their ends; a send waits for its receive and a compute action for its message.
 
-    If the schedule's own order is at fault, ranks stop waiting; the proof will report the fault.
+    If the schedule's own order is at fault, ranks go on as if they had what they wait for; the proof reports the fault.
     """
     walks = [rank.walk(meeting) for rank in ranks]
+    meeting.ready += range(len(ranks))
     while True:
         while meeting.ready:
             rank = meeting.ready.pop()
@@ -142,7 +122,8 @@ def _walk_all(ranks: list[_Walker], lines: Collection[_Line], meeting: _Meeting)
             line.depth = max(line.depth, line.num_open) + 1
             ranks[line.channel.destination].post_ahead(line, meeting)
         else:
-            meeting.give_up()
+            meeting.ready += meeting.put_aside.values()
+            meeting.put_aside.clear()
 
 
 class _Walker:
@@ -170,7 +151,12 @@ class _Walker:
         for action in flatten(self.order):
             traffic = self.traffic[action.op].get(action.stage)
             if traffic is None or action.op not in COMPUTE:
-                raise ScheduleError(f"rank {rank}: {action} does not belong here: {_stages(rules.schedule, rank)}")
+                kind = "training" if rules.schedule.training else "forward-only"
+                stages = ", ".join(map(str, rules.placement.stages_of(rank)))
+                raise ScheduleError(
+                    f"rank {rank}: {action} does not belong here: in this {kind} schedule the rank computes "
+                    f"stage{'s' * (',' in stages)} {stages}"
+                )
             if traffic.target is not None:
                 traffic.target.coming.append(traffic.leaving + action.microbatch)
 
@@ -178,12 +164,10 @@ class _Walker:
         source = None if rule.channel is None else lines[rule.channel]
         arriving, arriving_sent = (-1 if number is None else number for number in (rule.message, rule.awaits))
         if rule.send is None:
-            return _Traffic(source, arriving, arriving_sent, None, -1, -1, None)
+            return _Traffic(source, arriving, arriving_sent)
         send = self.own[rule.send][stage]
         assert send.channel is not None and send.message is not None
-        return _Traffic(
-            source, arriving, arriving_sent, lines[send.channel], send.message, send.gives[0], send=rule.send
-        )
+        return _Traffic(source, arriving, arriving_sent, lines[send.channel], send.message, send.gives[0], rule.send)
 
     def walk(self, meeting: _Meeting) -> Iterator[int]:
         """Add the rank's steps to `done`; yield each fact that it must wait for."""
@@ -195,7 +179,10 @@ class _Walker:
             for traffic, action in traffics:
                 if traffic.source is not None:
                     microbatch = action.microbatch
-                    self._post_needed(traffic.source, traffic.arriving + microbatch, meeting)
+                    message, line = traffic.arriving + microbatch, traffic.source
+                    while not given[message]:
+                        # What is never sent has its receive too; the proof will report the fault.
+                        self._post(line, line.coming.popleft() if line.coming else message, meeting)
                     if not given[traffic.arriving_sent + microbatch]:
                         yield traffic.arriving_sent + microbatch
             done.append(step)
@@ -228,20 +215,6 @@ class _Walker:
         line.num_open += 1
         self.done.append(self.rules.receive_of(message))
         meeting.give(message)
-
-    def _post_needed(self, line: _Line, message: int, meeting: _Meeting) -> None:
-        """Post the receive that an action waits for, after all receives that precede it on its line.
-
-        What is never sent has its receive too; the proof will report the fault.
-        """
-        while not meeting.given[message]:
-            self._post(line, line.coming.popleft() if line.coming else message, meeting)
-
-
-def _stages(schedule: Schedule, rank: int) -> str:
-    kind = "training" if schedule.training else "forward-only"
-    stages = ", ".join(map(str, schedule.placement.stages_of(rank)))
-    return f"in this {kind} schedule the rank computes stage{'s' * (',' in stages)} {stages}"
 
 
 # ---- The passes that turn a schedule into a program
@@ -288,18 +261,14 @@ def early_gradients(schedule: Schedule) -> Schedule:
     placement = schedule.placement
     # Found once for all ranks: with hundreds of them, anything else would take minutes.
     leaving = {s for s in range(placement.num_stages) if Wire.of(placement, s, Direction.BACKWARD).leaving}
-    orders = tuple(tuple(_split(order, leaving)) for order in schedule.orders)
-    return replace(schedule, orders=orders)
 
-
-def _split(order: Sequence[Step], leaving: Set[int]) -> Iterator[Step]:
-    """The order with each `B` of these stages in two parts."""
-    for step in order:
+    def split(step: Step) -> tuple[Step, ...]:
         if isinstance(step, Action) and step.op is Op.B and step.stage in leaving:
-            yield Action(Op.I, step.stage, step.microbatch)
-            yield Action(Op.W, step.stage, step.microbatch)
-        else:
-            yield step
+            return tuple(Action(op, step.stage, step.microbatch) for op in (Op.I, Op.W))
+        return (step,)
+
+    orders = tuple(tuple(part for step in order for part in split(step)) for order in schedule.orders)
+    return replace(schedule, orders=orders)
 
 
 def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:

@@ -108,12 +108,8 @@ class CollectiveTotal:
 
     @classmethod
     def of(cls, collectives: Sequence[CollectiveRecord]) -> CollectiveTotal:
-        return cls(
-            len(collectives),
-            sum(one.num_bytes for one in collectives),
-            sum(one.exposed for one in collectives),
-            sum(one.hidden for one in collectives),
-        )
+        sums = (sum(getattr(one, name) for one in collectives) for name in ("num_bytes", "exposed", "hidden"))
+        return cls(len(collectives), *sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,11 +291,16 @@ class Recording:
     def from_json(cls, values: Mapping[str, Any]) -> Recording:
         """Read what `to_json` gave.
 
-        Raises: ValueError, KeyError or TypeError if it is something else.
+        Raises: ValueError, LookupError or TypeError if it is something else.
         """
-        title, step, stages = escaped(str(values["title"])), int(values["step"]), int(values["stages_per_rank"])
-        recording = cls._of_rows(values["ranks"], values.get("collectives", ()), 0, title, step, stages)
-        if stages < 1 or not any(recording.spans):
+        recording = cls.gathered(
+            values["ranks"],
+            values.get("collectives", ()),
+            title=escaped(str(values["title"])),
+            step=int(values["step"]),
+            stages_per_rank=int(values["stages_per_rank"]),
+        )
+        if recording.stages_per_rank < 1 or not any(recording.spans):
             raise ValueError("it holds no action of any rank")
         if recording.collectives and len(recording.collectives) != len(recording.spans):
             raise ValueError("it has collectives of other ranks than actions")
@@ -317,15 +318,9 @@ class Recording:
     ) -> Recording:
         """Put together the rows of ranks whose clocks agree; 0 is where the first of them began."""
         first_ns = _ns(min((row[1] for rank in ranks for row in rank), default=0.0))
-        return cls._of_rows(ranks, collectives, first_ns, title, step, stages_per_rank)
-
-    @classmethod
-    def _of_rows(
-        cls, ranks: _Rows, collectives: _Rows, origin_ns: int, title: str, step: int, stages: int
-    ) -> Recording:
-        spans = tuple(tuple(Record.from_row(row, origin_ns) for row in rank) for rank in ranks)
-        found = tuple(tuple(CollectiveRecord.from_row(row, origin_ns) for row in rank) for rank in collectives)
-        return cls(title, step, stages, spans, found)
+        spans = tuple(tuple(Record.from_row(row, first_ns) for row in rank) for rank in ranks)
+        launched = tuple(tuple(CollectiveRecord.from_row(row, first_ns) for row in rank) for rank in collectives)
+        return cls(title, step, stages_per_rank, spans, launched)
 
 
 def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], makespan: float) -> Spent:

@@ -171,17 +171,13 @@ def check_order(rehearsals: Sequence[Rehearsal]) -> None:
     Raises:
         RehearsalError: naming the first collective at which two of them differ.
     """
-    by_group: dict[tuple[int, ...], dict[int, list[str]]] = {}
-    for one in rehearsals:
-        for ranks, call in one.launches:
-            for shared in rehearsals:
-                if shared.rank in ranks:
-                    by_group.setdefault(ranks, {}).setdefault(shared.rank, [])
-            by_group[ranks][one.rank].append(call)
-    for ranks, calls in by_group.items():
-        (first, theirs), *others = calls.items()
-        for rank, own in others:
-            for i, (a, b) in enumerate(zip_longest(theirs, own, fillvalue="nothing")):
+    for ranks in dict.fromkeys(ranks for one in rehearsals for ranks, _ in one.launches):
+        members = [one for one in rehearsals if one.rank in ranks]
+        (first, expected), *others = (
+            (one.rank, [call for group, call in one.launches if group == ranks]) for one in members
+        )
+        for rank, calls in others:
+            for i, (a, b) in enumerate(zip_longest(expected, calls, fillvalue="nothing")):
                 if a != b:
                     raise RehearsalError(
                         f"among the ranks {', '.join(map(str, ranks))}, collective {i + 1} of the step is {a} on rank "

@@ -230,11 +230,6 @@ class Rules:
         kind, stage = divmod(place, self.placement.num_stages)
         return Fact(_KINDS[kind], stage, offset + ALL)
 
-    def numbers_of(self, kind: FactKind) -> slice:
-        """The numbers of all facts of a kind."""
-        num_facts = self.placement.num_stages * self._facts_per_stage
-        return slice(kind * num_facts, (kind + 1) * num_facts)
-
     def givers(self, number: int) -> tuple[Action, ...]:
         """The actions that give a fact; any one of them is enough."""
         kind, stage, microbatch = self.fact(number)
@@ -245,11 +240,6 @@ class Rules:
         kind, stage, microbatch = self.fact(message)
         (receive,) = _GIVERS[kind]
         return Action(receive, stage, microbatch)
-
-    def facts_due(self, rank: int) -> dict[int, range]:
-        """The facts that a complete program gives on a rank, numbered as in a rule -> their microbatches."""
-        rules = (rule for of_stage in self.of_rank[rank] for rule in of_stage.values())
-        return {fact: rule.microbatches for rule in rules for fact in rule.gives}
 
     def channels(self) -> tuple[Channel, ...]:
         """Every channel in use, in the order that all ranks share."""

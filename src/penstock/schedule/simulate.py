@@ -88,18 +88,19 @@ class Timeline:
             training = any(action.op in (Op.B, Op.W) for action in actions)
         makespan = max((event.end for rank in events for event in rank), default=0.0)
         span_cost = max((max(event.end for event in rank) - rank[0].start for rank in events if rank), default=0.0)
-        busy = [sum(event.end - event.start for event in rank if _computes(event.action)) for rank in events]
+        computed = [[event for event in rank if parts(event.action)[0].op in COMPUTE] for rank in events]
+        busy = [sum(event.end - event.start for event in rank) for rank in computed]
         if compute is None:
             compute = max(busy, default=0.0)
-        of_steps = [[event for event in rank if event.action == Action(Op.STEP)] for rank in events]
-        steps = [sum(event.end - event.start for event in rank) for rank in of_steps]
+        step = Action(Op.STEP)
+        steps = [sum(event.end - event.start for event in rank if event.action == step) for rank in events]
         return cls(
             events=tuple(map(tuple, events)),
             makespan=makespan,
             span_cost=span_cost,
             bubble_rate=(span_cost - compute) / span_cost if span_cost else 0.0,
             peak_live_microbatches=tuple(_peak_live(rank, costs, training) / stages_per_rank for rank in events),
-            idle=tuple(makespan - own - step for own, step in zip(busy, steps)),
+            idle=tuple(makespan - computing - stepping for computing, stepping in zip(busy, steps)),
             title=title,
             stages_per_rank=stages_per_rank,
             costs=costs,
@@ -114,14 +115,20 @@ class Timeline:
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""
-        found = self._live(rank, lambda tape: (1, self.costs.share_of(tape.stage)))
-        return _over_time(found, 1 / self.stages_per_rank)
+        return self._live(rank, lambda forward: (1, self.costs.share_of(forward.stage)), 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
+        costs, num_stages = self.costs, self.stages_per_rank
         # Shares of a rank's bytes may not add up exactly, so the unit is multiplied last.
-        whole = self.costs.bytes_of(0, self.stages_per_rank) or 1
-        return _over_time(self._live(rank, lambda tape: self._tape_bytes(tape, whole)), whole)
+        unit = costs.bytes_of(0, num_stages) or 1
+
+        def weigh(forward: Action) -> tuple[float, float]:
+            length = costs.lengths[forward.microbatch] if costs.lengths else 1
+            whole, usual = (costs.bytes_of(forward.stage, num_stages, keeps) for keeps in (forward.keeps, False))
+            return whole / unit * length, costs.share_of(forward.stage) * (usual / unit * length)
+
+        return self._live(rank, weigh, unit)
 
     @property
     def peak_live_bytes(self) -> tuple[float, ...]:
@@ -129,38 +136,19 @@ class Timeline:
         ranks = range(len(self.events))
         return tuple(max((live for _, live in self.live_bytes(rank)), default=0.0) for rank in ranks)
 
-    def _tape_bytes(self, forward: Action, unit: float = 1.0) -> tuple[float, float]:
-        """The bytes of a forward's tape until its I and from then on, in multiples of a unit."""
-        costs, stage = self.costs, forward.stage
-        length = costs.lengths[forward.microbatch] if costs.lengths else 1
-        rest = costs.bytes_of(stage, self.stages_per_rank) / unit * length
-        whole = costs.bytes_of(stage, self.stages_per_rank, keeps=True) / unit * length if forward.keeps else rest
-        return whole, costs.share_of(stage) * rest
-
-    def _live(self, rank: int, weigh: Callable[[Action], tuple[float, float]]) -> Iterator[tuple[float, int, float]]:
-        """Yield each change of a rank's live tapes: time, stage, amount.
-
-        `weigh` gives the amounts of the tape of a forward, whole and without I.
-        """
+    def _live(
+        self, rank: int, weigh: Callable[[Action], tuple[float, float]], unit: float
+    ) -> tuple[tuple[float, float], ...]:
+        """What is live of a rank's tapes over time; `weigh` gives a forward's, whole and without I, in units."""
         forwards: dict[tuple[int, int], tuple[float, float]] = {}
+        changes: dict[float, float] = {}
         for time, action, full, reduced in _changes(self.events[rank], self.training):
             tape = action.stage, action.microbatch
             if tape not in forwards:
                 forwards[tape] = weigh(action)
             whole, rest = forwards[tape]
-            yield time, action.stage, full * whole + reduced * rest
-
-
-def _over_time(found: Iterator[tuple[float, int, float]], unit: float) -> tuple[tuple[float, float], ...]:
-    """Add up changes that are given in multiples of a unit."""
-    changes: dict[float, float] = {}
-    for time, _, change in found:
-        changes[time] = changes.get(time, 0) + change
-    return tuple((time, live * unit) for time, live in zip(changes, accumulate(changes.values())))
-
-
-def _computes(step: Step) -> bool:
-    return not isinstance(step, Action) or step.op in COMPUTE
+            changes[time] = changes.get(time, 0) + (full * whole + reduced * rest)
+        return tuple((time, live * unit) for time, live in zip(changes, accumulate(changes.values())))
 
 
 def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, Action, int, int]]:
@@ -230,7 +218,7 @@ def _run(program: Program, costs: Costs) -> list[_Clock]:
     """Run all ranks to their ends. Raises: as `simulate`."""
     rules = Rules(program.schedule)
     durations = Durations(costs, program.schedule)
-    clocks = [_Clock(rules.of_rank[rank], program, rank, durations, costs.reduce) for rank in range(len(program.ranks))]
+    clocks = [_Clock(own, steps, durations, costs.reduce) for own, steps in zip(rules.of_rank, program.ranks)]
     arrivals: dict[int, float] = {}
     put_aside: dict[int, int] = {}  # awaited message -> the rank that waits for it
     ready = list(range(len(clocks)))
@@ -246,38 +234,27 @@ def _run(program: Program, costs: Costs) -> list[_Clock]:
     return clocks
 
 
+@dataclass(eq=False)
 class _Clock:
     """One rank's run through its program."""
 
-    #: The place of the next step.
-    position: int
-    #: The end of the last action.
-    now: float
-    #: The end of the last reduction.
-    reduced: float
-    #: The message that the rank waits for.
-    awaited: int | None
     #: The rank's rules and steps.
-    own: list[dict[int, Rule]]
+    rules: list[dict[int, Rule]]
     steps: tuple[Step, ...]
     #: The times of actions, and that of a reduction.
     durations: Durations
     reduce: float
+    #: The place of the next step.
+    position: int = 0
+    #: The ends of the last action and of the last reduction.
+    now: float = 0.0
+    reduced: float = 0.0
     #: What has been done, with its times.
-    events: list[Event]
+    events: list[Event] = field(default_factory=list)
     #: Rank -> when the channel to it is free again.
-    channels: dict[int, float]
-
-    def __init__(
-        self, own: list[dict[int, Rule]], program: Program, rank: int, durations: Durations, reduce: float
-    ) -> None:
-        self.own, self.steps = own, program.ranks[rank]
-        self.durations, self.reduce = durations, reduce
-        self.position = 0
-        self.now = self.reduced = 0.0
-        self.events = []
-        self.channels = {}
-        self.awaited = None
+    channels: dict[int, float] = field(default_factory=dict)
+    #: The message that the rank waits for.
+    awaited: int | None = None
 
     @property
     def compute(self) -> float:
@@ -292,7 +269,11 @@ class _Clock:
             if isinstance(step, Action) and step.op in SENDS:
                 message = self._message(step)
                 assert message is not None
-                arrivals[message] = self._send(step)
+                # The message is on its channel behind those that are on it already.
+                to, occupied, in_flight = self.durations.message(step)
+                start = max(self.now, self.channels.get(to, self.now))
+                self.channels[to] = start + occupied
+                arrivals[message] = start + in_flight
                 yield message
             elif isinstance(step, Action) and step.op is Op.REDUCE_GRAD:
                 start = max(self.now, self.reduced)
@@ -301,13 +282,6 @@ class _Clock:
             elif not (isinstance(step, Action) and step.op in RECEIVES) and not self._work(step, arrivals):
                 return
             self.position += 1
-
-    def _send(self, step: Action) -> float:
-        """Put a message on its channel, behind those that are on it; returns when it arrives."""
-        to, occupied, in_flight = self.durations.message(step)
-        start = max(self.now, self.channels.get(to, self.now))
-        self.channels[to] = start + occupied
-        return start + in_flight
 
     def _work(self, step: Step, arrivals: dict[int, float]) -> bool:
         """Run a compute action, pair or optimizer step; return False if its message has not been sent yet."""
@@ -327,5 +301,5 @@ class _Clock:
 
     def _message(self, action: Action) -> int | None:
         """The message that a transfer carries or a compute action waits for."""
-        message = self.own[action.op][action.stage].message
+        message = self.rules[action.op][action.stage].message
         return None if message is None else message + action.microbatch

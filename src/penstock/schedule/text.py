@@ -212,19 +212,16 @@ def _infer(rows: list[dict[int, Step]]) -> tuple[Placement, int]:
             last_microbatch = max(last_microbatch, action.microbatch)
     if last_microbatch == ALL:
         raise ScheduleError("no action of the file computes anything")
-    return _infer_placement(homes, len(rows)), last_microbatch + 1
-
-
-def _infer_placement(homes: dict[int, int], num_ranks: int) -> Placement:
-    for stage in range(len(homes)):
-        if stage not in homes:
-            raise ScheduleError(f"row {homes[max(homes)] + 1} has stage {max(homes)}, but no row has stage {stage}")
-    of_stages = tuple(homes[stage] for stage in range(len(homes)))
+    if missing := set(range(len(homes))) - homes.keys():
+        last = max(homes)
+        raise ScheduleError(f"row {homes[last] + 1} has stage {last}, but no row has stage {min(missing)}")
+    num_ranks, of_stages = len(rows), tuple(homes[stage] for stage in range(len(homes)))
+    placement = Placement(PlacementKind.MAP, num_ranks, homes=of_stages)
     for kind in (PlacementKind.LOOP, PlacementKind.V):
-        placement = Placement(kind, num_ranks, -(-len(homes) // num_ranks))
-        if of_stages == tuple(map(placement.rank_of, range(placement.num_stages))):
-            return placement
-    return Placement(PlacementKind.MAP, num_ranks, homes=of_stages)
+        usual = Placement(kind, num_ranks, placement.stages_per_rank)
+        if of_stages == tuple(map(usual.rank_of, range(usual.num_stages))):
+            return usual, last_microbatch + 1
+    return placement, last_microbatch + 1
 
 
 def _check_size(num_stages: int, num_microbatches: int, rows: Sequence[Sequence[Step]]) -> None:

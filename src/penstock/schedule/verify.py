@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.schedule.actions import RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, flatten, parts
 from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, partner
@@ -75,47 +75,44 @@ def verify(program: Program) -> Proof:
 _NOTHING = -1
 
 
+def _numbers() -> array[int]:
+    return array("i")
+
+
+def _numbers_by_channel() -> defaultdict[Channel, array[int]]:
+    return defaultdict(_numbers)
+
+
+@dataclass(eq=False)
 class _Reading:
     """One rank's actions, read once in order.
 
     `given` and `awaited` have one entry for each action that sends, receives or needs a message.
     """
 
-    #: The fact that the action gives.
-    given: array[int]
-    #: The fact of another rank that it waits for, or `_NOTHING`.
-    awaited: array[int]
-    #: The messages that the rank sends on each channel, in order.
-    sent: dict[Channel, array[int]]
-    #: The messages that the rank receives from each channel, in order.
-    received: dict[Channel, array[int]]
-    #: The program and its rules.
+    #: The program, its rules, and the rank.
     program: Program
     rules: Rules
-    #: The rank, and the rules of its actions.
     rank: int
-    own: list[dict[int, Rule]]
+    #: The fact that the action gives, and that of another rank that it waits for, or `_NOTHING`.
+    given: array[int] = field(default_factory=_numbers)
+    awaited: array[int] = field(default_factory=_numbers)
+    #: The messages that the rank sends on each channel, and receives from each, in order.
+    sent: dict[Channel, array[int]] = field(default_factory=_numbers_by_channel)
+    received: dict[Channel, array[int]] = field(default_factory=_numbers_by_channel)
     #: The actions so far, and the most tapes live at once.
-    num_actions: int
-    peak_live: int
+    num_actions: int = 0
+    peak_live: int = 0
     #: The number of the first action that cannot be carried out, whatever other ranks do.
-    fails_at: int | None
-
-    def __init__(self, program: Program, rules: Rules, rank: int) -> None:
-        self.program, self.rules, self.rank = program, rules, rank
-        self.own = rules.of_rank[rank]
-        self.num_actions = self.peak_live = 0
-        self.fails_at = None
-        self.given, self.awaited = array("i"), array("i")
-        self.sent = defaultdict(lambda: array("i"))
-        self.received = defaultdict(lambda: array("i"))
+    fails_at: int | None = None
 
     def first_fault(self) -> str | None:
         """Find the rank's first fault of its own: an action that is misplaced, repeated, too early or missing."""
-        own, given, live, last, fault = self.own, bytearray(self.rules.num_facts), 0, None, None
+        rules, given = self.rules.of_rank[self.rank], bytearray(self.rules.num_facts)
+        live, last, fault = 0, None, None
         for last in flatten(self.program.ranks[self.rank]):
             self.num_actions += 1
-            rule, microbatch = own[last.op].get(last.stage), last.microbatch
+            rule, microbatch = rules[last.op].get(last.stage), last.microbatch
             if rule is None or microbatch not in rule.microbatches:
                 fault = fault or self._misplaced(last, rule)
                 self._fail(last)
@@ -137,7 +134,7 @@ class _Reading:
                     self.peak_live = live
             if rule.closes:
                 live -= 1
-        return fault or self._missing(given) or self._misplaced_step(last) or self._too_many_live()
+        return fault or self._missing(given) or self._fault_at_end(last)
 
     def _fail(self, action: Action) -> None:
         """Note that the rank gets no further than this; a reduction or step takes the gradients that there are."""
@@ -157,25 +154,20 @@ class _Reading:
         self.awaited.append(rule.awaits + microbatch)
 
     def _missing(self, given: bytearray) -> str | None:
-        for fact, microbatches in self.rules.facts_due(self.rank).items():
-            missing = given.find(0, fact + microbatches.start, fact + microbatches.stop)
-            if missing >= 0:
-                return f"rank {self.rank}: {_either(self.rules.givers(missing))} is missing"
+        for rule in (rule for of_stage in self.rules.of_rank[self.rank] for rule in of_stage.values()):
+            for fact in rule.gives:
+                missing = given.find(0, fact + rule.microbatches.start, fact + rule.microbatches.stop)
+                if missing >= 0:
+                    return f"rank {self.rank}: {_either(self.rules.givers(missing))} is missing"
         return None
 
-    def _misplaced_step(self, last: Action | None) -> str | None:
-        if not self.program.schedule.training or (last is not None and last.op is Op.STEP):
-            return None
-        return f"rank {self.rank}: STEP must be the last action, but {last} comes after it"
-
-    def _too_many_live(self) -> str | None:
+    def _fault_at_end(self, last: Action | None) -> str | None:
         schedule = self.program.schedule
-        if schedule.live_bound is None or self.peak_live <= schedule.live_bound[self.rank]:
+        if schedule.training and last is not None and last.op is not Op.STEP:
+            return f"rank {self.rank}: STEP must be the last action, but {last} comes after it"
+        if schedule.live_bound is None or self.peak_live <= (most := schedule.live_bound[self.rank]):
             return None
-        return (
-            f"rank {self.rank}: {self.peak_live} tapes are live at once, "
-            f"{schedule.name} promises at most {schedule.live_bound[self.rank]}"
-        )
+        return f"rank {self.rank}: {self.peak_live} tapes are live at once, {schedule.name} promises at most {most}"
 
     def _misplaced(self, action: Action, rule: Rule | None) -> str:
         placement = self.program.placement

@@ -86,7 +86,8 @@ class Rows:
         """
         # Rows whose beginning is to be copied by a later batch than the next are not free yet.
         copied = {s.source for live in self.live for s in live if s.num_to_read - s.num_cached > 1}
-        free = [row for row in self.shape.rows_of(slot) if self._is_free(row) and row not in copied]
+        holders = ((row, self._holders[row]) for row in self.shape.rows_of(slot) if row not in copied)
+        free = [row for row, holder in holders if holder is None or holder.row != row]
         ready = self._first_ready(queue) if free else None
         for row in free:
             last = self._holders[row]
@@ -144,10 +145,6 @@ class Rows:
         """Let the sequence have the row, and read its prompt there unless another row does."""
         self._holders[row], sequence.row = sequence, row
         self._readers.setdefault(sequence.prompt, row)
-
-    def _is_free(self, row: int) -> bool:
-        holder = self._holders[row]
-        return holder is None or holder.row != row
 
     def _first_ready(self, queue: Mapping[int, abc.Sequence[Sequence]]) -> int | None:
         """The first prompt in the queue that no row is reading at the moment; others wait until that is done.

@@ -15,7 +15,7 @@ queue at any time; the next batch says which have, and which of them have ended.
 
 import math
 from collections import abc, deque
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
@@ -83,17 +83,9 @@ class Batch:
 _ROW = attrgetter("row")
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """Decides which sequences compute next, from the tokens sampled so far.
-
-    Args:
-        sequences: in the order of the queue; samples of one prompt have the same `prompt`.
-        shape: slots and rows.
-        refill: gives a free row to the next sequence at once; otherwise only when all rows of its slot are free.
-        longest_first: begins with the sequences that may become longest, so that none runs alone at the end.
-            Equally long ones keep their order.
-        any_goes_on: for pipelines that compute in lockstep; called once a round with whether this one has work left, it
-            returns whether any has. Every round then gives every slot a turn.
 
     >>> from penstock import SamplingParams
     >>> sequences = Sequence.all_of([[5, 3], [8]], [SamplingParams(max_new_tokens=2)] * 2)
@@ -106,61 +98,43 @@ class Scheduler:
     []
     """
 
-    #: The sequences that it began with.
+    #: The sequences that it begins with, in the order of the queue; samples of one prompt have the same `prompt`.
     sequences: abc.Sequence[Sequence]
     #: Slots, rows of each, prompt tokens of a batch.
     shape: RingShape
-    #: True if a free row is given to the next sequence at once.
-    refill: bool
+    #: True if a free row is given to the next sequence at once; otherwise only when all rows of its slot are free.
+    refill: bool = True
+    #: True to begin with the sequences that may become longest, so that none runs alone at the end. Equally long ones
+    #: keep their order.
+    longest_first: InitVar[bool] = False
+    #: For pipelines that compute in lockstep; called once a round with whether this one has work left, it returns
+    #: whether any has. Every round then gives every slot a turn.
+    any_goes_on: abc.Callable[[bool], bool] | None = None
     #: Of the weights; each token bears it.
-    version: int
-    #: For pipelines in lockstep: asks whether any of them has work left.
-    any_goes_on: abc.Callable[[bool], bool] | None
+    version: int = field(default=0, init=False)
     #: The order of turns, and the round: slots that still have a turn in it.
-    _order: list[int]
-    _turns: deque[int]
+    _order: list[int] = field(init=False)
+    _turns: deque[int] = field(default_factory=deque, init=False)
     #: Slot -> True if its last batch had items.
-    _busy: list[bool]
+    _busy: list[bool] = field(init=False)
     #: Slots whose last batch has not come back yet.
-    _in_flight: set[int]
+    _in_flight: set[int] = field(default_factory=set, init=False)
     #: Which sequence has each row, and which takes the next one.
-    _rows: Rows
+    _rows: Rows = field(init=False)
     #: The queue: prompt -> its sequences without a row, in order.
-    _waiting: dict[int, deque[Sequence]]
+    _waiting: dict[int, deque[Sequence]] = field(default_factory=dict, init=False)
     #: Sequences without an ending, by number.
-    _unfinished: dict[int, Sequence]
+    _unfinished: dict[int, Sequence] = field(default_factory=dict, init=False)
     #: What other ranks must know with the next batch: sequences that have joined, and numbers of such that have ended.
-    _arrived: dict[int, Sequence]
-    _ended: list[int]
+    _arrived: dict[int, Sequence] = field(default_factory=dict, init=False)
+    _ended: list[int] = field(default_factory=list, init=False)
     #: Numbers of the unfinished sequences that have joined and were in a batch's news.
-    _announced: set[int]
+    _announced: set[int] = field(default_factory=set, init=False)
 
-    def __init__(
-        self,
-        sequences: abc.Sequence[Sequence],
-        shape: RingShape,
-        refill: bool = True,
-        longest_first: bool = False,
-        any_goes_on: abc.Callable[[bool], bool] | None = None,
-    ) -> None:
-        self.sequences = sequences
-        self.shape = shape
-        self.refill = refill
-        self.version = 0
-        self.any_goes_on = any_goes_on
-        self._order, self._turns = list(range(shape.num_slots)), deque[int]()
-        self._busy = [False] * shape.num_slots
-        self._in_flight = set[int]()
-
-        self._rows = Rows(shape)
-
-        self._waiting = {}
-        self._unfinished = {}
-        self._arrived, self._ended, self._announced = {}, [], set()
-
-        self._enqueue(sorted(sequences, key=lambda s: -s.params.max_new_tokens) if longest_first else sequences)
-
-    # ---- what the loop calls
+    def __post_init__(self, longest_first: bool) -> None:
+        num_slots, queue = self.shape.num_slots, self.sequences
+        self._order, self._busy, self._rows = list(range(num_slots)), [False] * num_slots, Rows(self.shape)
+        self._enqueue(sorted(queue, key=lambda s: -s.params.max_new_tokens) if longest_first else queue)
 
     def next_slot(self) -> int | None:
         """The slot whose turn is next; None if every sequence has ended. Begins a round when the last is over.
@@ -244,8 +218,6 @@ class Scheduler:
         """
         assert not self._in_flight, "batches in flight read the cache"
         self._rows.read_again(self._waiting)
-
-    # ---- an open queue
 
     def add(self, sequences: abc.Iterable[Sequence]) -> None:
         """Let sequences join at the end of the queue; their numbers and those of their prompts are new."""
