@@ -14,9 +14,6 @@ from penstock.planner.model_costs import RecomputedPart
 from penstock.planner.times import LEAST_COMPUTE, MOST_COMPUTE, Constants
 from penstock.settings import RunConfig
 
-# ---- Fitting the cost model's two free constants to measured steps, and the errors and ranks of predictions
-
-
 Predict = Callable[[Constants], float]
 """The step's seconds under some constants."""
 
@@ -78,9 +75,6 @@ def _solve(a: Sequence[float], b: Sequence[float], c: Sequence[float]) -> tuple[
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return fsum(x * y for x, y in zip(a, b, strict=True))
-
-
-# ---- The cost model's free constants from runs on the machines at hand: the settings and step times of each
 
 
 # Its first steps allocate, compile and meet; fewer than these others are no basis.

@@ -15,8 +15,6 @@ from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
 from penstock.planner.times import Clock, Constants, Order, SimulatedStep, simulate_step
 from penstock.settings import Layout
 
-# ---- The memory of a rank: its state, its tapes, and what a unit needs while it runs
-
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -60,9 +58,6 @@ class StageTransient:
         if not splits:
             return tapes, self.bytes
         return max((tapes, self.late_bytes), (tapes - self.grown_bytes, self.bytes), key=sum)
-
-
-# ---- The estimate of one layout: its step's time and what it is made of, and the memory of its fullest rank
 
 
 # Bytes of a parameter's two moments. With 16 bits there is an fp32 master too.
@@ -193,14 +188,8 @@ class StageCosts:
     costs: schedule.Costs
     #: the rank's seconds in waits of one microbatch through a stage, by kind
     waits_s: tuple[dict[MessageKind, float], ...]
-    parameters: tuple[float, ...]
-    expert_parameters: tuple[float, ...]
-    transients: tuple[StageTransient, ...]
-    #: bytes of parameters, and of whole gradients, that ranks which share them gather while they compute
-    gathered_bytes: tuple[float, ...]
     after_s: float
-    #: the number of units of each stage
-    cut: tuple[int, ...]
+    units: tuple[tuple[UnitCosts, ...], ...]
 
 
 def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constants: Constants) -> Estimate:
@@ -215,7 +204,7 @@ def estimate(workload: Workload, candidate: Candidate, cluster: Cluster, constan
     tokens = workload.num_tokens / (step_s * candidate.layout.world_size)
     flops = tokens * workload.shape.flops_per_token(workload.seq_len, workload.label_share)
     return Estimate(
-        replace(candidate, cut=stages.cut),
+        replace(candidate, cut=tuple(map(len, stages.units))),
         step_s,
         tokens,
         flops / cluster.peak(workload.dtype),
@@ -240,16 +229,16 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
     total_s = [sum(timed[place][id(unit)].total_s for unit in units) for place in wires.places]
     own_s = timed[wires.places[total_s.index(min(total_s))]]
     cut = stages_of(candidate, [own_s[id(unit)].total_s for unit in units], [min(total_s) / one for one in total_s])
-    members = [[units[i] for i in stage] for stage in cut]
+    members = tuple(tuple(units[i] for i in stage) for stage in cut)
     # Copies of a stage on several routes go by the slowest of their places.
     ranks = [max(placement.copies_of(stage), key=lambda rank: total_s[rank]) for stage in range(len(cut))]
     times = [[timed[wires.places[rank]][id(unit)] for unit in stage] for rank, stage in zip(ranks, members)]
-    dense = tuple(sum(unit.parameters for unit in stage) for stage in members)
-    experts = tuple(sum(unit.expert_parameters for unit in stage) for stage in members)
     kept = tuple(sum(unit.kept_bytes for unit in stage) for stage in members)
     weights = tuple(sum(unit.weight_bytes for unit in stage) for stage in members)
-    largest = max(dense), max(experts)
-    reduce_s, after_s = map(max, zip(*(_gradients(workload, candidate, clock, largest) for clock in clocks.values())))
+    largest = max(sum(unit.parameters for unit in stage) for stage in members)
+    most_experts = max(sum(unit.expert_parameters for unit in stage) for stage in members)
+    gradients_s = [_gradients(workload, candidate, clock, (largest, most_experts)) for clock in clocks.values()]
+    reduce_s, after_s = map(max, zip(*gradients_s))
     shared = layout.tp if style.sequence_parallel else 1
     costs = schedule.Costs(
         forward=tuple(sum(t.forward_s for t in stage) for stage in times),
@@ -273,9 +262,7 @@ def stage_costs(workload: Workload, candidate: Candidate, cluster: Cluster, cons
         }
         for stage in times
     )
-    transient = tuple(StageTransient.of(stage, units[-1]) for stage in members)
-    gathered = tuple(_gathered_bytes(workload, candidate, stage) for stage in members)
-    return StageCosts(costs, waits, dense, experts, transient, gathered, after_s, tuple(map(len, cut)))
+    return StageCosts(costs, waits, after_s, members)
 
 
 def unit_size(workload: Workload, candidate: Candidate) -> UnitSize:
@@ -327,9 +314,8 @@ class _PassTimes:
     def of(cls, unit: UnitCosts, clock: Clock, candidate: Candidate, workload: Workload) -> _PassTimes:
         passes = [clock.pass_time(work) for work in (unit.forward, unit.backward_input, unit.backward_weight)]
         forward, inputs, weights = (seconds for seconds, _ in passes)
-        waits: dict[MessageKind, float] = {}
-        for kind in {kind: None for _, of_pass in passes for kind in of_pass}:
-            waits[kind] = sum(of_pass.get(kind, 0.0) for _, of_pass in passes)
+        kinds = dict.fromkeys(kind for _, waits_of in passes for kind in waits_of)
+        waits = {kind: sum(waits_of.get(kind, 0.0) for _, waits_of in passes) for kind in kinds}
         if candidate.zero == 3:
             # Parameters are gathered before each pass and gradients scattered after it, while another unit computes.
             size, copies = workload.parameter_bytes * unit.parameters, candidate.copies
@@ -406,35 +392,28 @@ def fullest(
     workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep
 ) -> RankMemory:
     """The memory of the rank that needs the most of its device's."""
-    placement, found = candidate.order.placement, []
-    devices = wiring(cluster, candidate.layout, candidate.style.folded_ep).devices
+    placement, head, memories = candidate.order.placement, stages.units[-1][-1], []
+    places = wiring(cluster, candidate.layout, candidate.style.folded_ep).places
     for rank, (tapes, splits) in enumerate(zip(step.peak_bytes, step.splits, strict=True)):
-        own = [number % len(stages.parameters) for number in placement.stages_of(rank)]
-        state = state_bytes(
-            workload, candidate, sum(stages.parameters[i] for i in own), sum(stages.expert_parameters[i] for i in own)
-        )
-        kept, transient = max((stages.transients[i].most_beside(tapes, splits) for i in own), key=sum)
-        transient += sum(stages.gathered_bytes[i] for i in own)
-        device = devices[rank]
+        local = [stages.units[stage % len(stages.units)] for stage in placement.stages_of(rank)]
+        dense = sum(sum(unit.parameters for unit in units) for units in local)
+        experts = sum(sum(unit.expert_parameters for unit in units) for units in local)
+        state = state_bytes(workload, candidate, dense, experts)
+        kept, transient = max((StageTransient.of(units, head).most_beside(tapes, splits) for units in local), key=sum)
+        transient += sum(_gathered_bytes(workload, candidate, units) for units in local)
+        device = places[rank].device
         reserved = RESERVED_BYTES if device.memory_bandwidth > 1e12 else 0.0
-        found.append(replace(state, tapes=kept, transient=transient, reserved=reserved, device=device.memory_bytes))
-    return max(found, key=lambda memory: memory.total / memory.device)
+        memories.append(replace(state, tapes=kept, transient=transient, reserved=reserved, device=device.memory_bytes))
+    return max(memories, key=lambda memory: memory.total / memory.device)
 
 
 def _parts(candidate: Candidate, stages: StageCosts, step: SimulatedStep) -> dict[str, float]:
     """The parts of the busiest rank's step."""
-    rank = max(range(len(step.busy)), key=lambda rank: step.busy[rank])
-    own = [number % len(stages.waits_s) for number in candidate.order.placement.stages_of(rank)]
-    routes = candidate.order.placement.num_routes
+    busy, placement = max(step.busy), candidate.order.placement
     waits: dict[str, float] = {}
-    for number in own:
-        for kind, wait in stages.waits_s[number].items():
-            waits[kind.value] = waits.get(kind.value, 0.0) + wait * candidate.num_microbatches / routes
-    after = stages.after_s
-    bubble = step.makespan - step.busy[rank] - after
-    return {
-        "compute": step.busy[rank] - sum(waits.values()),
-        **waits,
-        "bubble": max(0.0, bubble),
-        "gradients and optimizer": step.makespan - step.busy[rank] - max(0.0, bubble),
-    }
+    for stage in placement.stages_of(step.busy.index(busy)):
+        for kind, wait in stages.waits_s[stage % len(stages.waits_s)].items():
+            waits[kind.value] = waits.get(kind.value, 0.0) + wait * candidate.num_microbatches / placement.num_routes
+    bubble = max(0.0, step.makespan - busy - stages.after_s)
+    rest = step.makespan - busy - bubble
+    return {"compute": busy - sum(waits.values()), **waits, "bubble": bubble, "gradients and optimizer": rest}

@@ -39,10 +39,8 @@ def well_known(
     workload: Workload, cluster: Cluster, constants: Constants, best: Estimate
 ) -> tuple[tuple[str, str], ...]:
     """The layouts that many would start with, each with the reason why it is not the first of a plan."""
-    found = []
-    for name, candidates in _known(workload, cluster):
-        found.append((name, _reason(list(candidates), workload, cluster, constants, best)))
-    return tuple(found)
+    known = _known(workload, cluster)
+    return tuple((name, _reason(candidates, workload, cluster, constants, best)) for name, candidates in known)
 
 
 def _known(workload: Workload, cluster: Cluster) -> Iterator[tuple[str, list[Candidate]]]:

@@ -59,10 +59,6 @@ class Wiring:
     places: tuple[PipelinePlace, ...]
     edges: tuple[Price, ...]
 
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(place.device for place in self.places)
-
 
 @lru_cache(1024)
 def wiring(cluster: Cluster, layout: Layout, folded_ep: int = 0) -> Wiring:
@@ -71,7 +67,9 @@ def wiring(cluster: Cluster, layout: Layout, folded_ep: int = 0) -> Wiring:
     places: dict[int, PipelinePlace] = {}
     edges: dict[tuple[int, int], Price] = {}
     firsts = layout.offsets("pp")
-    steps = [(wires.alike(first), after - first) for first, after in zip(firsts, firsts[1:] + firsts[:1], strict=True)]
+    steps = [
+        (first % wires.period, after - first) for first, after in zip(firsts, firsts[1:] + firsts[:1], strict=True)
+    ]
     for first, (place, distance) in zip(firsts, steps, strict=True):
         if place not in places:
             places[place] = wires.place(first)
@@ -100,10 +98,6 @@ class _Wires:
             rank, host = self.starts[-1]
             self.starts.append((rank + kind.num_devices, host + kind.number))
         self.period = kinds[0].devices_per_host if len(kinds) == 1 else sum(kind.num_devices for kind in kinds)
-
-    def alike(self, rank: int) -> int:
-        """A number that ranks have in common from which on hosts come in the same way."""
-        return rank % self.period
 
     def apart(self, *axes: str) -> list[int]:
         """The offsets of ranks along some axes, without those that fill further hosts just as others do."""
@@ -162,7 +156,7 @@ class _Wires:
             if (size := len(shape)) == 1:
                 return Price()
             for start in starts:
-                key = self.alike(start + shape[0]), shape[1] - shape[0], shape[-1] - shape[0]
+                key = (start + shape[0]) % self.period, shape[1] - shape[0], shape[-1] - shape[0]
                 if key not in different:
                     different[key] = [start + offset for offset in shape]
         return Price.slowest(map(price, different.values()), math.log2(size))

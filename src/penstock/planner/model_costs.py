@@ -356,11 +356,9 @@ def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:
     stream, weights = _stream_bytes(shape, size), shape.vocab_size * shape.hidden_size / size.tp
     looked_up = size.element_bytes * size.tokens * shape.hidden_size
     passed = Work(traffic_bytes=2 * looked_up, tensor_bytes=_tensor_bytes(shape, size) / 2)
-    if size.style.own_engine:
-        # Nothing is kept but the tokens; the table's gradient is made in the table's dtype.
-        gradient = size.element_bytes * weights
-        return UnitCosts("embedding", passed, Work(), passed.times(2), 0.0, 0.0, weights, transient_bytes=gradient)
-    return UnitCosts("embedding", passed, Work(), passed.times(2), stream / 2, stream / 2, weights)
+    # This engine keeps nothing but the tokens, and makes the table's gradient in the table's dtype.
+    kept, gradient = (0.0, size.element_bytes * weights) if size.style.own_engine else (stream / 2, 0.0)
+    return UnitCosts("embedding", passed, Work(), passed.times(2), kept, kept, weights, transient_bytes=gradient)
 
 
 def _head(shape: ModelShape, size: UnitSize) -> UnitCosts:

@@ -20,8 +20,6 @@ from penstock.planner.times import Clock, Constants
 from penstock.settings import Layout
 from penstock.settings.declare import checked
 
-# ---- A planned layout as settings of a run, which `penstock train` takes
-
 
 def settings_of(candidate: Candidate) -> dict[str, Any]:
     """The settings, by their dotted names, with which a run trains in this layout and order."""
@@ -43,9 +41,6 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     if live is not None:
         found["schedule.max_live_microbatches"] = live
     return found
-
-
-# ---- The search: every layout that the devices and the model allow, pruned by memory and bounds, the rest simulated
 
 
 NUM_BEST = 10
@@ -171,8 +166,6 @@ class _Search:
         best = self._with_searched(best, num_best)
         return Plan(self.workload, self.cluster, self.constants, tuple(best), tuple(self.tried), dict(self.left_out))
 
-    # ---- candidates and what is known of them
-
     def _bounded(self) -> Iterator[Bounded]:
         found = False
         for layout in layouts(self.workload, self.cluster):
@@ -224,8 +217,6 @@ class _Search:
         bound_s, expected_s = max(bound_s, links_s), max(expected_s, links_s)
         return Bounded(candidate, expected_s, bound_s)
 
-    # ---- simulation
-
     def _simulated(self, bounded: Sequence[Bounded], num_best: int) -> list[Estimate]:
         """Simulate in order of the expected step until none can be among the best, or the actions are spent."""
         best: list[Estimate] = []
@@ -248,36 +239,35 @@ class _Search:
     def _estimate(self, candidate: Candidate) -> Estimate | None:
         """Simulate a candidate; None if it cannot be built or does not fit."""
         try:
-            found = estimate(self.workload, candidate, self.cluster, self.constants)
+            simulated = estimate(self.workload, candidate, self.cluster, self.constants)
         except ValueError:
             self.left_out["not possible for the schedule"] += 1
             return None
-        self.tried.append(found)
-        if not found.fits:
-            self.left_out["too big when simulated"] += 1
-            return None
-        return found
+        self.tried.append(simulated)
+        if simulated.fits:
+            return simulated
+        self.left_out["too big when simulated"] += 1
+        return None
 
     def _with_searched(self, best: list[Estimate], num_best: int) -> list[Estimate]:
         """Add the orders that `auto` finds for the fastest layouts, where they are small enough to search."""
-        found = list(best)
+        estimates = list(best)
         seen: set[tuple[Layout, int, RecomputedPart]] = set()
         for one in best[:3]:
-            own, layout = one.candidate, one.candidate.layout
-            key = layout, own.microbatch, own.recompute
-            small = 1 < layout.pp <= _SEARCHED_RANKS and own.num_microbatches <= _SEARCHED_MICROBATCHES
+            candidate, ranks = one.candidate, one.candidate.layout.pp
+            key = candidate.layout, candidate.microbatch, candidate.recompute
+            small = 1 < ranks <= _SEARCHED_RANKS and candidate.num_microbatches <= _SEARCHED_MICROBATCHES
             if key in seen or not small:
                 continue
             seen.add(key)
             room = one.memory.device - (one.memory.total - one.memory.tapes)
-            rank = _RankCosts.of(self.workload, own, self.cluster, self.constants)
-            live = math.floor(min(2 * layout.pp, room / (_MARGIN * rank.kept_bytes)))
+            rank = _RankCosts.of(self.workload, candidate, self.cluster, self.constants)
+            live = math.floor(min(2 * ranks, room / (_MARGIN * rank.kept_bytes)))
             if live >= 1:
                 options = (("effort", _EFFORT), ("max_live_microbatches", float(live)))
-                searched = replace(own, schedule="auto", stages_per_rank=1, options=options, cut=None)
-                if (made := self._estimate(searched)) is not None:
-                    found.append(made)
-        return sorted(found, key=lambda e: (e.step_s, str(e.candidate)))[:num_best]
+                searched = replace(candidate, schedule="auto", stages_per_rank=1, options=options, cut=None)
+                estimates += filter(None, [self._estimate(searched)])
+        return sorted(estimates, key=lambda e: (e.step_s, str(e.candidate)))[:num_best]
 
     def _needed(self) -> str:
         """The need of the smallest layout, when nothing fits."""

@@ -9,7 +9,7 @@ weights are n wide at their narrowest, reach ``compute / (1 + width / n + I0 / I
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,9 +58,7 @@ class Constants:
         if self.compute >= MOST_COMPUTE:
             found.append(f"compute is at its bound of {MOST_COMPUTE:g}: no product is faster than the peak")
         if self.compute <= LEAST_COMPUTE:
-            found.append(
-                f"compute is at its bound of {LEAST_COMPUTE:g}: products are slower than that by something else"
-            )
+            found.append(f"compute is at its bound of {LEAST_COMPUTE:g}: products are slower by something else")
         if self.action_s == 0:
             found.append("action_s is at its bound of 0: no action takes less than its work")
         return tuple(found)
@@ -107,9 +105,6 @@ class Clock:
         return num_bytes / (self.constants.memory * self.place.device.memory_bandwidth)
 
 
-# ---- The step of a schedule under given costs, from the simulated program; long steps repeat their steady middle
-
-
 # Beyond so many rounds of the ranks only the middle of a step grows, by the same time for each round.
 _ROUNDS = 3
 _MORE_ROUNDS = {"zb-v": 8, "dualpipe-v": 4}
@@ -142,7 +137,8 @@ class Order:
         kind = dict(self.options).get("placement", "loop")
         if self.is_searched:
             return schedule.Placement(schedule.PlacementKind(kind), self.ranks, self.stages_per_rank)
-        return _program(self._with(1 if self.name != "dualpipe" else 2 * self.ranks), None).placement
+        few = replace(self, microbatches=1 if self.name != "dualpipe" else 2 * self.ranks)
+        return _program(few, None).placement
 
     @property
     def num_simulated(self) -> int:
@@ -151,9 +147,6 @@ class Order:
         if self.microbatches // self.ranks <= enough:
             return self.microbatches
         return (2 * enough - 1) * self.ranks + 2 * (self.microbatches % self.ranks)
-
-    def _with(self, microbatches: int) -> Order:
-        return Order(self.name, self.ranks, microbatches, self.stages_per_rank, self.options, self.early_gradients)
 
 
 @dataclass(frozen=True)
@@ -191,8 +184,8 @@ def simulate_step(order: Order, costs: schedule.Costs, order_costs: schedule.Cos
     if rounds <= enough or order.is_searched:
         return _simulated(order, costs, order_costs)
     rest = order.microbatches % ranks
-    short = _simulated(order._with((enough - 1) * ranks + rest), costs)
-    longer = _simulated(order._with(enough * ranks + rest), costs)
+    short = _simulated(replace(order, microbatches=(enough - 1) * ranks + rest), costs)
+    longer = _simulated(replace(order, microbatches=enough * ranks + rest), costs)
     more = rounds - enough
 
     def grown(before: float, after: float) -> float:
