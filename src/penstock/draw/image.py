@@ -140,18 +140,15 @@ def save(figure: Figure, path: Path) -> None:
         dates: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         figure.savefig(new, dpi=160, metadata=dates.get(path.suffix.lower()))
         if path.suffix.lower() == ".svg":
+            # Black text names no colour, and white text lies on boxes alone.
+            rules = [f"text:not([style*='fill:']) {{fill: {_DARK['#000000']}}}"]
+            for light, dark in _DARK.items():
+                inked = ":not(text)" if light == "#ffffff" else ""
+                rules.append(f"{inked}[style*='fill: {light}'], [fill='{light}'] {{fill: {dark} !important}}")
+                rules.append(f"[style*='stroke: {light}'] {{stroke: {dark} !important}}")
+            dark_rules = "\n".join(["\n@media (prefers-color-scheme: dark) {", *rules, "}\n"])
             svg = new.read_text(encoding="utf-8")
-            new.write_text(svg.replace("</style>", f"{_dark_rules()}</style>", 1), encoding="utf-8")
-
-
-def _dark_rules() -> str:
-    # Black text names no colour, and white text lies on boxes alone.
-    rules = [f"text:not([style*='fill:']) {{fill: {_DARK['#000000']}}}"]
-    for light, dark in _DARK.items():
-        inked = ":not(text)" if light == "#ffffff" else ""
-        rules.append(f"{inked}[style*='fill: {light}'], [fill='{light}'] {{fill: {dark} !important}}")
-        rules.append(f"[style*='stroke: {light}'] {{stroke: {dark} !important}}")
-    return "\n".join(["\n@media (prefers-color-scheme: dark) {", *rules, "}\n"])
+            new.write_text(svg.replace("</style>", f"{dark_rules}</style>", 1), encoding="utf-8")
 
 
 def _rows(axes: Axes, points_per_time: float, rows: tuple[Row, ...], makespan: float) -> None:
@@ -305,9 +302,6 @@ def _legend(figure: Figure, rows: Sequence[Row], left: float, definitions: Seque
     figure.text(left, 0.08 / height, "\n".join(definitions), color=GREY, fontsize=7.5, va="bottom", linespacing=1.3)
 
 
-# ---- A rank's memory over a rehearsed step, action by action, and what it is made of, as SVG or PNG
-
-
 _COLOURS = {
     MemoryKind.PARAMETERS: "#34506B",
     MemoryKind.GRADIENTS: "#5F86A8",
@@ -347,7 +341,8 @@ def memory_picture(path: str | Path, rehearsal: Rehearsal) -> None:
         axes.set_xticklabels([points[i].action for i in named], rotation=90, fontsize=6.5)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8))
         axes.set_ylabel(f"{unit}, at the peak of each action; the line: after it", color=GREY, fontsize=8)
-        _quiet(axes)
+        axes.tick_params(color=GREY, labelcolor=GREY)
+        _spines(axes, "bottom", "left")
         title = f"rank {rehearsal.rank} ({rehearsal.place})"
         figure.text(0.75 / width, 0.935, title, fontsize=11, fontweight="bold")
         subtitle = f"{rehearsal.schedule}, {rehearsal.num_microbatches} microbatches, on {rehearsal.device}"
@@ -377,8 +372,3 @@ def _memory_bars(axes: Axes, rehearsal: Rehearsal, kinds: list[MemoryKind], scal
         ha="left" if place < len(points) / 2 else "right",
         fontsize=8.5,
     )
-
-
-def _quiet(axes: Axes) -> None:
-    axes.tick_params(color=GREY, labelcolor=GREY)
-    _spines(axes, "bottom", "left")

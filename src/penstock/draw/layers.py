@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from penstock.io.files import parse_json, read_bytes, whole_file
 from penstock.schedule import Event, Op, Timeline
@@ -102,14 +101,6 @@ def bytes_are_known(layers: Sequence[Layer]) -> bool:
     return all(layer.timeline.costs.has_bytes for layer in layers)
 
 
-def live_over_time(layer: Layer, rank: int, *, in_bytes: bool) -> tuple[tuple[float, float], ...]:
-    """The times at which a rank's live tapes change, each with the microbatches or bytes that are live from then on."""
-    return layer.timeline.live_bytes(rank) if in_bytes else layer.timeline.live_microbatches(rank)
-
-
-# ---- the file of a recorded step
-
-
 @dataclass(frozen=True)
 class RecordedStep:
     """A step as measured, and as simulated with the mean measured times, both in ms."""
@@ -151,28 +142,22 @@ def read_recorded_step(path: str | Path) -> RecordedStep:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"it does not say that its format is {FORMAT!r}")
         recording = Recording.from_json(values["measured"])
-        simulated = values.get("simulated")
-        if simulated is not None:
-            simulated = _timeline_from_json(simulated, recording.stages_per_rank)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        if (simulated := values.get("simulated")) is not None:
+            simulated = Timeline.from_events(
+                [[_event(*row) for row in rank] for rank in simulated["ranks"]],
+                stages_per_rank=recording.stages_per_rank,
+                compute=float(simulated["compute"]),
+                title=escaped(str(simulated["title"])),
+            )
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no recorded step: {error}") from None
     return RecordedStep(recording, simulated)
 
 
-def _timeline_from_json(values: dict[str, Any], stages_per_rank: int) -> Timeline:
-
-    def event(text: str, start: float, end: float) -> Event:
-        if not 0 <= start <= end:
-            raise ValueError(f"{[text, start, end]} is no event")
-        return Event(parse_step(text), float(start), float(end))
-
-    events = [[event(*row) for row in rank] for rank in values["ranks"]]
-    return Timeline.from_events(
-        events, stages_per_rank=stages_per_rank, compute=float(values["compute"]), title=escaped(str(values["title"]))
-    )
-
-
-# ---- boxes, their kinds, colours and words
+def _event(text: str, start: float, end: float) -> Event:
+    if not 0 <= start <= end:
+        raise ValueError(f"{[text, start, end]} is no event")
+    return Event(parse_step(text), float(start), float(end))
 
 
 #: figures whose names do not say all, one a line

@@ -22,7 +22,6 @@ from penstock.draw.layers import (
     bytes_are_known,
     check_layers,
     drawn_length,
-    live_over_time,
     waits_for_ever,
 )
 from penstock.io.files import whole_file
@@ -82,11 +81,12 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
     length = drawn_length(timeline)
     tick = 10.0 ** (floor(log10(length)) + 1 - _DIGITS) if length > 0 else 1.0
     waits = layer.waits or ((),) * len(timeline.events)
+    live = timeline.live_bytes if in_bytes else timeline.live_microbatches
     return {
         "name": layer.name,
         "title": timeline.title,
         "tick": tick,
-        "makespan": drawn_length(timeline),
+        "makespan": length,
         "span": timeline.span_cost,
         "bubble": timeline.bubble_rate,
         "idle": timeline.idle,
@@ -105,7 +105,7 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
             "arrows": hang.arrows,
         },
         "ranks": [
-            _rank(events, own, tick) | {"live": _live(live_over_time(layer, rank, in_bytes=in_bytes), tick)}
+            _rank(events, own, tick) | {"live": _live(live(rank), tick)}
             for rank, (events, own) in enumerate(zip(timeline.events, waits, strict=True))
         ],
     }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.draw.layers import KIND_OF, Layer, bytes_are_known, check_layers, live_over_time
+from penstock.draw.layers import KIND_OF, Layer, bytes_are_known, check_layers
 from penstock.io.files import whole_file
 from penstock.schedule import Op
 from penstock.schedule.actions import parts
@@ -79,6 +79,7 @@ def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_b
         return at(rank, "X", start, dur=took_us, **more)
 
     what = "bytes" if in_bytes else "microbatches"
+    live_over_time = layer.timeline.live_bytes if in_bytes else layer.timeline.live_microbatches
     for rank, events in enumerate(layer.timeline.events):
         for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
             ids = {"ph": "M", "pid": _pid(rank), "tid": tid(rank, thread)}
@@ -94,7 +95,7 @@ def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_b
         for wait in layer.waits[rank] if layer.waits else ():
             if wait.end > wait.start:
                 yield slice_of(rank, wait.start, wait.end, name=f"wait for rank {wait.rank}", cat="wait")
-        for time, live in live_over_time(layer, rank, in_bytes=in_bytes):
+        for time, live in live_over_time(rank):
             yield at(rank, "C", time, name=f"live{suffix}", args={what: live})
     # Arrows from the action that made a message to the one that needs it, if they are on two ranks.
     makers = {
