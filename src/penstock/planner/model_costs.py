@@ -145,11 +145,9 @@ class UnitSize:
 
 def unit_costs(shape: ModelShape, size: UnitSize) -> list[UnitCosts]:
     """The units of a model in order: embedding, a unit for each block, head."""
-    makers = {ATTENTION: _attention, EXPERTS: _experts, MAMBA: _mamba}
-    known = {kind: makers[kind](shape, size) for kind in dict.fromkeys(shape.pattern) if kind != MLP}
-    if MLP in shape.pattern:
-        known[MLP] = _unit(_dense("mlp", shape, size, shape.intermediate_size, MLP), _stream_bytes(shape, size), size)
-    return [_embedding(shape, size), *(known[kind] for kind in shape.pattern), _head(shape, size)]
+    makers, stream = {ATTENTION: _attention, MLP: _mlp, EXPERTS: _experts, MAMBA: _mamba}, _stream_bytes(shape, size)
+    blocks = {kind: _unit(makers[kind](shape, size), stream, size) for kind in dict.fromkeys(shape.pattern)}
+    return [_embedding(shape, size), *(blocks[kind] for kind in shape.pattern), _head(shape, size)]
 
 
 def _stream_bytes(shape: ModelShape, size: UnitSize) -> float:
@@ -229,7 +227,7 @@ def _product(tokens: float, parameters: float, narrowest: float, traffic_bytes: 
     return Work(flops, flops / narrowest, traffic_bytes=traffic_bytes)
 
 
-def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
+def _attention(shape: ModelShape, size: UnitSize) -> _BlockSizes:
     tokens, tp = size.tokens, size.tp
     context = min(size.seq_len, shape.window or size.seq_len)
     fused = size.style.fused_attention
@@ -246,7 +244,7 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
     # Each round of the ring sends the rank's keys and values; backward sends them and their gradients, here in fp32.
     directions = 2.0 if size.style.own_engine else 1.5
     ring = (size.cp - 1) * size.element_bytes * tokens * shape.kv_width / tp
-    block = _BlockSizes(
+    return _BlockSizes(
         "attention",
         linear=_product(tokens, weights - out, (shape.query_width + shape.kv_width) / tp)
         + _product(tokens, out, shape.output_width / tp, 2 * gathered + qkv_bytes),
@@ -263,18 +261,18 @@ def _attention(shape: ModelShape, size: UnitSize) -> UnitCosts:
         core_kept_bytes=5 * scores,
         messages=Work(tensor_bytes=_tensor_bytes(shape, size), context_bytes=directions * ring),
     )
-    return _unit(block, stream, size)
 
 
-def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) -> _BlockSizes:
-    """An MLP of some width that all tokens go through, with its norm and its sum."""
+def _mlp(shape: ModelShape, size: UnitSize, kind: str = MLP) -> _BlockSizes:
+    """An MLP that all tokens go through, or what experts share, with its norm and its sum."""
+    width = shape.intermediate_size if kind == MLP else shape.shared_size
     tokens, tp, stream = size.tokens, size.tp, _stream_bytes(shape, size)
     weights = shape.block_parameters(kind) / tp
     inner = size.element_bytes * tokens * width / tp
     ups = shape.num_products - 1
     gathered = size.element_bytes * tokens * shape.hidden_size
     return _BlockSizes(
-        name,
+        "mlp",
         linear=_product(
             tokens, weights, min(shape.hidden_size, width / tp or math.inf), 2 * gathered + (ups + 1) * inner
         ),
@@ -290,7 +288,7 @@ def _dense(name: str, shape: ModelShape, size: UnitSize, width: int, kind: str) 
     )
 
 
-def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
+def _mamba(shape: ModelShape, size: UnitSize) -> _BlockSizes:
     """A Mamba-2 mixer: its products with weights, its convolution and gate, and its scan by chunks.
 
     Source of the scan: arXiv 2405.21060, section 6.
@@ -303,7 +301,7 @@ def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
     # Each chunk of tokens has its scores, is multiplied with them, and gives and takes a state, which is kept in fp32.
     scan_flops = 2 * tokens * inner * (_CHUNK + 2 * state)
     state_bytes = 4 * tokens * inner * state / _CHUNK
-    block = _BlockSizes(
+    return _BlockSizes(
         "mamba",
         linear=_product(
             tokens, weights, shape.hidden_size / tp, 2 * size.element_bytes * tokens * shape.hidden_size + widths
@@ -318,22 +316,20 @@ def _mamba(shape: ModelShape, size: UnitSize) -> UnitCosts:
         core=Work(core_flops=scan_flops, traffic_bytes=4 * state_bytes),
         messages=Work(tensor_bytes=_tensor_bytes(shape, size)),
     )
-    return _unit(block, stream, size)
 
 
-def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
-    shared = _dense("experts", shape, size, shape.shared_size, EXPERTS)
+def _experts(shape: ModelShape, size: UnitSize) -> _BlockSizes:
+    shared = _mlp(shape, size, EXPERTS)
     routed_tokens = size.tokens * shape.num_active / size.tp
     own = shape.num_experts / size.ep * shape.expert_parameters
     width = shape.latent_size or shape.hidden_size
     narrowest = min(width, shape.expert_size)
     rows, inner = size.element_bytes * routed_tokens * width, size.element_bytes * routed_tokens * shape.expert_size
     ups = shape.num_products - 1
-    stream = _stream_bytes(shape, size)
     # Others send a token once to each rank that has some of its experts, here those of chance.
     num_ranks = size.ep * (1 - (1 - 1 / size.ep) ** shape.num_active)
     sent_share = 1.0 if size.style.own_engine else num_ranks / shape.num_active
-    block = _BlockSizes(
+    return _BlockSizes(
         "experts",
         linear=shared.linear
         + _product(routed_tokens, shape.expert_parameters, narrowest, 2 * rows + (ups + 1) * inner),
@@ -349,7 +345,6 @@ def _experts(shape: ModelShape, size: UnitSize) -> UnitCosts:
         begins_layer=False,
         messages=shared.messages + Work(expert_bytes=2 * rows * sent_share * (size.ep - 1) / size.ep),
     )
-    return _unit(block, stream, size)
 
 
 def _embedding(shape: ModelShape, size: UnitSize) -> UnitCosts:

@@ -17,9 +17,8 @@ ENDINGS = (".csv", ".txt")
 """The file endings: torch's format, and Penstock's own."""
 
 _HEAD = "penstock "
-# The rank and the action that a message names.
+# The rank that a message names.
 _RANK = re.compile(r"\brank (\d+)")
-_ACTION = re.compile(r"\b\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)\d+K?\b|\b\d+REDUCE_GRAD\b|\bSTEP\b")
 
 
 def is_file(name: str) -> bool:
@@ -75,12 +74,11 @@ def _located(fault: str, text: str) -> str:
     rank = _RANK.search(fault)
     if rank is None:
         return fault
-    action, is_text = _ACTION.search(fault, rank.end()), text.startswith(_HEAD)
     line, words = _rows(text)[int(rank[1])]
-    steps = steps_by_place(words)
-    at = next((at for at, step in steps.items() if action is not None and action[0] in map(str, parts(step))), None)
-    place = "" if at is None else f", {'word' if is_text else 'cell'} {at}"
-    return f"{'line' if is_text else 'row'} {line}{place}: {fault}"
+    places = {str(action): at for at, step in reversed(steps_by_place(words).items()) for action in parts(step)}
+    action = next((word for word in re.findall(r"\w+", fault[rank.end() :]) if word in places), None)
+    row, cell = ("line", "word") if text.startswith(_HEAD) else ("row", "cell")
+    return f"{row} {line}{'' if action is None else f', {cell} {places[action]}'}: {fault}"
 
 
 def _rows(text: str) -> list[tuple[int, list[str]]]:

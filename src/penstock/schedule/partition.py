@@ -80,9 +80,9 @@ def read_layout(text: str, num_units: int, units_per_layer: int) -> tuple[int, .
 
     Raises: ValueError naming the place of what cannot be read, or what the model has instead.
     """
-    # Letters with their places, of what each open parenthesis holds so far.
-    groups: list[list[tuple[str, int]]] = [[]]
-    begins, i = [0], 0
+    # The place of each open parenthesis, and the letters with their places that it holds so far.
+    groups: list[tuple[int, list[tuple[str, int]]]] = [(0, [])]
+    i = 0
     while i < len(text):
         letter, place = text[i], i
         piece = [(letter, place)]
@@ -90,12 +90,10 @@ def read_layout(text: str, num_units: int, units_per_layer: int) -> tuple[int, .
         if letter in ", \n":
             continue
         if letter == "(":
-            groups.append([])
-            begins.append(place)
+            groups.append((place, []))
             continue
         if letter == ")" and len(groups) > 1:
-            piece = groups.pop()
-            begins.pop()
+            _, piece = groups.pop()
         elif letter not in "EtmL|":
             raise ValueError(f"{letter!r} at character {place + 1} is none of E, t, m, L, |, (, ) and *")
         if found := _TIMES.match(text, i):
@@ -105,10 +103,11 @@ def read_layout(text: str, num_units: int, units_per_layer: int) -> tuple[int, .
                     f"{found[0]!r} at character {found.start() + 1} makes more letters than {_MOST_LETTERS}"
                 )
             piece = piece * int(found[1])
-        groups[-1] += piece
-    if len(groups) > 1:
-        raise ValueError(f"the parenthesis at character {begins[-1] + 1} has no end")
-    return _sizes_of(groups[0], num_units, units_per_layer)
+        groups[-1][1].extend(piece)
+    begin, letters = groups.pop()
+    if groups:
+        raise ValueError(f"the parenthesis at character {begin + 1} has no end")
+    return _sizes_of(letters, num_units, units_per_layer)
 
 
 def _sizes_of(layout: Sequence[tuple[str, int]], num_units: int, units_per_layer: int) -> tuple[int, ...]:

@@ -167,11 +167,12 @@ def build(
     Raises: ValueError for an unknown name or option, naming the nearest one, and for impossible numbers; ScheduleError
     if a user's builder gives something else than was asked for, or raises anything but a ValueError.
     """
-    entry, spelt = _entry(name), _spelt(name)
-    parameters, known = entry.parameters, options(name)
-    if stages_per_rank is not None and _STAGES not in parameters:
-        raise ValueError(f"schedule {spelt} has no option 'stages_per_rank'; {_nearest(_STAGES, known)}")
-    if _STAGES in parameters:
+    entry, spelt, known = _entry(name), _spelt(name), options(name)
+    takes_stages = _STAGES in entry.parameters
+    for option in (*([_STAGES] if stages_per_rank is not None and not takes_stages else []), *options_given):
+        if option not in known:
+            raise ValueError(f"schedule {spelt} has no option {option!r}; {_nearest(option, known)}")
+    if takes_stages:
         stages_per_rank = default_stages(name) if stages_per_rank is None else stages_per_rank
         check_count(_STAGES, stages_per_rank)
     check_count("ranks", ranks)
@@ -182,12 +183,9 @@ def build(
             f"{ranks} ranks of {num_stages} stages and {microbatches} microbatches make {num_forwards} forwards; "
             f"at most {_MAX_ACTIONS // 2} are possible"
         )
-    for option in options_given:
-        if option not in known:
-            raise ValueError(f"schedule {spelt} has no option {option!r}; {_nearest(option, known)}")
     if entry.options is not None:
         options_given = {"options": entry.options(**options_given)}
-    if _STAGES in parameters:
+    if takes_stages:
         options_given[_STAGES] = stages_per_rank
     try:
         built = entry.build(ranks, microbatches, **options_given)

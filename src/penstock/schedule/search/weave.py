@@ -62,18 +62,12 @@ class _Weaving(Progress):
 
     def _run_all(self) -> bool:
         """Run every rank as far as possible, until none can continue; False if memory stays full."""
-        ready = list(range(self.problem.num_ranks))
-        listed = [True] * self.problem.num_ranks
+        ready = dict.fromkeys(range(self.problem.num_ranks))
         while ready:
-            rank = ready.pop()
-            listed[rank] = False
-            reached = self._run(rank)
-            if reached is None:
+            rank, _ = ready.popitem()
+            if (reached := self._run(rank)) is None:
                 return False
-            for other in reached:
-                if not listed[other]:
-                    listed[other] = True
-                    ready.append(other)
+            ready |= dict.fromkeys(reached)
         return True
 
     def _run_in_turns(self) -> bool:
