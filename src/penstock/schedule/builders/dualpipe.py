@@ -107,16 +107,16 @@ class _GrowingOrder:
         near, far = self.near, self.far
         # Step 1, F: the far stream has not arrived yet.
         for _ in range(2 * self.to_middle):
-            self._forward(near)
+            self.done += near.forward()
         # Step 2, F F': it arrives, but no backward has.
         for _ in range(self.from_end):
-            self._forward(near)
-            self._forward(far)
+            self.done += near.forward()
+            self.done += far.forward()
         # Step 3, I' W' F': the first backwards arrive. They are split, since the ranks before wait for their gradients.
         for _ in range(self.to_middle):
             self._inputs(far)
-            self._weights()
-            self._forward(far)
+            self.done += self.weights.popleft()
+            self.done += far.forward()
         # Step 4, (F;B') (F';B): the steady middle, where every action is in a pair.
         for turn in range(num_turns - 2 * self.to_middle - self.from_end):
             # At the middle the first backward waits for no other rank, so it need not wait for a forward either.
@@ -124,37 +124,28 @@ class _GrowingOrder:
             self._pair(far, near)
         # Step 5, B' (F';B): the near stream has no forwards left.
         for _ in range(self.to_middle):
-            self._backward(far)
+            self.done += far.backward(Op.B)
             self._pair(far, near)
         # Step 6, B' B, in the second half I' I: no forwards are left. Late backwards are split, as in step 3.
         for turn in range(2 * self.from_end):
             stream = near if turn % 2 else far
             if turn < self.from_end:
-                self._backward(stream)
+                self.done += stream.backward(Op.B)
             else:
                 self._inputs(stream)
         # Step 7, W I: pending W fill the time until the near stream's last gradients arrive.
         for _ in range(self.to_middle):
-            self._weights()
+            self.done += self.weights.popleft()
             self._inputs(near)
         # Step 8, W: the rest.
         while self.weights:
-            self._weights()
+            self.done += self.weights.popleft()
         return tuple(self.done)
-
-    def _forward(self, stream: _Stream) -> None:
-        self.done += stream.forward()
-
-    def _backward(self, stream: _Stream) -> None:
-        self.done += stream.backward(Op.B)
 
     def _inputs(self, stream: _Stream) -> None:
         inputs = stream.backward(Op.I)
         self.done += inputs
         self.weights.append([Action(Op.W, action.stage, action.microbatch) for action in inputs])
-
-    def _weights(self) -> None:
-        self.done += self.weights.popleft()
 
     def _pair(self, forward: _Stream, backward: _Stream, *, fused: bool = True) -> None:
         both = [*forward.forward(), *backward.backward(Op.B)]

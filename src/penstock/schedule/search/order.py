@@ -15,7 +15,7 @@ from math import inf
 from operator import attrgetter
 
 from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
-from penstock.schedule.costs import PerLink, PerStage, per_stage
+from penstock.schedule.costs import Costs, PerLink, PerStage
 from penstock.schedule.lower import lower
 from penstock.schedule.search.anneal import anneal, polish
 from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound
@@ -71,16 +71,9 @@ def shortest(placement: Placement, microbatches: int, options: SearchOptions) ->
     if not options.effort >= 0:
         raise ValueError(f"effort must be at least 0, got {options.effort!r}")
     most = options.max_live_microbatches
-    problem = Problem(
-        placement,
-        microbatches,
-        per_stage("forward", options.forward, placement),
-        per_stage("backward_input", options.backward_input, placement),
-        per_stage("backward_weight", options.backward_weight, placement),
-        max(options.transfer) if isinstance(options.transfer, Sequence) else options.transfer,
-        max_live_microbatches=placement.num_ranks if most is None else most,
-        weight_memory_share=options.weight_memory_share,
-    )
+    names = ("forward", "backward_input", "backward_weight", "transfer", "weight_memory_share")
+    costs = Costs(**{name: getattr(options, name) for name in names})
+    problem = Problem.of(placement, microbatches, costs, placement.num_ranks if most is None else most, max)
     return problem.schedule("auto", search(problem, options.effort))
 
 
@@ -119,7 +112,7 @@ def search(problem: Problem, effort: float = 1.0) -> Codes:
     If no skeleton reaches the lower bound, small changes are tried; `effort` scales their number. The result for a
     problem depends neither on chance nor on the clock.
     """
-    few = _Trials(problem.with_microbatches(_few(problem)))
+    few = _Trials(replace(problem, num_microbatches=_few(problem)))
     trials = few if few.problem == problem else _Trials(problem)
     candidates = few.compare()
     if not few.solved_by(candidates[0]):
@@ -142,7 +135,7 @@ def _few(problem: Problem) -> int:
         return total
     bubble = _bubble(problem)
     for number in range(least + (total - least) % 12, total, 12):
-        if _bubble(problem.with_microbatches(number)) <= bubble + TOLERANCE * max(problem.work):
+        if _bubble(replace(problem, num_microbatches=number)) <= bubble + TOLERANCE * max(problem.work):
             return number
     return total
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple, TypeAlias
 
 from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count, peak_tapes
-from penstock.schedule.costs import Costs, Durations, check_cost, per_stage
+from penstock.schedule.costs import Costs, Durations, per_stage
 
 Codes: TypeAlias = list[list[int]]
 """One list of numbers a rank: a skeleton, or orders."""
@@ -44,8 +44,8 @@ class Following(NamedTuple):
 class Problem:
     """A pipeline whose order is searched for.
 
-    Raises: ValueError for a placement with two routes, for impossible times, shares and counts, and for a limit below
-    1, with which no microbatch could pass.
+    Raises: ValueError for a placement with two routes, for impossible shares and counts, and for a limit below 1, with
+    which no microbatch could pass.
     """
 
     placement: Placement
@@ -65,10 +65,6 @@ class Problem:
         check_count("microbatches", self.num_microbatches)
         if self.placement.kind is PlacementKind.BIDIRECTIONAL:
             raise ValueError("the search places stages in a loop or a v, not bidirectional")
-        for name in ("forward", "backward_input", "backward_weight"):
-            for time in getattr(self, name):
-                check_cost(name, time)
-        check_cost("transfer", self.transfer)
         if not 0 <= self.weight_memory_share <= 1:
             raise ValueError(f"weight_memory_share must be between 0 and 1, got {self.weight_memory_share!r}")
         if not self.max_live_microbatches >= 1:
@@ -77,8 +73,22 @@ class Problem:
                 f"and its backwards one microbatch is live in all stages of a rank"
             )
 
-    def with_microbatches(self, num_microbatches: int) -> Problem:
-        return replace(self, num_microbatches=num_microbatches)
+    @classmethod
+    def of(
+        cls, placement: Placement, microbatches: int, costs: Costs, limit: float, link: Callable[..., float] = min
+    ) -> Problem:
+        """Make the problem with these costs, all microbatches as long as the first; `link` chooses one of the links."""
+        length = costs.lengths[0] if costs.lengths else 1.0
+        latency, sending = (link(one) if isinstance(one, Sequence) else one for one in (costs.transfer, costs.sending))
+        share = costs.weight_memory_share
+        forward, backward_input, backward_weight = (
+            tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
+            for name in ("forward", "backward_input", "backward_weight")
+        )
+        # A stage that keeps less has more freedom, so the least share keeps a bound valid.
+        share = min(1.0, *share) if isinstance(share, Sequence) else share
+        transfer = latency + length * sending
+        return cls(placement, microbatches, forward, backward_input, backward_weight, transfer, limit, share)
 
     @cached_property
     def num_ranks(self) -> int:
@@ -208,25 +218,7 @@ def bound(placement: Placement, microbatches: int, costs: Costs, limit: float = 
         raise ValueError("there is no bound if fused pairs have a time of their own")
     if len(set(costs.lengths)) > 1 or placement.kind is PlacementKind.BIDIRECTIONAL:
         return _work(placement, microbatches, costs)
-    length = costs.lengths[0] if costs.lengths else 1.0
-    latency, sending = (min(one) if isinstance(one, Sequence) else one for one in (costs.transfer, costs.sending))
-    share = costs.weight_memory_share
-    forward, backward_input, backward_weight = (
-        tuple(length * time for time in per_stage(name, getattr(costs, name), placement))
-        for name in ("forward", "backward_input", "backward_weight")
-    )
-    problem = Problem(
-        placement,
-        microbatches,
-        forward,
-        backward_input,
-        backward_weight,
-        transfer=latency + length * sending,
-        max_live_microbatches=limit,
-        # A stage that keeps less has more freedom, so the least share keeps the bound valid.
-        weight_memory_share=min(1.0, *share) if isinstance(share, Sequence) else share,
-    )
-    return lower_bound(problem)
+    return lower_bound(Problem.of(placement, microbatches, costs, limit))
 
 
 def _work(placement: Placement, num_microbatches: int, costs: Costs) -> float:
