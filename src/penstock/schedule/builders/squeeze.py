@@ -92,7 +92,7 @@ def squeeze(placement: Placement, orders: Sequence[Order], preference: Preferenc
             if (woken := ranks[number].act(slot)) is not None:
                 following |= {number, woken}
         slot, asked = slot + 1, following
-    if not all(rank.finished for rank in ranks):
+    if any(rank.weights or any(one.rest for one in rank.passes) for rank in ranks):
         return None
     spans = [rank.end - rank.start for rank in ranks]
     return Squeezed(max(spans), max(rank.end for rank in ranks), tuple(tuple(rank.done) for rank in ranks))
@@ -179,15 +179,17 @@ class _SqueezedRank:
         self.live = self.entered = self.start = self.end = 0
         self.done = []
 
-    @property
-    def finished(self) -> bool:
-        return not self.weights and not any(own.rest for own in self.passes)
-
     def act(self, slot: int) -> int | None:
         """Start an action in this slot, if one can start; return the rank that may wait for it, None without any."""
         chosen, waiting = self._choice(slot), self.number
         if chosen is not None and not (chosen.tapes > 0 and self.live == self.max_tapes):
-            action, waiting = self._run(chosen, slot + 1), chosen.waiting
+            place, action = chosen.rest.popleft()
+            waiting, chosen.ends[action.microbatch], self.changes[place] = chosen.waiting, slot + 1, 0
+            self.entered += {0: 1, 3: -1}.get(chosen.number, 0)
+            if action.op is Op.F:
+                self.live += 1
+            else:
+                self.weights.append(Action(Op.W, action.stage, action.microbatch))
         elif self.weights:
             action = self.weights.popleft()
             self.live -= 1
@@ -197,17 +199,6 @@ class _SqueezedRank:
         self.end = slot + 1
         self.done.append(action)
         return waiting
-
-    def _run(self, chosen: _Pass, end: int) -> Action:
-        place, action = chosen.rest.popleft()
-        self.changes[place] = 0
-        self.entered += {0: 1, 3: -1}.get(chosen.number, 0)
-        chosen.ends[action.microbatch] = end
-        if action.op is Op.F:
-            self.live += 1
-        else:
-            self.weights.append(Action(Op.W, action.stage, action.microbatch))
-        return action
 
     def _choice(self, slot: int) -> _Pass | None:
         """Choose the pass whose next action to take, if any."""
