@@ -36,7 +36,7 @@ def _passes(op: Op, stages: Sequence[int], num_microbatches: int, group_size: in
 
 def check_stages_per_rank(name: str, stages_per_rank: int, wanted: int) -> None:
     if stages_per_rank != wanted:
-        stages = "one stage" if wanted == 1 else f"{wanted} stages"
+        stages = "one stage" if wanted == 1 else "two stages"
         raise ValueError(f"{name} has {stages} on each rank: stages_per_rank must be {wanted}, got {stages_per_rank}")
 
 
