@@ -163,8 +163,8 @@ class Problem:
         )
 
 
-class Progress:
-    """All ranks of a problem on their way through their actions."""
+class PartialRun:
+    """All ranks of a problem, part of the way through their actions."""
 
     problem: Problem
     #: By step, the arrivals of its inputs so far, and the number of times it has run.

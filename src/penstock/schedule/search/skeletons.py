@@ -15,7 +15,7 @@ from math import floor, inf
 from typing import NamedTuple
 
 from penstock.schedule.actions import Action, Op, Placement
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, Progress
+from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, PartialRun
 
 # The number of warm-ups kept while they are built from the last rank to the first.
 _BEAM = 128
@@ -268,7 +268,7 @@ def by_priority(
     return dispatching.skeleton
 
 
-class _Dispatching(Progress):
+class _Dispatching(PartialRun):
     """All ranks in a run that goes from each moment at which a rank can start something to the next."""
 
     #: The rule of what goes first.

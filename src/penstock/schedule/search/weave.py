@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import dropwhile
 
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, Progress
+from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, PartialRun
 
 
 def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tuple[float, Codes] | None:
@@ -26,7 +26,7 @@ def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tupl
     return _Weaving(problem, skeleton, allowed_span).result()
 
 
-class _Weaving(Progress):
+class _Weaving(PartialRun):
     """All ranks in a run through a skeleton; a rank that needs an input not made yet is put aside."""
 
     #: The steps whose order is fixed, and by rank its place in them and its first start.
