@@ -139,7 +139,7 @@ class Timeline:
     def _live(
         self, rank: int, weigh: Callable[[Action], tuple[float, float]], unit: float
     ) -> tuple[tuple[float, float], ...]:
-        """What is live of a rank's tapes over time; `weigh` gives a forward's, whole and without I, in units."""
+        """The live part of a rank's tapes over time; `weigh` gives a forward's, whole and without I, in units."""
         forwards: dict[tuple[int, int], tuple[float, float]] = {}
         changes: dict[float, float] = {}
         for time, action, full, reduced in _changes(self.events[rank], self.training):

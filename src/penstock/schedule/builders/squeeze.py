@@ -106,8 +106,8 @@ _Ends: TypeAlias = dict[tuple[Op, int], list[int]]
 class _Pass:
     """One of a rank's four passes, each of all microbatches: forward through both stages is 0, 1; back 2, 3."""
 
+    #: Its number, and the change in the number of live tapes when W follows I at once.
     number: int
-    #: The change in the number of live tapes when W follows I at once.
     tapes: int
     #: The actions that have not run, with their places in the rank's order.
     rest: deque[tuple[int, Action]]

@@ -166,8 +166,8 @@ class Problem:
 class PartialRun:
     """All ranks of a problem, part of the way through their actions."""
 
+    #: The problem; by step, the arrivals of its inputs so far, and the number of times it has run.
     problem: Problem
-    #: By step, the arrivals of its inputs so far, and the number of times it has run.
     arrivals: list[list[float]]
     done: list[int]
     #: By rank, the end of its last action, its tapes without I, and the stages of the W that can run.

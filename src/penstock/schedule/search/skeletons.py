@@ -15,7 +15,7 @@ from math import floor, inf
 from typing import NamedTuple
 
 from penstock.schedule.actions import Action, Op, Placement
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, PartialRun
+from penstock.schedule.search.problem import TOLERANCE, Codes, PartialRun, Problem
 
 # The number of warm-ups kept while they are built from the last rank to the first.
 _BEAM = 128

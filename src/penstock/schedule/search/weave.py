@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import dropwhile
 
-from penstock.schedule.search.problem import TOLERANCE, Codes, Problem, PartialRun
+from penstock.schedule.search.problem import TOLERANCE, Codes, PartialRun, Problem
 
 
 def weave(problem: Problem, skeleton: Codes, allowed_span: float | None) -> tuple[float, Codes] | None:
