@@ -58,7 +58,7 @@ from penstock.model.loss import (
     token_statistics,
     whole_logits,
 )
-from penstock.model.sampling import Draw, Drawn, draw_tokens
+from penstock.model.sampling import Draw, draw_tokens
 from penstock.model.sequences import AuxLoss, AuxLosses, FutureTokens, Sequences, Spread, cut_sequences
 from penstock.model.units import Limits, ModelGroups, UnitSpec
 
@@ -71,7 +71,6 @@ __all__ = [
     "CachedUnit",
     "Compute",
     "Draw",
-    "Drawn",
     "Driven",
     "Exchange",
     "FutureTokens",

@@ -94,7 +94,7 @@ def _spec(
     split, present = None if groups.tp is None else TensorParallelSplit(config, groups), None
     if split is not None and isinstance(whole, Head):
         # The head's output is this rank's part of the logits.
-        present = partial(ShardedLogits, part=split.vocabulary, collectives=Collectives(split.group))
+        present = partial(ShardedLogits, part=split.vocabulary, collectives=Collectives(groups.tp))
     return UnitSpec(
         name,
         partial(build, groups),

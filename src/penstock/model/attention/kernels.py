@@ -13,7 +13,7 @@ cache, S items of one token, H query heads, G key and value heads, K width of a 
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -25,81 +25,6 @@ from torch import Tensor
 from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, Rows, SlotRows
 from penstock.model.sequences import Sequences, SharedByLayers
 from penstock.schedule import BatchItem
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """Attention as PyTorch computes it on any device; a subclass computes it in another way.
-
-    It is chosen once, where a module is made; `penstock.model.devices` has the choice.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    #: the tokens that each query sees, its own included; None for all before it
-    window: int | None = None
-
-    def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
-        """Causal attention [T, H, K] within each sequence."""
-        return packed_attention(q_THK, k_TGK, v_TGK, sequences, self.window)
-
-    def new_cache(self, size: CacheSize) -> KVCache:
-        """A layer's keys and values, in the order in which `cached` reads them."""
-        return KVCache(size, self.num_kv_heads, self.head_dim)
-
-    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        """Attention [T, H, K] of each token over its row up to itself; keys and values are in the cache already."""
-        if isinstance(rows, SlotRows):
-            return _attention_of_slot(q_THK, cache, rows, self.window)
-        begin = rows.num_single
-        if begin == len(rows.items):
-            return self.singles(q_THK, cache, rows)
-        parts = [self.singles(q_THK[:begin], cache, rows)] if begin else []
-        # The only head of a text alone is computed by all threads, and would get other bits among others.
-        is_alone = q_THK.shape[1] == 1
-        for (start, length, _), same in groupby(
-            rows.items[begin:], lambda item: (item.start, item.length, is_alone and item.row)
-        ):
-            items = list(same)
-            end = begin + length * len(items)
-            if start == 0:
-                # What these texts see is at hand, in the order in which it is read fastest.
-                q, k, v = (x[begin:end] for x in (q_THK, k_TGK, v_TGK))
-                parts.append(attention_of_run(q, k, v, (length, len(items)), self.window, rows))
-            else:
-                for item, q_LHK in zip(items, q_THK[begin:end].split(length), strict=True):
-                    parts.append(_attention_of_item(q_LHK, cache, item, rows, self.window))
-            begin = end
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
-        """Attention [S, H, K] of the batch's items of one token."""
-        runs = [run for run in rows.runs if run[0].length == 1]
-        of_runs = zip(runs, q_SHK.split([len(run) for run in runs]), strict=True)
-        means = [_attention_of_rows(q_RHK, cache, run, self.window) for run, q_RHK in of_runs]
-        return torch.cat(means) if len(means) > 1 else means[0]
-
-
-def packed_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, sequences: Sequences, window: int | None) -> Tensor:
-    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
-
-    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
-    """
-    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
-    kernel = _variable_length_kernel() if has_kernel else None
-    if kernel is not None:
-        starts, longest = sequences.cu_seqlens, sequences.max_length
-        left = -1 if window is None else window - 1
-        grouped = q_THK.shape[1] != k_THK.shape[1]
-        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
-    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
-    if len(runs) == 1:
-        return attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
-    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
-    sizes = [length * count for length, count in runs]
-    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
-    return torch.cat([attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
 
 
 def attention_of_run(
@@ -119,6 +44,117 @@ def attention_of_run(
         q_NHLK, k_NHLK, v_NHLK, mask_LL, is_causal=mask_LL is None, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out_NHLK.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Attention as PyTorch computes it on any device; a subclass computes it in another way.
+
+    It is chosen once, where a module is made; `penstock.model.devices` has the choice.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    #: the tokens that each query sees, its own included; None for all before it
+    window: int | None = None
+
+    #: attention of adjacent sequences of one length
+    run = staticmethod(attention_of_run)
+
+    def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
+        """Causal attention [T, H, K] within each sequence."""
+        return packed_attention(q_THK, k_TGK, v_TGK, sequences, self.window, self.run)
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        """A layer's keys and values, in the order in which `cached` reads them."""
+        return KVCache(size, self.num_kv_heads, self.head_dim)
+
+    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        """Attention [T, H, K] of each token over its row up to itself; keys and values are in the cache already."""
+        if isinstance(rows, SlotRows):
+            return self.slot(q_THK, cache, rows)
+        begin = rows.num_single
+        if begin == len(rows.items):
+            return self.singles(q_THK, cache, rows)
+        parts = [self.singles(q_THK[:begin], cache, rows)] if begin else []
+        # The only head of a text alone is computed by all threads, and would get other bits among others.
+        is_alone = q_THK.shape[1] == 1
+        for (start, length, _), same in groupby(
+            rows.items[begin:], lambda item: (item.start, item.length, is_alone and item.row)
+        ):
+            items = list(same)
+            end = begin + length * len(items)
+            if start == 0:
+                # What these texts see is at hand, in the order in which it is read fastest.
+                q, k, v = (x[begin:end] for x in (q_THK, k_TGK, v_TGK))
+                parts.append(self.run(q, k, v, (length, len(items)), self.window, rows))
+            else:
+                each = zip(items, q_THK[begin:end].split(length), strict=True)
+                parts += [self.item(q_LHK, cache, item, rows) for item, q_LHK in each]
+            begin = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        """Attention [S, H, K] of the batch's items of one token."""
+        runs = [run for run in rows.runs if run[0].length == 1]
+        of_runs = zip(runs, q_SHK.split([len(run) for run in runs]), strict=True)
+        means = [
+            # The bits of neighbouring, equally long rows are those of each alone.
+            _attention_of_queries(
+                q_RHK,
+                cache,
+                slice(run[0].row, run[-1].row + 1),
+                slice(first_seen(run[0], self.window), run[0].end),
+            )
+            for run, q_RHK in of_runs
+        ]
+        return torch.cat(means) if len(means) > 1 else means[0]
+
+    def slot(self, q_RHK: Tensor, cache: KVCache, rows: SlotRows) -> Tensor:
+        """Attention [R, H, K] of all rows of a slot, each up to its position."""
+        mask_R11N = rows.shared(("mask", self.window), lambda: _mask_of_slot(rows, self.window))
+        slot = slice(rows.first, rows.first + rows.num_tokens)
+        return _attention_of_queries(q_RHK, cache, slot, slice(0, rows.num_seen), mask_R11N)
+
+    def item(self, q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows) -> Tensor:
+        """Attention [L, H, K] of a text that goes on after what is in the cache."""
+        first = first_seen(item, self.window)
+        k_GLK, v_GLK = cache.keys_of(item.row, slice(first, item.end)), cache.values_RGLK[item.row, :, first : item.end]
+        key = ("cached mask", item.length, item.start, self.window)
+        mask_LL = rows.shared(key, lambda: _mask_of_item(item, first, self.window, q_LHK.device))
+        q, k, v = (x[None] for x in (q_LHK.transpose(0, 1).to(k_GLK.dtype), k_GLK, v_GLK))
+        is_grouped = len(k_GLK) != q_LHK.shape[1]
+        out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
+        return out_HLK.transpose(0, 1).to(q_LHK.dtype)
+
+
+def packed_attention(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THK: Tensor,
+    sequences: Sequences,
+    window: int | None,
+    attention_of_run: Callable[..., Tensor] = attention_of_run,
+) -> Tensor:
+    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
+
+    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
+    """
+    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
+    kernel = _variable_length_kernel() if has_kernel else None
+    if kernel is not None:
+        starts, longest = sequences.cu_seqlens, sequences.max_length
+        left = -1 if window is None else window - 1
+        grouped = q_THK.shape[1] != k_THK.shape[1]
+        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
+    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+    if len(runs) == 1:
+        return attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
+    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
+    sizes = [length * count for length, count in runs]
+    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
+    return torch.cat([attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
 
 
 @cache
@@ -141,19 +177,6 @@ def first_seen(item: BatchItem, window: int | None) -> int:
     return 0 if window is None else max(0, item.start + 1 - window)
 
 
-def _attention_of_rows(q_RHK: Tensor, cache: KVCache, run: Sequence[BatchItem], window: int | None) -> Tensor:
-    """[R, H, K] of neighbouring, equally long rows that read one token each; the bits are those of each alone."""
-    rows, seen = slice(run[0].row, run[-1].row + 1), slice(first_seen(run[0], window), run[0].end)
-    return _attention_of_queries(q_RHK, cache, rows, seen)
-
-
-def _attention_of_slot(q_RHK: Tensor, cache: KVCache, rows: SlotRows, window: int | None) -> Tensor:
-    """[R, H, K] of all rows of a slot, each up to its position."""
-    mask_R11N = rows.shared(("mask", window), lambda: _mask_of_slot(rows, window))
-    slot = slice(rows.first, rows.first + rows.num_tokens)
-    return _attention_of_queries(q_RHK, cache, slot, slice(0, rows.num_seen), mask_R11N)
-
-
 def _attention_of_queries(
     q_RHK: Tensor, cache: KVCache, rows: slice, seen: slice, mask_R11N: Tensor | None = None
 ) -> Tensor:
@@ -170,18 +193,6 @@ def _mask_of_slot(rows: SlotRows, window: int | None) -> Tensor:
         # A dead row may see nothing; one key keeps its numbers finite.
         sees_RN = sees_RN & ((token_N > position_R1 - window) | (position_R1 >= rows.num_seen))
     return sees_RN[:, None, None]
-
-
-def _attention_of_item(q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows, window: int | None) -> Tensor:
-    """[L, H, K] of a text that goes on after what is in the cache."""
-    first = first_seen(item, window)
-    k_GLK, v_GLK = cache.keys_of(item.row, slice(first, item.end)), cache.values_RGLK[item.row, :, first : item.end]
-    key = ("cached mask", item.length, item.start, window)
-    mask_LL = rows.shared(key, lambda: _mask_of_item(item, first, window, q_LHK.device))
-    q, k, v = (x[None] for x in (q_LHK.transpose(0, 1).to(k_GLK.dtype), k_GLK, v_GLK))
-    is_grouped = len(k_GLK) != q_LHK.shape[1]
-    out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
-    return out_HLK.transpose(0, 1).to(q_LHK.dtype)
 
 
 def _mask_of_item(item: BatchItem, first: int, window: int | None, device: torch.device) -> Tensor:

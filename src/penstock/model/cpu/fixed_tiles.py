@@ -14,7 +14,7 @@ H query heads, G key and value heads, Q = H / G, K width of a head, P tiles.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.host_memory import lazy_zeros
-from penstock.model.kv_cache import CacheSize, KVCache, Rows, SlotRows
+from penstock.model.kv_cache import CachedRows, CacheSize, KVCache, SlotRows
 from penstock.model.linear import with_gradient
-from penstock.model.sequences import Sequences
+from penstock.model.sequences import SharedByLayers
 from penstock.schedule import BatchItem
 
 TILE_KEYS = 128
@@ -43,51 +43,13 @@ def rounded_up(length: int) -> int:
     return -(-length // WHOLE) * WHOLE
 
 
-class TiledAttention(AttentionKernel):
-    """Attention in fixed tiles of keys, without a window."""
-
-    def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
-        runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
-        sizes = [length * count for length, count in runs]
-        parts = zip(runs, q_THK.split(sizes), k_TGK.split(sizes), v_TGK.split(sizes), strict=True)
-        means = [_attention_of_run(run, qkv) for run, *qkv in parts]
-        return means[0] if len(means) == 1 else torch.cat(means)
-
-    def new_cache(self, size: CacheSize) -> KVCache:
-        return KVCache(size, self.num_kv_heads, self.head_dim, lazy_zeros)
-
-    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
-        if isinstance(rows, SlotRows):
-            own = slice(rows.first, rows.first + rows.num_tokens)
-            seen = rows.shared("seen by tiles", lambda: _seen(rows.positions[:, None], rows.num_seen))
-            return _attention_of_rows(q_THK, cache, own, seen)
-        parts, begin = [], 0
-        for run in rows.shared("runs by tiles", lambda: _runs(rows.items)):
-            length, num_tokens = run[0].length, sum(item.length for item in run)
-            of_run = slice(begin, begin + num_tokens)
-            begin += num_tokens
-            if length > 1 and run[0].start == 0:
-                # What these texts see is at hand.
-                parts.append(_attention_of_run((length, len(run)), [x[of_run] for x in (q_THK, k_TGK, v_TGK)]))
-                continue
-            own, q = slice(run[0].row, run[-1].row + 1), q_THK[of_run]
-            positions_RL = rows.positions[of_run].view(len(run), -1)
-            longest = max(item.end for item in run)
-            seen = rows.shared(("seen", of_run.start, longest), partial(_seen, positions_RL, longest))
-            if length == 1:
-                parts.append(_attention_of_rows(q, cache, own, seen))
-            else:
-                # One row of the cache, which reads several tokens.
-                padded = F.pad(q, (0, 0, 0, 0, 0, rounded_up(num_tokens) - num_tokens)).transpose(0, 1)[None]
-                parts.append(_attention_over(padded, cache, own, seen)[0, :, :num_tokens].transpose(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attention_of_run(run: tuple[int, int], qkv: Sequence[Tensor]) -> Tensor:
+def _attention_of_run(
+    q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int], window: int | None, sequences: SharedByLayers
+) -> Tensor:
     """Attention of adjacent sequences of one length, `run` being (length, number)."""
     length, count = run
     missing = rounded_up(length) - length
-    shaped = [F.pad(x.unflatten(0, (count, length)), (0, 0, 0, 0, 0, missing)).transpose(1, 2) for x in qkv]
+    shaped = [F.pad(x.unflatten(0, (count, length)), (0, 0, 0, 0, 0, missing)).transpose(1, 2) for x in (q, k, v)]
 
     def forward(*qkv: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         out_NHLK, lse_NHL = _causal(*qkv)
@@ -99,6 +61,35 @@ def _attention_of_run(run: tuple[int, int], qkv: Sequence[Tensor]) -> Tensor:
 
     out_NHLK = with_gradient(forward, backward, *shaped) if torch.is_grad_enabled() else _causal(*shaped)[0]
     return out_NHLK[:, :, :length].transpose(1, 2).flatten(0, 1)
+
+
+class TiledAttention(AttentionKernel):
+    """Attention in fixed tiles of keys, without a window."""
+
+    run = staticmethod(_attention_of_run)
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return KVCache(size, self.num_kv_heads, self.head_dim, lazy_zeros)
+
+    def singles(self, q_SHK: Tensor, cache: KVCache, rows: CachedRows) -> Tensor:
+        parts, begin = [], 0
+        for run in rows.shared("runs by tiles", lambda: _runs(rows.items[: rows.num_single])):
+            end, longest = begin + len(run), max(item.end for item in run)
+            seen = rows.shared(("seen", begin, longest), partial(_seen, rows.positions[begin:end, None], longest))
+            parts.append(_attention_of_rows(q_SHK[begin:end], cache, slice(run[0].row, run[-1].row + 1), seen))
+            begin = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def slot(self, q_RHK: Tensor, cache: KVCache, rows: SlotRows) -> Tensor:
+        seen = rows.shared("seen by tiles", lambda: _seen(rows.positions[:, None], rows.num_seen))
+        return _attention_of_rows(q_RHK, cache, slice(rows.first, rows.first + rows.num_tokens), seen)
+
+    def item(self, q_LHK: Tensor, cache: KVCache, item: BatchItem, rows: CachedRows) -> Tensor:
+        positions_1L = torch.arange(item.start, item.end)[None]
+        seen = rows.shared(("seen by item", item.start, item.end), partial(_seen, positions_1L, item.end))
+        padded = F.pad(q_LHK, (0, 0, 0, 0, 0, rounded_up(item.length) - item.length)).transpose(0, 1)[None]
+        own = slice(item.row, item.row + 1)
+        return _attention_over(padded, cache, own, seen)[0, :, : item.length].transpose(0, 1)
 
 
 def _causal(q_NHLK: Tensor, k_NGLK: Tensor, v_NGLK: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,27 +133,22 @@ def _added(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _runs(items: Sequence[BatchItem]) -> list[list[BatchItem]]:
-    """Group the items in order: those of one token in neighbouring rows together, and those of more that begin alike.
+    """Group items of one token in neighbouring rows.
 
-    All rows of a run read as many keys as its longest, so that one that is much shorter begins a run. Texts that go on
-    after what is in the cache are alone.
+    All rows of a run read as many keys as its longest, so that one that is much shorter begins a run.
     """
     runs: list[list[BatchItem]] = []
     longest = 0
     for item in items:
-        last, own = runs[-1][-1] if runs else None, rounded_up(item.end)
-        begin = joins = False
-        if last is not None and last.length == item.length:
-            begin = item.length > 1 and last.start == item.start == 0
-            joins = item.length == 1 and last.row + 1 == item.row
+        length = rounded_up(item.end)
         # The keys that the run, or else this row, would read for nothing.
-        unread = max(0, own - longest) * len(runs[-1]) + max(0, longest - own) if joins else 0
-        if begin or (joins and unread <= _KEYS_OF_A_CALL):
+        unread = max(0, length - longest) * len(runs[-1]) + max(0, longest - length) if runs else 0
+        if runs and runs[-1][-1].row + 1 == item.row and unread <= _KEYS_OF_A_CALL:
             runs[-1].append(item)
-            longest = max(longest, own)
+            longest = max(longest, length)
         else:
             runs.append([item])
-            longest = own
+            longest = length
     return runs
 
 

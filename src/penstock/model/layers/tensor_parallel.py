@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from penstock.model.attention.context_parallel import ContextAttention
 from penstock.model.kv_cache import Rows
@@ -48,51 +47,40 @@ class TensorParallelSplit:
     groups: ModelGroups
 
     @property
-    def group(self) -> ProcessGroup:
-        assert self.groups.tp is not None
-        return self.groups.tp
-
-    @property
-    def size(self) -> int:
-        return self.groups.tp_size
-
-    @property
-    def rank(self) -> int:
-        return self.groups.tp_rank
-
-    @property
     def num_kv_parts(self) -> int:
         """Parts of the key and value heads; with fewer heads than ranks, neighbouring ranks hold the same part."""
-        return min(self.size, self.config.key_heads)
+        return min(self.groups.tp_size, self.config.key_heads)
 
     @property
     def own(self) -> ModelConfig:
         """The shape of what this rank computes by itself between two exchanges."""
         return replace(
             self.config,
-            num_heads=self.config.num_heads // self.size,
+            num_heads=self.config.num_heads // self.groups.tp_size,
             num_kv_heads=self.config.key_heads // self.num_kv_parts,
             head_dim=self.config.head_size,
-            intermediate_size=self.config.intermediate_size // self.size,
+            intermediate_size=self.config.intermediate_size // self.groups.tp_size,
         )
 
     @property
     def vocabulary(self) -> Shard:
         """This rank's part of the embedding's and the head's weight; parts differ by at most one token."""
-        return Shard("tp", 0, self.rank, self.size, (self.config.vocabulary, self.config.hidden_size))
+        return Shard(
+            "tp", 0, self.groups.tp_rank, self.groups.tp_size, (self.config.vocabulary, self.config.hidden_size)
+        )
 
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """This rank's part of the parameter with that name in its unit; None if every rank holds it whole."""
         *_, owner, kind = ("", *name.split("."))
         if owner and owner not in _CUT_DIMENSIONS:
             return None
-        count = self.num_kv_parts if owner in ("k", "v") else self.size
+        count = self.num_kv_parts if owner in ("k", "v") else self.groups.tp_size
         dim = 0 if kind == "bias" else _CUT_DIMENSIONS.get(owner, 0)
-        return Shard("tp", dim, self.rank * count // self.size, count, full_shape)
+        return Shard("tp", dim, self.groups.tp_rank * count // self.groups.tp_size, count, full_shape)
 
     def is_repeated(self, shard: Shard | None) -> bool:
         """True if several ranks of the group hold this part."""
-        return shard is None or shard.axis != "tp" or shard.count < self.size
+        return shard is None or shard.axis != "tp" or shard.count < self.groups.tp_size
 
 
 def check_tensor_parallel(config: ModelConfig, num_ranks: int) -> None:
@@ -151,7 +139,7 @@ class TensorParallelEmbedding(TensorParallelUnit, Embedding):
     def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
         Embedding.__init__(self, replace(config, vocab_size=split.vocabulary.length))
-        self.collectives, self.part = Collectives(split.group), split.vocabulary
+        self.collectives, self.part = Collectives(groups.tp), split.vocabulary
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", lambda tokens_T: (self.padded(self.embedded(tokens_T)),)), self.scatter()]
@@ -188,7 +176,7 @@ class TensorParallelAttentionBlock(TensorParallelUnit, AttentionBlock):
         split = TensorParallelSplit(config, groups)
         own = split.own
         AttentionBlock.__init__(self, own, matmul)
-        self.collectives, cp = Collectives(split.group), Collectives(groups.cp)
+        self.collectives, cp = Collectives(groups.tp), Collectives(groups.cp)
         self.context = ContextAttention(groups.context_form, cp, own.num_heads, own.key_heads)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
@@ -220,7 +208,7 @@ class TensorParallelMLPBlock(TensorParallelUnit, MLPBlock):
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
         MLPBlock.__init__(self, split.own, matmul)
-        self.collectives = Collectives(split.group)
+        self.collectives = Collectives(groups.tp)
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return self.around([Compute("mlp", lambda h, x: (self.inner(h), x))])
@@ -232,7 +220,7 @@ class TensorParallelHead(TensorParallelUnit, Head):
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
         Head.__init__(self, replace(config, vocab_size=split.vocabulary.length), matmul)
-        self.collectives, self.part = Collectives(split.group), split.vocabulary
+        self.collectives, self.part = Collectives(groups.tp), split.vocabulary
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         def project(h: Tensor) -> State:
