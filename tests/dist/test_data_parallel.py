@@ -212,6 +212,11 @@ def refusals(rank: int) -> list[tuple[type, str]]:
         assert engine.train_batch(good, micro_batches=MicroBatchSpec(num=2)).success
     with pytest.raises(ValueError, match="normalize = 'mean': expected"):
         engine.train_batch(good, normalize="mean")
+    with pytest.raises(ZeroLossWeight, match="of the whole batch sum to 0 "):
+        engine.train_batch(masked, normalize=10.0)
+    with pytest.raises(ZeroLossWeight, match="of all batches sum to 0 "):
+        engine.evaluate([masked, masked])
+    assert engine.evaluate([masked, good]) == engine.evaluate(good)
     engine.close()
     engine.grid.close()
     return raised

@@ -228,7 +228,7 @@ class Engine(ModelState, WeightEndpoint):
         pipeline give the same ones; data-parallel ranks may have unequal numbers of them, except where they share
         experts (ep > 1).
 
-        Raises: as `Engine.forward`.
+        Raises: ZeroLossWeight if no token of any batch carries loss; else as `Engine.forward`.
         """
         loss = scorer.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
         if self.pipeline.is_watched_anywhere and self.watchers.saw("on_evaluation", self.step, loss):

@@ -133,12 +133,12 @@ class ZeroLossWeight(ValueError):
     """
 
 
-def check_total(rank_totals: Sequence[float], num_dp: int) -> float:
+def check_total(rank_totals: Sequence[float], num_dp: int, of: str = "the whole batch") -> float:
     """The weight of a whole batch, of all data-parallel ranks. Raises: ZeroLossWeight if it has none."""
     total = math.fsum(rank_totals)
     if not total > 0:
         raise ZeroLossWeight(
-            f"the loss weights of the whole batch sum to {total:g} over {num_dp} data-parallel rank(s): "
+            f"the loss weights of {of} sum to {total:g} over {num_dp} data-parallel rank(s): "
             "at least one token must carry loss"
         )
     return total
@@ -192,8 +192,8 @@ class StepLoss:
     loss_fn: LossFn
     #: gives a microbatch's weight in the divisor
     loss_weight_fn: LossWeightFn
-    #: the divisor, or how it follows from the weights; 1 where losses are only added up
-    normalize: Normalize | str | float = 1.0
+    #: the divisor, or how it follows from the weights; None where losses are only added up
+    normalize: Normalize | str | float | None = None
     #: name -> the microbatches' parts, on this rank
     _metrics: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
@@ -205,9 +205,9 @@ class StepLoss:
         self._outputs.clear()
 
     @cached_property
-    def divisor(self) -> Normalize | float:
-        """See `divisor_of`. Raises: ValueError for what is no divisor."""
-        return divisor_of(self.normalize)
+    def divisor(self) -> Normalize | float | None:
+        """See `divisor_of`; None where losses are only added up. Raises: ValueError for what is no divisor."""
+        return None if self.normalize is None else divisor_of(self.normalize)
 
     @cached_property
     def reads_labels(self) -> bool:

@@ -280,7 +280,7 @@ class MicrobatchSource:
 
     def factor(self, number: int) -> float:
         """The factor on the loss of the microbatch of that number; 0 where no labels are seen."""
-        assert self.loss is not None
+        assert self.loss is not None and self.loss.divisor is not None
         divisor, totals = self.loss.divisor, self.rank_totals
         if divisor is Normalize.MICROBATCH_MEAN:
             # Each context-parallel rank counts as a rank.
@@ -307,7 +307,7 @@ class MicrobatchSource:
 
     def _add_up(self, rank_totals: Sequence[float], num_tokens: int) -> None:
         self.rank_totals, self.num_tokens = rank_totals, num_tokens
-        if self.loss is not None and isinstance(self.loss.divisor, Normalize):
+        if self.loss is not None and self.loss.divisor is not None:
             check_total(rank_totals, self.pipeline.layout.dp)
 
     def _weigh(self, microbatch: PackedBatch) -> None:

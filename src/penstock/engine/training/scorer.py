@@ -20,6 +20,7 @@ from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,
     StepLoss,
+    check_total,
     labelled_rows,
     reads_labelled_rows,
 )
@@ -133,7 +134,7 @@ def evaluate(
                     loss += total
                     weight += sum(microbatches.rank_totals)
     metrics = step_loss.reduced(pipeline, num_metrics)
-    return EvaluationLoss(loss / weight if weight else float("nan"), metrics, tuple(outputs))
+    return EvaluationLoss(loss / check_total([weight], num_dp, "all batches"), metrics, tuple(outputs))
 
 
 def share_outputs(pipeline: Pipeline, outputs: Sequence[Any]) -> tuple[Any, ...]:
