@@ -252,13 +252,14 @@ def show_command(arguments: list[str]) -> int:
     """Draw a schedule in the terminal, or into a file: a picture, a page or a trace."""
     options = show_command_parser(arguments).parse_args(arguments)
     check_drawing(options.output, options.force)
+    costs = costs_of(options)
     try:
-        program = proved(options, options.name)
+        timeline = schedule.simulate(proved(options, options.name), costs)
     except schedule.ScheduleError as error:
         if error.hang is not None:
-            _show(options, arguments, schedule.simulate(error.hang, costs_of(options)), str(error))
+            _show(options, arguments, schedule.simulate(error.hang, costs), str(error))
         raise
-    _show(options, arguments, schedule.simulate(program, costs_of(options)))
+    _show(options, arguments, timeline)
     return 0
 
 

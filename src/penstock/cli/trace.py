@@ -60,15 +60,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _file_of(run: Path) -> Path:
-    """Find the recorded step of a run.
-
-    Raises: ValueError for a run without one, saying how to record it.
-    """
+    """Find the recorded step of a run. Raises: ValueError for a run without one, saying how to record it."""
     if not run.exists():
         raise ValueError(f"there is no run {run}")
-    if not run.is_dir():
-        return run
-    file = run / RECORDED_STEP_FILE
+    file = run / RECORDED_STEP_FILE if run.is_dir() else run
     if not file.exists():
         raise ValueError(
             f"{run} has no {RECORDED_STEP_FILE}: a run writes it after its last step, unless [log] timeline is false"

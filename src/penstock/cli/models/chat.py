@@ -163,12 +163,13 @@ def _begun(system: str | None) -> list[dict[str, str]]:
 
 def _said() -> str | None:
     """The next line of the user; None at the end."""
-    if sys.stdin.isatty():
+    is_typed = sys.stdin.isatty()
+    if is_typed:
         # Lines can then be edited, and earlier ones recalled.
         import readline  # noqa: F401
 
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if is_typed else "")
     except EOFError:
         return None
 

@@ -178,14 +178,10 @@ class Generate(ModelCommand):
         text.finish()
         line: dict[str, Any] = {"prompt": answer.prompt, "sample": answer.sample}
         line |= {name: value for name, value in (("line", prompt.line), ("id", prompt.id)) if value is not None}
-        line |= {
-            "text": text.text,
-            "tokens": list(answer.tokens),
-            "log_probs": [plain_number(value) for value in answer.log_probs],
-            "ending": answer.ending and answer.ending.value,
-        }
+        line |= {"text": text.text, "tokens": list(answer.tokens), "log_probs": [*map(plain_number, answer.log_probs)]}
+        line["ending"] = answer.ending and answer.ending.value
         if answer.raw_log_probs is not None:
-            line["raw_log_probs"] = [plain_number(value) for value in answer.raw_log_probs]
+            line["raw_log_probs"] = [*map(plain_number, answer.raw_log_probs)]
         if answer.top_log_probs is not None:
             line["top_log_probs"] = [
                 [[token, plain_number(value)] for token, value in likeliest] for likeliest in answer.top_log_probs
@@ -205,8 +201,8 @@ class Generate(ModelCommand):
             self.results([version, given, asdict(params)], ("prompt", "sample"), self.group.rank == 0) as file,
         ):
             lines = file.read() if file is not None else []
-            there = [line["prompt"] * params.num_samples + line["sample"] for line in lines]
-            kept = frozenset(self.meeting.exchange("kept", there)[0])
+            numbers = [line["prompt"] * params.num_samples + line["sample"] for line in lines]
+            kept = frozenset(self.meeting.exchange("kept", numbers)[0])
             pipelines = self.pipelines
             # A prompt whose samples stay together is read once, unless that would leave pipelines without work.
             together = params.num_samples if len(prompts) >= pipelines.count else 1
