@@ -326,13 +326,15 @@ def check_whole_model(
         ValueError: naming the first such tensor; on all ranks alike.
         ConfigError: with the group's pattern and some parameters' names; on all ranks alike.
     """
+    # A rank that is alone need not read its weights.
+    sums = [0] * len(tensors) if grid.control is None else _sums(list(tensors.values()))
     parts = {}
     for name, shard in shards.items():
         group = grid.tp_group if shard.axis == "tp" else grid.ep_group
         parts[name] = f"{shard.axis} {group.rank() if group is not None else 0}"
     view = {
         name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, total)
-        for (name, tensor), total in zip(tensors.items(), _sums(list(tensors.values())), strict=True)
+        for (name, tensor), total in zip(tensors.items(), sums, strict=True)
     }
     seen: dict[tuple[str, str], tuple[int, int]] = {}
     dims: dict[str, int] = {}

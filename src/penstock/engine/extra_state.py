@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,39 +21,38 @@ _KEY = "_extra_state"
 """Ends its name in a state dict, as torch has it."""
 
 
+@dataclass(eq=False)
 class ExtraState:
     """The extra state of this rank's modules, by its name in the whole model's state dict.
 
     In a checkpoint each is a text, and the tensors within it are numbered beside it: ``layers.1._extra_state.0``.
     """
 
-    #: name -> this rank's module, of the first copy in a bidirectional model
-    _modules: dict[str, nn.Module]
-    #: name -> the module and its second copy, as far as this rank has them
-    _copies: dict[str, list[nn.Module]]
+    #: this rank's stages
+    _stages: Iterable[Stage]
     #: what is being loaded, until it is taken
-    _room: dict[str, Tensor]
+    _room: dict[str, Tensor] = field(default_factory=dict)
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        self._modules, self._copies, self._room = {}, {}, {}
-        for stage in stages:
-            for unit_name, unit in stage.units:
-                for path, module in unit.named_modules():
-                    if has_extra_state(module):
-                        name = ".".join(filter(None, (unit_name, path, _KEY)))
-                        self._copies.setdefault(name, []).append(module)
-                        if not stage.suffix:
-                            self._modules[name] = module
+    @cached_property
+    def _modules(self) -> list[tuple[str, nn.Module, bool]]:
+        """The modules that declare such state with its name; true for those of a bidirectional model's first copy."""
+        return [
+            (".".join(filter(None, (unit_name, path, _KEY))), module, not stage.suffix)
+            for stage in self._stages
+            for unit_name, unit in stage.units
+            for path, module in unit.named_modules()
+            if has_extra_state(module)
+        ]
 
     def values(self) -> dict[str, Any]:
         """Each module's extra state as it is now; None is left out."""
-        values = {name: module.get_extra_state() for name, module in self._modules.items()}
+        values = {name: module.get_extra_state() for name, module, is_first in self._modules if is_first}
         return {name: value for name, value in values.items() if value is not None}
 
     def take_values(self, values: Mapping[str, Any]) -> None:
         """Set those of this rank's modules, each from a copy of its own."""
-        for name in self._copies.keys() & values.keys():
-            for module in self._copies[name]:
+        for name, module, _ in self._modules:
+            if name in values:
                 module.set_extra_state(copy.deepcopy(values[name]))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -68,11 +69,11 @@ class ExtraState:
 
     def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
         """Room for what the checkpoint has of it, and for what this rank's modules need of it."""
-        records = {record.of: record for record in checkpoint.tensors.values()}
+        names = {name for name, *_ in self._modules}
         self._room = {
-            name: torch.empty(record.part.full_shape, dtype=getattr(torch, record.dtype))
-            for name, record in records.items()
-            if f"{name.partition(f'.{_KEY}')[0]}.{_KEY}" in self._copies
+            record.of: torch.empty(record.part.full_shape, dtype=getattr(torch, record.dtype))
+            for record in checkpoint.tensors.values()
+            if f"{record.of.partition(f'.{_KEY}')[0]}.{_KEY}" in names
         }
         # Modules without anything to say, such as those of a precision that is not used, were not saved once.
         needed = [name for name, value in self.values().items() if not _is_empty(value)]
@@ -84,7 +85,7 @@ class ExtraState:
         Raises: KeyError, TypeError or ValueError for what was never saved.
         """
         room, self._room = self._room, {}
-        for name in self._copies.keys() & room.keys():
+        for name in room.keys() & {name for name, *_ in self._modules}:
             structure, tensors = json.loads(bytes(room[name].tolist())), list[Tensor]()
             for number, (dtype, shape) in enumerate(tensor_forms(structure)):
                 tensor = room.get(f"{name}.{number}", torch.empty(shape, dtype=getattr(torch, dtype)))

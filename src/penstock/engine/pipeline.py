@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ from penstock.model.cpu.reproducible import check_reproducible
 from penstock.model.layers.dense import read_sampled_alone
 from penstock.model.linear import Pack
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven
-from penstock.parallel.collectives import observe
+from penstock.parallel.collectives import Collectives
 from penstock.parallel.host import gather_json
 from penstock.runtime import (
     Boundary,
@@ -169,8 +169,6 @@ class Pipeline:
     sharding: Sharding
     #: the optimizer's groups of parameters
     parameter_groups: ParameterGroups
-    #: layers that ask for more than the stream, and what they give each other; None where no layer of this rank does
-    own_layers: OwnLayers | None
     #: what layers on this rank declare as state beside parameters and buffers
     extra_state: ExtraState
     #: True if this rank holds that end of the model
@@ -235,8 +233,6 @@ class Pipeline:
         self.gives_results = self.grid.pp_rank == output_rank
         self.output_ranks = tuple(self.layout.rank_of(dp=dp, pp=output_rank) for dp in range(self.layout.dp))
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
-        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
-        self.own_layers = None if own_layers.are_plain else own_layers
         self.extra_state = ExtraState(self.stages.values())
         self._check_whole_model()
         # Only now: the check computes the last layer for all tokens.
@@ -286,7 +282,9 @@ class Pipeline:
             stage.suffix = SECOND_COPY if number >= num_cut else stage.suffix
             for _, module in stage.units:
                 share_casts(module, self.casts)
-                observe(module, self.recorder)
+                members = [member for part in module.modules() for member in vars(part).values()]
+                for collectives in (member for member in members if isinstance(member, Collectives)):
+                    collectives.observer = self.recorder
         names = self.parameters()
         self.ties = Ties.of(self.units, names, self.placement.num_routes)
         self.loans = self.ties.loans(names)
@@ -360,6 +358,12 @@ class Pipeline:
         return timed_cut(alone, self.placement, self.options, times)
 
     # ---- the model on this rank
+
+    @cached_property
+    def own_layers(self) -> OwnLayers | None:
+        """This rank's layers that ask for more than the stream, and what they are given; None where none does."""
+        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
+        return None if own_layers.are_plain else own_layers
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name, once values that other ranks step have arrived."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ Slices = Mapping[str, Sequence[tuple[TensorSlice, Tensor]]]
 # ---- an engine as other engines know it
 
 
+@dataclass(eq=False, repr=False)
 class WeightEndpoint:
     """An engine as other engines know it: weights leave from it and reach it; each process of the world has one."""
 
@@ -49,19 +51,21 @@ class WeightEndpoint:
     layout: Layout
     #: the engine's settings
     options: EngineOptions
-    #: the engine among all that the world has made, and its processes
+    #: the engine's number among all that the world has made
     _number: int
-    _world_ranks: tuple[int, ...]
     #: this process's part of the model; None where it has none
-    _local: Pipeline | None
+    _local: Pipeline | None = None
     #: the last version that has passed here, where there is no part of the model
-    _seen: int
-    #: another engine -> the way to it
-    _transfers: dict[WeightEndpoint, WeightTransfer]
+    _seen: int = field(default=0, init=False)
 
-    def __init__(self, layout: Layout, options: EngineOptions, number: int, local: Pipeline | None = None) -> None:
-        self.layout, self.options, self._number, self._local = layout, options, number, local
-        self._world_ranks, self._seen, self._transfers = tuple(world_ranks(layout)), 0, {}
+    @cached_property
+    def _world_ranks(self) -> tuple[int, ...]:
+        return tuple(world_ranks(self.layout))
+
+    @cached_property
+    def _transfers(self) -> dict[WeightEndpoint, WeightTransfer]:
+        """Another engine -> the way to it."""
+        return {}
 
     @property
     def is_here(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.parallel.renewable import RenewableGroup
 from penstock.schedule.recording import CollectiveKind
@@ -192,16 +192,6 @@ class Collectives:
         if self.observer is not None:
             work = self.observer.follow(kind, x.nbytes, work, self.group)
         return Pending(finish, (work,), x)
-
-
-def observe(module: nn.Module, observer: Observer) -> int:
-    """Attach the observer to all `Collectives` that are attributes of the module or its parts; return their number."""
-    by_members = {
-        id(value): value for part in module.modules() for value in vars(part).values() if isinstance(value, Collectives)
-    }
-    for collectives in by_members.values():
-        collectives.observer = observer
-    return len(by_members)
 
 
 def gather_uneven(x: Tensor, lengths: Sequence[int], group: dist.ProcessGroup | None, dim: int = 0) -> list[Tensor]:

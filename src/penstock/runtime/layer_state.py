@@ -64,16 +64,14 @@ class BufferValues:
     values: Tensor | None = None
 
 
+@dataclass(eq=False, slots=True)
 class BufferHistory:
     """A layer's buffers as each of its forwards saw them, under activation checkpointing; copies only what changes."""
 
     #: the layer
     module: nn.Module
     #: buffer -> its values as of the last forward
-    _last: dict[Tensor, BufferValues]
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self._last = module, {}
+    _last: dict[Tensor, BufferValues] = field(default_factory=dict, init=False)
 
     @contextmanager
     def forward(self) -> Iterator[Mapping[str, BufferValues]]:

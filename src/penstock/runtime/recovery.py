@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Self
 
 import torch
@@ -53,21 +53,22 @@ _END_S = 5.0
 _MOST_QUOTED = 2000
 
 
+@dataclass(eq=False)
 class StepState:
     """The buffers and extra state of the stages' modules, and torch's generators of random numbers."""
 
+    #: the stages of this rank
+    _stages: Iterable[Stage]
     #: the device whose random numbers count beside the host's
     _device: torch.device
-    #: the modules that have such state, and what it was before the step
-    _modules: list[nn.Module]
-    _before: list[ModuleState]
+    #: what the modules' state was before the step
+    _before: list[ModuleState] = field(default_factory=list, init=False)
 
-    def __init__(self, stages: Iterable[Stage], device: torch.device) -> None:
-        self._device = device
-        modules = [module for stage in stages for _, unit in stage.units for module in unit.modules()]
-        self._modules = [module for module in modules if module._buffers or has_extra_state(module)]
-        self._before = []
-        self.save()
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        """The modules that have such state."""
+        modules = [module for stage in self._stages for _, unit in stage.units for module in unit.modules()]
+        return [module for module in modules if module._buffers or has_extra_state(module)]
 
     @torch.no_grad()
     def save(self) -> None:

@@ -52,6 +52,7 @@ def named_context(name: str, context: Callable[[], AbstractContextManager[Any]])
 # ---- The trace: each rank's own record of what it did, in ring buffers, and the sentence that says where it is now
 
 
+_KEPT_RECORDS = 65536
 _DOING = {
     Op.SEND_F: "sends activations",
     Op.SEND_B: "sends gradients",
@@ -118,15 +119,13 @@ def _ended(record: CollectiveRecord, future: object) -> None:
 
 @dataclass(eq=False)
 class Recorder:
-    """The last `capacity` records of one rank's actions, and as many of its collectives, and what it is waiting for.
+    """The newest records of one rank's actions, and as many of its collectives, and what it is waiting for.
 
     The executor writes it between actions, and collectives as they are launched; any thread may read it at any time.
     """
 
     #: this rank's number in its pipeline
     rank: int
-    #: records that are kept, and as many of collectives
-    capacity: int = 65536
     #: names the pipeline where there are several
     place: str | None = None
     #: the running step's number, or the last one's
@@ -136,8 +135,8 @@ class Recorder:
     #: all processes of the run, if the watchdog has set them: reports then name hosts, and ranks that do not answer
     processes: Processes | None = field(default=None, init=False)
     #: actions and collectives of the current step
-    _records: deque[Record] = field(init=False)
-    _collectives: deque[CollectiveRecord] = field(init=False)
+    _records: deque[Record] = field(default_factory=partial(deque, maxlen=_KEPT_RECORDS), init=False)
+    _collectives: deque[CollectiveRecord] = field(default_factory=partial(deque, maxlen=_KEPT_RECORDS), init=False)
     #: the action under way, or the last one
     _current: Record | None = field(default=None, init=False)
     #: True once the action under way has failed
@@ -149,13 +148,10 @@ class Recorder:
     #: group -> its global ranks
     _ranks: dict[dist.ProcessGroup, tuple[int, ...]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self._records, self._collectives = deque(maxlen=self.capacity), deque(maxlen=self.capacity)
-
-    def keep(self, capacity: int) -> None:
+    def keep(self, num: int) -> None:
         """Keep only so many records from now on, the newest ones."""
-        self._records = deque(self._records, maxlen=capacity)
-        self._collectives = deque(self._collectives, maxlen=capacity)
+        self._records = deque(self._records, maxlen=num)
+        self._collectives = deque(self._collectives, maxlen=num)
 
     def begin_step(self, step: int) -> None:
         """Count the records that follow as those of `step`."""
@@ -227,11 +223,11 @@ class Recorder:
         return self._ranks.setdefault(group, tuple(dist.get_process_group_ranks(group)))
 
     def collective_records(self) -> list[CollectiveRecord]:
-        """The collectives that the current step has launched so far, in that order (the last `capacity` of them)."""
+        """The newest collectives that the current step has launched, in that order."""
         return list(self._collectives)
 
     def records(self) -> list[Record]:
-        """The records of the current step, oldest first (the last `capacity` of them)."""
+        """The newest records of the current step, oldest first."""
         return list(self._records)
 
     def busy_s(self) -> float:

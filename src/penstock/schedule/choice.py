@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import getsource
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -222,7 +222,11 @@ class ScheduleChoice:
         every = {option for name in builders.names() for option in builders.options(name)}
         if not self.is_fixed:
             every |= builders.options(self._builder).keys()
-        return {name: value for name, value in self.settings.given.items() if name in every}
+        # Those that are neither None nor false choose something.
+        values = {
+            field.name: getattr(self.settings, field.name) for field in fields(self.settings) if field.name in every
+        }
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _check_numbers(name: str, order: Schedule, ranks: int, microbatches: int) -> None:

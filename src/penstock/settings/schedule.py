@@ -1,7 +1,6 @@
 """The settings of a schedule: its name and options."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from penstock.settings.declare import (
     AT_LEAST_0,
@@ -84,9 +83,3 @@ class ScheduleConfig(Settings, section="schedule"):
                 "schedule.early_release = true changes the turns of overlapped pairs, but schedule.overlap = false; "
                 "leave out one of them"
             )
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The settings that are neither None nor false, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value is not False}

@@ -22,7 +22,6 @@ class Counted(StepState):
 
 def test_an_action_that_has_failed_is_over_for_the_watchdog_and_still_named() -> None:
     recorder, state = Recorder(0), Counted((), torch.device("cpu"))
-    state.num_saved = 0
     recovery = Recovery(None, recorder, state)
     with pytest.raises(ArithmeticError), recovery.joined(), recovery.announcing():
         recorder.begin(Action(Op.F, 0, 3))

@@ -23,6 +23,7 @@ from penstock.engine.optimizer.state import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import (
     Block,
     FlatStepper,
+    GroupRule,
     OwnedState,
     Rates,
     SetAside,
@@ -30,11 +31,11 @@ from penstock.engine.optimizer.steppers import (
     Stored,
     Values,
 )
-from penstock.engine.optimizer.torch_stepper import TorchStepper, steppers_for
+from penstock.engine.optimizer.torch_stepper import TorchStepper
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
-from penstock.settings import LearningRate, OptimizerConfig
+from penstock.settings import ConfigError, Division, LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
@@ -187,7 +188,7 @@ class Optimizer:
             Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
             for bucket, master in zip(self._stepped, self._masters, strict=True)
         ]
-        self._steppers = [self.aside, *steppers_for(self.groups.rules, blocks, is_split=group is not None)]
+        self._steppers = [self.aside, *_steppers_for(self.groups.rules, blocks, is_split=group is not None)]
 
     @property
     def loss_scale(self) -> float:
@@ -437,3 +438,30 @@ def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> in
     if twice:
         raise ValueError(f"parameter {twice[0]!r} is held twice; give the copies names of their own and tie them")
     return max(len(rank_names) for rank_names in by_rank)
+
+
+def _steppers_for(
+    rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool
+) -> list[FlatStepper | TorchStepper]:
+    """The update rules of these blocks, one for each optimizer among the groups.
+
+    is_split: True where several ranks step the model's parameters, each its own.
+
+    Raises: ConfigError for an optimizer that steps all parameters together, where they are split.
+    """
+    steppers: list[FlatStepper | TorchStepper] = []
+    for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
+        rules_of_kind = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
+        blocks_of_kind = [block for block in blocks if block.group in rules_of_kind]
+        rule = next(iter(rules_of_kind.values()))
+        if is_split and rule.division is Division.MODEL:
+            raise ConfigError(
+                f'the optimizer {rule.made_as} steps all parameters together (divides = "model"), but several ranks '
+                "step parameters here, each its own; it can train with pp = 1, tp = 1, ep = 1 and "
+                "optimizer.zero = false"
+            )
+        if kind.stepper is not None:
+            steppers.append(kind.stepper(blocks_of_kind))
+        elif any(block.places for block in blocks_of_kind):
+            steppers.append(TorchStepper(kind, rules_of_kind, index, blocks_of_kind))
+    return steppers

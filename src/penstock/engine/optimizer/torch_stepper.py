@@ -24,7 +24,6 @@ from penstock.engine.optimizer.state import (
 )
 from penstock.engine.optimizer.steppers import (
     Block,
-    FlatStepper,
     GroupRule,
     OptimizerKind,
     OwnedState,
@@ -35,7 +34,7 @@ from penstock.engine.optimizer.steppers import (
 )
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
-from penstock.settings import ConfigError, Division
+from penstock.settings import ConfigError
 
 _logger = logging.getLogger(__name__)
 
@@ -239,30 +238,3 @@ class _Stepped:
         shape = place.parameter.shape if place.is_whole else (place.last - place.first,)
         values, gradient = (place.view(flat).view(shape) for flat in (block.master, block.gradient))
         return cls(block.group, place, in_place_of(place.parameter, values), values, gradient)
-
-
-def steppers_for(
-    rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool
-) -> list[FlatStepper | TorchStepper]:
-    """The update rules of these blocks, one for each optimizer among the groups.
-
-    is_split: True where several ranks step the model's parameters, each its own.
-
-    Raises: ConfigError for an optimizer that steps all parameters together, where they are split.
-    """
-    steppers: list[FlatStepper | TorchStepper] = []
-    for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
-        rules_of_kind = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
-        blocks_of_kind = [block for block in blocks if block.group in rules_of_kind]
-        rule = next(iter(rules_of_kind.values()))
-        if is_split and rule.division is Division.MODEL:
-            raise ConfigError(
-                f'the optimizer {rule.made_as} steps all parameters together (divides = "model"), but several ranks '
-                "step parameters here, each its own; it can train with pp = 1, tp = 1, ep = 1 and "
-                "optimizer.zero = false"
-            )
-        if kind.stepper is not None:
-            steppers.append(kind.stepper(blocks_of_kind))
-        elif any(block.places for block in blocks_of_kind):
-            steppers.append(TorchStepper(kind, rules_of_kind, index, blocks_of_kind))
-    return steppers

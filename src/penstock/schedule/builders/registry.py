@@ -213,13 +213,14 @@ def _checked(built: Any, name: str, wanted: tuple[int, int]) -> Schedule:
 
 
 def _entry(name: str | Builder) -> _Registered:
-    if isinstance(name, str) and not is_reference(name):
-        if (entry := _ENTRIES.get(_ALIASES.get(name, name))) is None:
+    if isinstance(name, str):
+        if (entry := _ENTRIES.get(_ALIASES.get(name, name))) is not None:
+            return entry
+        if not is_reference(name):
             raise ConfigError(
                 f"there is no schedule {name!r}; {_nearest(name, dict.fromkeys(names()))}, a file ending in .csv or "
                 ".txt, or package.module:function"
             )
-        return entry
     build = load_object(name) if isinstance(name, str) else name
     if not callable(build):
         raise ValueError(f"schedule {name!r} is {type_in_words(build)}; a function that gives a Schedule is possible")
