@@ -67,11 +67,8 @@ class EngineArguments(NamedTuple):
     @classmethod
     def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
         """Describe a decoder with random weights."""
-
-        def units(groups: ModelGroups) -> Sequence[UnitSpec]:
-            return decoder_units(shape, groups=groups)
-
-        return cls(units, shape.hidden_size, layout, options, HuggingFaceForm.of(shape))
+        form = HuggingFaceForm.of(shape)
+        return cls(lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout, options, form)
 
 
 def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -549,12 +546,11 @@ def dtype_under(precision: Precision, dtype: torch.dtype) -> torch.dtype:
 
 def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype:
     """The dtype of what layers pass on: the precision's, or that of the parameters of a user's own first layer."""
-    first = units[0]
-    if first.is_own:
+    dtypes = [torch.float32]
+    if units[0].is_own:
         with torch.device("meta"):
-            dtypes = [p.dtype for p in first.build().parameters() if p.is_floating_point()]
-        return dtype_under(precision, dtypes[0]) if dtypes else parameter_dtype(precision)
-    return parameter_dtype(precision)
+            dtypes = [p.dtype for p in units[0].build().parameters() if p.is_floating_point()] + dtypes
+    return dtype_under(precision, dtypes[0])
 
 
 def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
@@ -564,6 +560,6 @@ def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
 
 
 def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    if precision is Precision.BF16_AUTOCAST:
-        return lambda: torch.autocast(device.type, torch.bfloat16)
-    return nullcontext
+    """The context in which units compute."""
+    is_autocast = precision is Precision.BF16_AUTOCAST
+    return partial(torch.autocast, device.type, torch.bfloat16) if is_autocast else nullcontext

@@ -172,7 +172,8 @@ class CheckReport:
         if self.first is None:
             return f"equal, bit for bit: {self.compared}"
         lines = [str(self.first)]
-        for number, cause in enumerate(self.first.causes if Cause.REFUSED not in self.first.causes else ()):
+        causes = () if Cause.REFUSED in self.first.causes else self.first.causes
+        for number, cause in enumerate(causes):
             lines.append(f"  {'or' if number else 'usual cause'}: {cause.text}")
         lines += map(str, self.differences[1:])
         return "\n".join(lines)
@@ -310,12 +311,10 @@ class Observed:
         for name in modules.keys() & names:
             modules[name].register_forward_hook(partial(note, name))
 
-    def begin(self, step: int) -> None:
-        """A step of that number begins."""
+    def take(self, loop: PlainLoop | EngineInTurn, microbatches: Sequence[PackedBatch], step: int) -> None:
+        """Take a step; note what it has computed, and the state that it left, as torch's `state_dict` has it."""
         self._step, self._calls = step, Counter()
-
-    def take(self, loop: PlainLoop | EngineInTurn) -> None:
-        """Note what the step has computed, and the state that it left, as torch's `state_dict` has it."""
+        loop.take_step(microbatches)
         for number, loss in enumerate(loop.losses):
             self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
         for name, gradient in loop.gradients.items():
@@ -387,15 +386,19 @@ class Check:
     @property
     def watched(self) -> set[str]:
         """The layers whose outputs are compared: not those of which one module stands in several places."""
-        ids = [id(layer) for layer in self.parts.layers]
-        names = [part.name if isinstance(part, UnitSpec) else f"layers.{i}" for i, part in enumerate(self.parts.layers)]
-        return {name for name, part in zip(names, ids, strict=True) if ids.count(part) == 1}
+        num_places = Counter(map(id, self.parts.layers))
+        return {
+            part.name if isinstance(part, UnitSpec) else f"layers.{i}"
+            for i, part in enumerate(self.parts.layers)
+            if num_places[id(part)] == 1
+        }
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
         """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
         loop = parts.plain_loop()
         observed.watch(loop.modules, self.watched)
-        self._take_steps(loop, num, range(1, num_steps + 1), observed)
+        for step in range(1, num_steps + 1):
+            observed.take(loop, self.split(num).microbatches, step)
         self.parameters, self.strangers = frozenset(loop.parameters), loop.strangers
         return observed
 
@@ -416,7 +419,7 @@ class Check:
             if folder is not None and steps.start > 1:
                 engine.load(folder)
             for step in steps:
-                self._take_steps(engine, num, range(step, step + 1), rank_observed)
+                rank_observed.take(engine, self.split(num).microbatches, step)
                 observed.values |= rank_observed.values
                 if folder is not None and step == 1:
                     engine.save(folder)
@@ -426,12 +429,6 @@ class Check:
                     observed.reached |= {f"{unit.name}.{name}": rank for name in reached}
 
         ranks.turns.run(work)
-
-    def _take_steps(self, loop: PlainLoop | EngineInTurn, num: int, steps: range, observed: Observed) -> None:
-        for step in steps:
-            observed.begin(step)
-            loop.take_step(self.split(num).microbatches)
-            observed.take(loop)
 
     def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
         """The first place where what `run` computes parts from the plain loop; None if there is none."""
@@ -523,15 +520,13 @@ class Check:
             return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
         again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
         before = [tensor.detach().clone() for tensor in floats]
-        with torch.no_grad():
-            for tensor in floats:
-                tensor.add_(1.0)
+        for tensor in floats:
+            tensor.data.add_(1.0)
         try:
             return self.compare(Way.AGAIN, self.plain, again)
         finally:
-            with torch.no_grad():
-                for tensor, values in zip(floats, before, strict=True):
-                    tensor.copy_(values)
+            for tensor, values in zip(floats, before, strict=True):
+                tensor.data.copy_(values)
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
@@ -558,8 +553,8 @@ class Check:
     def _evaluated(self, num: int, seed: int | None = None) -> tuple[float, float, Tensor | None]:
         """A batch's loss and weight in evaluation mode, and the last layer's rows, if they are those of tokens."""
         parts, parted, outputs = self.parts.copied(), self.split(num), list[Any]()
-        if seed is not None:
-            parts = replace(parts, options=replace(parts.options, seed=seed))
+        seed = parts.options.seed if seed is None else seed
+        parts = replace(parts, options=replace(parts.options, seed=seed))
         loop, microbatches = parts.plain_loop(), parted.microbatches
         list(loop.modules.values())[-1].register_forward_hook(lambda module, arguments, output: outputs.append(output))
         losses = loop.losses_of(microbatches, 1, training=False)

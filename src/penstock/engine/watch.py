@@ -230,6 +230,8 @@ class WandbTracker:
         self._run.finish()
 
 
+@checked
+@dataclass(frozen=True, eq=False)
 class Trackers:
     """All trackers of a run. As a callback (`Engine.watch`) it writes each step and evaluation.
 
@@ -244,11 +246,7 @@ class Trackers:
     """
 
     #: the trackers, each of which gets every number
-    _trackers: tuple[Tracker, ...]
-
-    @checked
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
+    trackers: Sequence[Tracker]
 
     @classmethod
     def open(cls, folder: str | Path, log: LogConfig | None = None, resumed_step: int = 0) -> Trackers:
@@ -264,11 +262,11 @@ class Trackers:
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
         """Write the values of a step everywhere."""
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.write(step, values)
 
     def close(self) -> None:
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.close()
 
     def on_step(self, taken: TrainResult) -> None:

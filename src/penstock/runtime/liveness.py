@@ -89,12 +89,10 @@ class Processes:
 
     def missing(self, ranks: Iterable[int]) -> str:
         """Ask these processes, and name those that do not answer; or, if all do, those that do not wait for others."""
-        asked = self._others(ranks)
-        if not asked:
+        if not (others := self._others(ranks)):
             return ""
-        answers = ask(asked)
-        absent = self._absent(answers)
-        if absent:
+        answers = ask(others)
+        if absent := self._absent(answers):
             return absent
         busy = [
             f"process {rank} does not wait: {answer[0]}"

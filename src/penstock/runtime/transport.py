@@ -266,21 +266,14 @@ class DistributedTransport:
         arrivals = []
         try:
             for channel in self._links:
-                word = torch.tensor(
-                    [channel.source, channel.destination, crc32(describe_message(channel).encode())], device=self.device
-                )
-                message = Message((word,))
+                word = Message((torch.tensor([crc32(describe_message(channel).encode())], device=self.device),))
                 if channel.source == self.rank:
-                    self.send(channel, message)
+                    self.send(channel, word)
                 else:
-                    receipt = self.receive(channel, None if self.is_open else message.header)
-                    arrivals.append((channel, word, receipt))
+                    arrivals.append((channel, word, self.receive(channel, None if self.is_open else word.header)))
             for channel, word, receipt in arrivals:
-                got = receipt.wait().tensors[0]
-                if not torch.equal(got, word):
-                    raise TransportError(
-                        f"the {describe_message(channel)} carried {got.tolist()} instead of {word.tolist()}"
-                    )
+                if not torch.equal(receipt.wait().tensors[0], word.tensors[0]):
+                    raise TransportError(f"something else came in place of {describe_message(channel)}")
             self.settle()
         except TransportError as error:
             raise TransportError(f"the link test failed: {error}") from error
@@ -365,7 +358,8 @@ class _PostedReceive:
     def post_header(self) -> None:
         """Post the receive of the header."""
         self.header_bytes = bytearray(_MOST_HEADER_BYTES)
-        self.works.append(self.transport._links[self.channel].receive_header(self.header_bytes))
+        memory = torch.frombuffer(self.header_bytes, dtype=torch.uint8)
+        self.works += self.transport._links[self.channel].receive(memory, is_header=True)
 
     def header_has_come(self) -> bool:
         """True once the header is there as a whole: gloo's works cannot be asked."""
@@ -439,22 +433,16 @@ class _ChannelEnd:
         else:
             self.sends = _ThreadedSends(channel, watch_s)
 
-    def receive(self, buffer: Tensor) -> list[dist.Work]:
-        """Post the receive of a tensor."""
+    def receive(self, buffer: Tensor, is_header: bool = False) -> list[dist.Work]:
+        """Post the receive of a tensor, or of a header, at most as long as the buffer."""
+        backend, tag = (self.backends[-1], _HEADER_TAG) if is_header else (self.backends[0], _TENSOR_TAG)
         try:
-            works = [self.backends[0].recv([buffer], self.peer, _TENSOR_TAG)]
+            works = [backend.recv([buffer], self.peer, tag)]
             if _comes_in_parts(buffer):
-                works.insert(0, self.backends[0].recv([_BYTE_BEHIND], self.peer, _TENSOR_TAG))
+                works.insert(0, backend.recv([_BYTE_BEHIND], self.peer, tag))
         except RuntimeError as error:
             raise self._lost("received", error) from error
         return works
-
-    def receive_header(self, memory: bytearray) -> dist.Work:
-        """Post the receive of a header, at most as long as this memory."""
-        try:
-            return self.backends[-1].recv([torch.frombuffer(memory, dtype=torch.uint8)], self.peer, _HEADER_TAG)
-        except RuntimeError as error:
-            raise self._lost("received", error) from error
 
     def send(self, tensors: Sequence[Tensor], header: bytes) -> None:
         """Start sending tensors, behind a header if there is one."""
@@ -547,8 +535,10 @@ class _ThreadedSends:
     #: sends that the thread has not been given yet, and their bytes
     _unwatched: _Sends = field(default_factory=deque, init=False)
     _unwatched_bytes: int = field(default=0, init=False)
-    #: the thread's work: sends to wait for, a call to make behind them, or None for the end
-    _queue: queue.SimpleQueue[_Sends | Callable[[], None] | None] = field(init=False)
+    #: the thread's work, call after call, and None for the end
+    _calls: queue.SimpleQueue[Callable[[], None] | None] = field(
+        default_factory=lambda: queue.SimpleQueue(), init=False
+    )
     #: sends so far, and those that have left
     _num_added: int = field(default=0, init=False)
     _num_left: int = field(default=0, init=False)
@@ -558,26 +548,25 @@ class _ThreadedSends:
     _settled: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
-        self._queue = queue.SimpleQueue()
         name = f"penstock sends {describe_message(self.channel)}"
         thread = threading.Thread(target=self._watch, name=name, daemon=True)
         thread.start()
         # At the interpreter's end too: a thread that comes back from torch then would abort the process.
-        weakref.finalize(self, _end_thread, self._queue, thread)
+        weakref.finalize(self, _end_thread, self._calls, thread)
 
     def _watch(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if callable(item):
-                item()
-                continue
-            while item:
-                try:
-                    if self._error is None:
-                        _wait_for(item[0][1], _NOT_TAKEN, self.channel)
-                except TransportError as error:
-                    self._error = error
-                item.popleft()
-                self._num_left += 1
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _wait_for_all(self, sends: _Sends) -> None:
+        while sends:
+            try:
+                if self._error is None:
+                    _wait_for(sends[0][1], _NOT_TAKEN, self.channel)
+            except TransportError as error:
+                self._error = error
+            sends.popleft()
+            self._num_left += 1
 
     def add(self, sent: _Sent) -> None:
         if self._error is not None:
@@ -589,7 +578,7 @@ class _ThreadedSends:
             self._watch_all()
 
     def _watch_all(self) -> None:
-        self._queue.put(self._unwatched)
+        self._calls.put(partial(self._wait_for_all, self._unwatched))
         self._unwatched, self._unwatched_bytes = deque(), 0
 
     def num_in_flight(self) -> int:
@@ -599,7 +588,7 @@ class _ThreadedSends:
         if self.num_in_flight() > 0:
             self._settled = settled = threading.Event()
             self._watch_all()
-            self._queue.put(settled.set)
+            self._calls.put(settled.set)
             # The works have the same limit; the margin lets their own, more specific error come first.
             if self._error is None and not settled.wait(self.timeout_s + 5.0):
                 raise TransportError(f"{describe_message(self.channel)} were not taken after {self.timeout_s:.1f} s")
@@ -608,13 +597,12 @@ class _ThreadedSends:
 
     def abort(self) -> None:
         """Let nobody wait for sends of a link that was cut: gloo may forget one that it has written in part."""
-        self._error = self._error or TransportError(
-            f"{describe_message(self.channel)} were not taken before the link was cut"
-        )
+        words = f"{describe_message(self.channel)} were not taken before the link was cut"
+        self._error = self._error or TransportError(words)
         self._settled.set()
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._calls.put(None)
 
 
 def _end_thread(work: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:

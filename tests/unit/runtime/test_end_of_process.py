@@ -58,7 +58,7 @@ class Lasting:
 lasting = Lasting()
 sends = _ThreadedSends(Channel(0, 1, Direction.FORWARD), 60.0)
 message = torch.zeros(1 << 20)
-sends.add((message, torch.zeros(1), [Waiting()]))
+sends.add(([message], [Waiting()]))
 time.sleep(0.3)
 print("ending", flush=True)
 """

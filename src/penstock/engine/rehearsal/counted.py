@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,16 +52,6 @@ class TrafficCount:
     def restart(self) -> None:
         """Forget what was counted."""
         self.launches, self._collectives, self._messages = [], Counter(), Counter()
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within this context count from zero; afterwards go on as before."""
-        before = self.launches, self._collectives, self._messages
-        self.restart()
-        try:
-            yield
-        finally:
-            self.launches, self._collectives, self._messages = before
 
     def launched(self, kind: CollectiveKind, group: CountedGroup, x: Tensor) -> None:
         """Count a collective with this rank's input."""

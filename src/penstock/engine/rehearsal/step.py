@@ -349,21 +349,22 @@ def rehearse(
         meter.claim(MemoryKind.OTHER, known)
         step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
         feeds = _take_step(trainer, _microbatches(pipeline, parts, step_loss), step_loss)
-        timeline = tuple(meter.timeline)
+        program, traffic = pipeline.program(len(feeds)), place.traffic
+        step = Rehearsal(
+            rank=rank,
+            place=str(pipeline.grid.place),
+            device=on_device,
+            schedule=program.schedule.name,
+            num_microbatches=len(feeds),
+            units=(),
+            timeline=tuple(meter.timeline),
+            messages=traffic.messages,
+            collectives=traffic.collectives,
+            launches=tuple(traffic.launches),
+        )
+        # These are measured and counted anew.
         costs = rehearsed_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
-    program, traffic = pipeline.program(len(feeds)), place.traffic
-    return Rehearsal(
-        rank=rank,
-        place=str(pipeline.grid.place),
-        device=on_device,
-        schedule=program.schedule.name,
-        num_microbatches=len(feeds),
-        units=costs,
-        timeline=timeline,
-        messages=traffic.messages,
-        collectives=traffic.collectives,
-        launches=tuple(traffic.launches),
-    )
+    return replace(step, units=costs)
 
 
 def claim_state(trainer: Trainer, meter: Meter) -> None:

@@ -183,18 +183,17 @@ def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[Actio
             traffic.collectives,
         )
 
-    with traffic.apart():
-        empty_bytes, tape = alive_bytes(), Tape()
-        costs = [
-            measured(Op.F, partial(forward, tape), empty_bytes),
-            measured(Op.B, partial(backward, tape, arriving()), empty_bytes),
-        ]
-        # What layers derive from the sequences stays beside the tape.
-        tape = Tape()
-        empty_bytes = alive_bytes()
-        forward(tape)
-        costs += [
-            measured(Op.I, partial(backward, tape, arriving(), split=True), empty_bytes),
-            measured(Op.W, partial(stage.weight_backward, tape), empty_bytes),
-        ]
+    empty_bytes, tape = alive_bytes(), Tape()
+    costs = [
+        measured(Op.F, partial(forward, tape), empty_bytes),
+        measured(Op.B, partial(backward, tape, arriving()), empty_bytes),
+    ]
+    # What layers derive from the sequences stays beside the tape.
+    tape = Tape()
+    empty_bytes = alive_bytes()
+    forward(tape)
+    costs += [
+        measured(Op.I, partial(backward, tape, arriving(), split=True), empty_bytes),
+        measured(Op.W, partial(stage.weight_backward, tape), empty_bytes),
+    ]
     return tuple(costs)
