@@ -132,7 +132,7 @@ def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token
     of_rows = zip(numbers_SW.tolist(), numbers_SW.view(torch.float64).tolist(), params, strict=True)
     for numbers, (_, drawn, raw, *floats), own in of_rows:
         likeliest = zip(numbers[_NUM_PLAIN : _NUM_PLAIN + own.top_log_probs], floats[num:], strict=False)
-        tokens.append(Token(numbers[0], drawn, raw, tuple(likeliest)))
+        tokens.append(Token(numbers[0], drawn, raw if own.raw_log_probs else None, tuple(likeliest)))
     return tokens
 
 

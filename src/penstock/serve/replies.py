@@ -56,7 +56,7 @@ class ChoiceLogProbs:
     def _names(self, token: Token) -> dict[int, str]:
         return self._texts.names([token.id, *(one for one, _ in token.likeliest)], self._first)
 
-    def _entry(self, names: dict[int, str], token: int, log_prob: float) -> dict[str, Any]:
+    def _entry(self, names: dict[int, str], token: int, log_prob: float | None) -> dict[str, Any]:
         content = self._texts.bytes_of(token, self._first)
         return {"token": names[token], "logprob": log_prob, "bytes": None if content is None else list(content)}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Draw, draw_tokens
-from penstock.model.sampling import below_share, filtered
+from penstock.model.sampling import below_share, filtered, unpacked
 from penstock.settings import SamplingParams
 
 PLAIN = SamplingParams()
@@ -159,6 +159,9 @@ def test_raw_log_probabilities_are_those_of_the_model_itself() -> None:
     drawn = draw_tokens(logits, [Draw(params, row, 0) for row in range(9)])
     assert torch.equal(drawn.raw_log_probs, logits.log_softmax(-1).gather(-1, drawn.tokens[:, None])[:, 0])
     assert (drawn.log_probs > drawn.raw_log_probs).all()
+    asked, not_asked = (unpacked(drawn.packed(), [own] * 9) for own in (params, replace(params, raw_log_probs=False)))
+    assert [token.raw_log_prob for token in asked] == drawn.raw_log_probs.tolist()
+    assert {token.raw_log_prob for token in not_asked} == {None}
 
 
 @pytest.mark.shows(68)

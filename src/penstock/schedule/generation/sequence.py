@@ -18,17 +18,17 @@ NO_ROW = -1
 class Token(NamedTuple):
     """A sampled token.
 
-    log_prob: under the distribution it was drawn from. raw_log_prob: under the model's own, 0 unless requested.
+    log_prob: under the distribution it was drawn from. raw_log_prob: under the model's own, None unless requested.
     likeliest: the ids and log-probabilities of the likeliest tokens under the model's own, as many as requested.
     version: that of the weights it was drawn from.
 
-    >>> Token(7, -0.5).raw_log_prob
-    0.0
+    >>> Token(7, -0.5).raw_log_prob is None
+    True
     """
 
     id: int
     log_prob: float = 0.0
-    raw_log_prob: float = 0.0
+    raw_log_prob: float | None = None
     likeliest: tuple[tuple[int, float], ...] = ()
     version: int = 0
 
@@ -142,7 +142,9 @@ class Sequence:
     @property
     def raw_log_probs(self) -> tuple[float, ...] | None:
         """The log-probability of each new token, under the model's own distribution; None unless requested."""
-        return tuple(token.raw_log_prob for token in self.generated) if self.params.raw_log_probs else None
+        if not self.params.raw_log_probs:
+            return None
+        return tuple(token.raw_log_prob for token in self.generated if token.raw_log_prob is not None)
 
     @property
     def top_log_probs(self) -> tuple[tuple[tuple[int, float], ...], ...] | None:
