@@ -15,7 +15,7 @@ from penstock.engine.generation.answers import GenerateOptions
 from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers import dense
-from penstock.model.linear import outputs
+from penstock.model.linear import PackedWeights, outputs
 from penstock.settings import ModelConfig, Precision, Quantize
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
@@ -260,3 +260,11 @@ def test_a_stage_packs_the_weights_of_layers_that_read_one_input_together() -> N
         is_packed = fastest_matmul().packed(torch.ones(8, 8), None) is not None
         assert num_packed(casts) == (4 * CONFIG.num_layers + 1) * is_packed
     assert num_packed(casts) == 0
+
+
+def test_a_single_row_is_computed_twice_where_alone_it_would_be_computed_otherwise() -> None:
+    for takes_one_row in (True, False):
+        packed = PackedWeights(lambda x: x * x.shape[:-1].numel(), 0, takes_one_row)
+        for shape in ((4,), (1, 4), (1, 1, 4)):
+            assert torch.equal(packed.output(torch.ones(shape)), torch.ones(shape) * (1 if takes_one_row else 2))
+        assert torch.equal(packed.output(torch.ones(3, 4)), torch.full((3, 4), 3.0))
