@@ -197,6 +197,8 @@ def read_manifest(path: Path) -> CheckpointInfo:
             {name: {key: record[key] for key in ("size_bytes", "sha256")} for name, record in content["files"].items()},
         )
         check_cover(info.tensors)
+        if not isinstance(content["extras"], list):
+            raise ValueError("its extras are no list")
         if path.name.startswith(_PREFIX) and path.name != folder_name(info.step):
             raise ValueError(f"it is that of step {info.step} in a folder of another name")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
