@@ -57,7 +57,7 @@ def to_tensors(values: Mapping[Any, Any], parameter: Tensor | None) -> dict[str,
     entries: list[list[Any]] = []
     num_within = 0
     for key, value in values.items():
-        subclass = _name_of(type(value)) if is_traceable_wrapper_subclass(value) else None
+        subclass = _subclass_of(value)
         if subclass is None and _has_own_name(key, value):
             tensors[_marked(key, value, parameter)] = value.detach()
             continue
@@ -143,6 +143,11 @@ def _copied_leaf(leaf: Any) -> Any:
     inside = _inside(leaf)
     inside["tensors"] = {name: tensor.clone() for name, tensor in inside["tensors"].items()}
     return _put_together(_name_of(type(leaf)), **inside)
+
+
+def _subclass_of(value: Any) -> str | None:
+    """The name of the class of a tensor that is made of others; None for any other value."""
+    return _name_of(type(value)) if is_traceable_wrapper_subclass(value) else None
 
 
 def _name_of(kind: type) -> str:
