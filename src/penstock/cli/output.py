@@ -204,12 +204,15 @@ class ResultsFile:
             self.hidden.unlink()
 
     def _lines(self) -> list[tuple[Any, bytes]]:
-        """The results so far with their lines, up to the first that is cut short."""
+        """The results so far with their lines, up to the first that is cut short or is none."""
         self._file.seek(0)
         lines = []
         with suppress(ValueError):
             for line in takewhile(lambda line: line.endswith(b"\n"), self._file):
-                lines.append((parse_json(line), line))
+                result = parse_json(line)
+                if not isinstance(result, dict) or any(type(result.get(name)) is not int for name in self._numbers):
+                    break
+                lines.append((result, line))
         return lines
 
 

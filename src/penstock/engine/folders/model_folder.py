@@ -34,6 +34,8 @@ from penstock.engine.options import EngineOptions
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.families import (
     CONFIG_FILE,
+    STORED_EMBEDDING,
+    STORED_HEAD,
     HuggingFaceForm,
     NotNative,
     architecture,
@@ -130,7 +132,15 @@ class ModelFolder(ABC):
     @cached_property
     def shape(self) -> ModelConfig:
         """The full settings of a decoder of its size, also where transformers does not expose them."""
-        return config_from_json(self.content) if self.is_native else self.in_transformers.shape
+        if not self.is_native:
+            return self.in_transformers.shape
+        shape = config_from_json(self.content)
+        return replace(shape, tie_embeddings=False) if shape.tie_embeddings and self.has_head_apart else shape
+
+    @cached_property
+    def has_head_apart(self) -> bool:
+        """True if the files hold a head that is not the embedding: config.json may yet say that they are tied."""
+        return self.source is not None and self.source_files.differ(STORED_EMBEDDING, STORED_HEAD)
 
     @property
     @abstractmethod
@@ -166,6 +176,14 @@ class ModelFolder(ABC):
     def is_native(self) -> bool:
         """True where Penstock's own layers run it."""
         return self.transformers_because is None
+
+    def check_learnable(self) -> None:
+        """Refuse to train by a loss that transformers would compute otherwise. Raises: ConfigError."""
+        if self.source is not None and self.content.get("output_router_logits"):
+            raise ConfigError(
+                f"output_router_logits in {self.source / CONFIG_FILE} asks for a loss of all routers together, which "
+                "is not computed here; make it false, and balance experts by a loss of model.experts"
+            )
 
     def check_quantizable(self) -> None:
         """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
@@ -265,7 +283,8 @@ class ModelFolder(ABC):
     def form(self) -> HuggingFaceForm:
         """The form in which transformers knows it."""
         names = names_of(self.shape) if self.is_native else self.in_transformers.names
-        return HuggingFaceForm(names, lambda: self.content, self.source)
+        untied = {"tie_word_embeddings": False} if self.has_head_apart else {}
+        return HuggingFaceForm(names, lambda: {**self.content, **untied}, self.source)
 
     @property
     def kept_as(self) -> Quantize:

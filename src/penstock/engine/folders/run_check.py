@@ -68,6 +68,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         try:
             model = open_folder(folder, config.model.native)
             model.refuse_adapters()
+            model.check_learnable()
             shape, _ = model.shape, model.files
             model.refuse_classifier(but_reward_models=True)
             if model.is_reward_model and config.adapter.is_used:

@@ -5,6 +5,7 @@ A family is a row of `FAMILIES`; a kind of parameter is a row of a table of name
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from penstock.model.hf.files import MissingFile, Names, is_quantized, refuse_unf
 from penstock.parallel.tensor_slice import Shape, StoredSlice
 from penstock.settings import ConfigError, ExpertConfig, ModelConfig, RopeKind, RopeScaling, Scores
 
+STORED_EMBEDDING, STORED_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
+    "embedding.weight": STORED_EMBEDDING,
     "head.norm.weight": "model.norm.weight",
-    "head.projection.weight": "lm_head.weight",
+    "head.projection.weight": STORED_HEAD,
 }
 _OF_LAYER = {
     "attention.norm": "input_layernorm",
@@ -58,12 +60,12 @@ class Windows(enum.Enum):
     IF_USED = enum.auto()
     """All, if "use_sliding_window" is set."""
     LATER = enum.auto()
-    """Those from "max_window_layers" on, if "use_sliding_window" is set."""
+    """Those that "layer_types" names, if "use_sliding_window" is set; in the decoder the later ones."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The switches in which families differ; the lengths are the defaults for a config.json without them."""
+    """The switches in which families differ."""
 
     model_type: str
     qkv_bias: bool = False
@@ -71,8 +73,6 @@ class Family:
     windows: Windows = Windows.NEVER
     experts: Mapping[str, str] | None = None
     shared_expert: bool = False
-    max_length: int = 32768
-    window: int | None = None
 
     def fits(self, config: ModelConfig) -> bool:
         """True if a model of this family can be that decoder."""
@@ -93,11 +93,11 @@ class Family:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", max_length=2048),
-    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, max_length=131072, window=4096),
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
-    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS, max_length=131072),
+    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
     ),
@@ -144,7 +144,7 @@ class NativeNames(Names):
 
     def is_surplus(self, stored: str) -> bool:
         """True for a stored tensor that no parameter needs: a table of frequencies, or a tied head's copy."""
-        return stored.endswith("rotary_emb.inv_freq") or (self.tied and stored == "lm_head.weight")
+        return stored.endswith("rotary_emb.inv_freq") or (self.tied and stored == STORED_HEAD)
 
 
 def names_of(config: ModelConfig) -> NativeNames:
@@ -228,32 +228,49 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     if name not in FAMILIES:
         raise NotNative(f"the decoder is none of {name}; it is {', '.join(FAMILIES)}, and {_OTHERWISE}")
     family = FAMILIES[name]
-    # What a family's config.json may have, but the decoder does not compute.
-    usual = {"model_type": family.model_type, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, known in usual.items():
-        value = content.get(key, known)
-        if value != known:
-            raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({known!r} is); {_OTHERWISE}")
+    if (kind := content.get("model_type", family.model_type)) != family.model_type:
+        raise NotNative(f"{name} with model_type={kind!r} is not the decoder's; {_OTHERWISE}")
     try:
-        return _decoder(content, family)
+        config, usual = _as_in_transformers(content, family)
+        for key, value in config.to_dict().items():
+            if key in usual and key not in _READ and value != usual[key]:
+                raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({usual[key]!r} is); {_OTHERWISE}")
+        return _decoder(config, family)
     except (TypeError, LookupError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else f"has a value of another type ({error})"
         raise ValueError(f"the {CONFIG_FILE} of a {name} {reason}") from None
 
 
-def _decoder(content: Mapping[str, Any], family: Family) -> ModelConfig:
-    window, num_full_layers = _window(content, family)
-    rope, usual = _rope(content), {"max_length": family.max_length, "norm_eps": 1e-6}
-    sizes = {ours: content[theirs] for ours, theirs in _SIZES.items()}
+def _as_in_transformers(content: Mapping[str, Any], family: Family) -> tuple[Any, dict[str, Any]]:
+    """The config.json as transformers' own class reads it, and that class's values for keys that are not there.
+
+    Older files have other names and places for some, and what is left out has another value in each family.
+
+    Raises: ValueError for what the class refuses.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    kind = CONFIG_MAPPING[family.model_type]
+    try:
+        config = kind.from_dict(copy.deepcopy(dict(content)))
+    except Exception as error:  # whatever the library stumbles over in a config.json
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ValueError(f"the {CONFIG_FILE} of a {family.model_type} model: {reason}") from None
+    # Those of every model say how outputs are given, not what they are.
+    return config, {key: value for key, value in kind().to_dict().items() if key not in PreTrainedConfig().to_dict()}
+
+
+def _decoder(config: Any, family: Family) -> ModelConfig:
+    window, num_full_layers = _window(config, family)
     shape = ModelConfig(
-        **sizes | usual | {ours: content[theirs] for ours, theirs in _MORE.items() if theirs in content},
-        rope_theta=rope.get("rope_theta", 10000.0),
+        **{ours: getattr(config, theirs) for ours, theirs in (_SIZES | _MORE).items() if hasattr(config, theirs)},
+        rope_theta=config.rope_parameters["rope_theta"],
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         sliding_window=window,
         num_full_layers=num_full_layers,
-        rope_scaling=_scaling(rope),
-        experts=_experts(content, family),
+        rope_scaling=_scaling(config.rope_parameters),
+        experts=_experts(config, family),
     )
     return shape.whole(shape.vocabulary)
 
@@ -272,8 +289,20 @@ _MORE = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Settings that a config.json must have, and those that it may leave out: their names here and there."""
+"""Settings that every model of transformers has, and others: their names here and there."""
+_READ = {
+    *_SIZES.values(),
+    *_MORE.values(),
+    *("rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    # These change no number of an output: of a loss of routers, of new weights, or of a text's ends.
+    *("output_router_logits", "router_aux_loss_coef", "initializer_range", "use_cache", "pretraining_tp"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+}
+"""The keys of config.json that the decoder honours. With another value of any other key a model is not the decoder."""
 _ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
+_SLIDING = "sliding_attention"
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -304,48 +333,37 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     if family.windows in (Windows.IF_USED, Windows.LATER):
         content["use_sliding_window"] = config.sliding_window is not None
         content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
+    if family.windows is Windows.LATER and config.sliding_window:
+        num_full, num_sliding = config.num_full_layers, config.num_layers - config.num_full_layers
+        content["layer_types"] = ["full_attention"] * num_full + [_SLIDING] * num_sliding
     if config.experts.num_experts:
         content |= _experts_to_json(config, config.experts, family)
     return content
 
 
-def _window(content: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
+def _window(config: Any, family: Family) -> tuple[int | None, int]:
     """The sliding window, and the number of first layers that have full attention in spite of it."""
-    num_layers = content.get("num_hidden_layers", 0)
-    if family.windows is Windows.ALL:
-        # Families that always have a window have one even if config.json does not mention it.
-        return content.get("sliding_window", family.window), 0
-    if family.windows is Windows.NEVER or not content.get("use_sliding_window") or not content.get("sliding_window"):
-        return None, 0
-    if family.windows is Windows.IF_USED:
-        return content["sliding_window"], 0
-    types = content.get("layer_types")
-    num_full = content.get("max_window_layers", num_layers)
-    if types:
-        num_full = types.index("sliding_attention") if "sliding_attention" in types else num_layers
-        if "full_attention" in types[num_full:]:
-            raise NotNative(f"its layer_types alternate, but the decoder's first layers see everything; {_OTHERWISE}")
-    return (content["sliding_window"], num_full) if num_full < num_layers else (None, 0)
-
-
-def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, in either form that files have."""
-    theta = {key: value for key, value in content.items() if key == "rope_theta"}
-    older = theta | (content.get("rope_scaling") or {})
-    kept = {key: value for key, value in older.items() if value is not None or key == "rope_theta"}
-    return kept | (content.get("rope_parameters") or {})
+    # Where the class has no such key, transformers takes no notice of it.
+    window = None if family.windows is Windows.NEVER else config.sliding_window or None
+    if window is None or family.windows is not Windows.LATER:
+        return window, 0
+    types = config.layer_types
+    num_full = types.index(_SLIDING) if _SLIDING in types else len(types)
+    if any(kind != _SLIDING for kind in types[num_full:]):
+        raise NotNative(f"its layer_types alternate, but the decoder's first layers see everything; {_OTHERWISE}")
+    return (window, num_full) if num_full < len(types) else (None, 0)
 
 
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
+    for key, usual in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
+        if rope.get(key, usual) != usual:
+            raise NotNative(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
     if kind == "default":
         return RopeScaling()
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
         raise NotNative(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
-    for key, default in (("mscale", None), ("mscale_all_dim", None), ("partial_rotary_factor", 1.0)):
-        if rope.get(key, default) != default:
-            raise NotNative(f"rope scaling with {key}={rope[key]!r} is not the decoder's; {_OTHERWISE}")
     low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
     return RopeScaling(
         RopeKind(kind),
@@ -371,21 +389,21 @@ def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
     return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
 
 
-def _experts(content: Mapping[str, Any], family: Family) -> ExpertConfig:
+def _experts(config: Any, family: Family) -> ExpertConfig:
     if family.experts is None:
         return ExpertConfig()
     mixtral = family.experts is MIXTRAL_EXPERTS
-    shared = content["shared_expert_intermediate_size"] if family.shared_expert else 0
+    shared = config.shared_expert_intermediate_size if family.shared_expert else 0
     return ExpertConfig(
-        num_experts=content.get("num_experts") or content["num_local_experts"],
-        num_active=content["num_experts_per_tok"],
-        intermediate_size=content["intermediate_size" if mixtral else "moe_intermediate_size"],
-        normalise=mixtral or content.get("norm_topk_prob", False),
+        num_experts=config.num_experts,
+        num_active=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size if mixtral else config.moe_intermediate_size,
+        normalise=mixtral or config.norm_topk_prob,
         shared_size=shared,
         shared_gate=shared > 0,
-        every=content.get("decoder_sparse_step") or 1,
+        every=1 if mixtral else config.decoder_sparse_step,
         # Of layers beyond the last, transformers takes no notice.
-        dense_layers=tuple(n for n in content.get("mlp_only_layers") or () if n < content["num_hidden_layers"]),
+        dense_layers=() if mixtral else tuple(n for n in config.mlp_only_layers if n < config.num_hidden_layers),
     )
 
 

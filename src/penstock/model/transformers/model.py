@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,14 @@ class TransformersModel:
         path = list_of_layers(model, text.num_hidden_layers)
         owners = _owners(model)
         names = TransformersNames.of(model, path, owners, files.tensors)
+        if any(files.differ(one.name, other.name) for one, other in names.stored_twice()):
+            # As transformers itself does with them.
+            model, config = _without_values(files, tied=False)
+            owners = _owners(model)
+            names = TransformersNames.of(model, path, owners, files.tensors)
+        for one, other in names.stored_twice():
+            if files.differ(one.name, other.name):
+                raise ValueError(f"{files.folder} has other values in {one.name} than in {other.name}; {name} has one")
         layers = list(model.get_submodule(path).children())
         skeleton = Skeleton(model, path)
         skeleton.drop_parameters()
@@ -140,7 +148,8 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
+def _without_values(files: WeightFiles, tied: bool = True) -> tuple[nn.Module, Any]:
+    """The model of a folder, and its config; with `tied` false its head is no embedding, whatever config.json says."""
     from transformers import AutoConfig
 
     folder = files.folder
@@ -152,6 +161,11 @@ def _without_values(files: WeightFiles) -> tuple[nn.Module, Any]:
             raise ValueError(f"it has {text.num_hidden_layers} layers, and its files only {num_tensors} tensors")
         if "/" in str(config._attn_implementation):
             raise ValueError(f"it names {config._attn_implementation!r}, code from elsewhere, which is never run")
+        if not tied:
+            config.tie_word_embeddings = text.tie_word_embeddings = False
+        # Of training alone; a model without layers has none.
+        if hasattr(text, "output_router_logits"):
+            text.output_router_logits = False
         with torch.device("cpu"), _EmptyOnMeta():
             model = _auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
         if type(model).__name__.endswith(_PER_SEQUENCE):
@@ -271,6 +285,11 @@ class TransformersNames(Names):
         }
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return cls(path, sources, owners, tuple(ignored))
+
+    def stored_twice(self) -> Iterator[tuple[StoredSlice, StoredSlice]]:
+        """The stored tensors of tied parameters, each with that of its owner, where both are there."""
+        for name, owner in self.owners.items():
+            yield from zip(self.sources.get(name, ()), self.sources.get(owner, ()))
 
     def in_transformers(self, full_name: str, shape: Shape) -> tuple[str, ...]:
         unit, _, rest = full_name.partition(".")
