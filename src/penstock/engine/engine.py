@@ -167,10 +167,8 @@ class Engine(ModelState, WeightEndpoint):
             FileNotFoundError: the folder or one of its files is missing; on every process if on one, as the next.
             ValueError: what cannot be run so, damaged files, wrong tensors, or pickles; and as `Engine`.
         """
-        model = open_folder(path, native)
-        if changes.get("learns", options is None or options.learns):
-            model.check_learnable()
-        return cls(*model.arguments_from_files(layout, options), **changes)
+        learns = changes.get("learns", options is None or options.learns)
+        return cls(*open_folder(path, native).arguments_from_files(layout, options, learns=learns), **changes)
 
     # ---- training, scoring, generating
 

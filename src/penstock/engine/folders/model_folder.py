@@ -348,7 +348,11 @@ class ModelFolder(ABC):
         """Read the weights into such an engine, on all its ranks; returns a version that differs where they do."""
 
     def arguments_from_files(
-        self, layout: Layout | None = None, options: EngineOptions | None = None, shape: ModelConfig | None = None
+        self,
+        layout: Layout | None = None,
+        options: EngineOptions | None = None,
+        shape: ModelConfig | None = None,
+        learns: bool = False,
     ) -> EngineArguments:
         """The arguments of an engine whose units read the files while it is made, and never again.
 
@@ -356,11 +360,13 @@ class ModelFolder(ABC):
         Configuration, names, shapes and the files' sizes are checked against each other; no value is read.
 
         `shape`: that of the units, which may differ from the model's own in what only training uses. `options`: left
-        out, the defaults in the files' precision.
+        out, the defaults in the files' precision. `learns`: True for what will be trained.
         """
 
         def check() -> EngineArguments:
             self.refuse_adapters()
+            if learns:
+                self.check_learnable()
             units, form = self._units_from_files(shape or self.shape), self.form
             if self.is_native:
                 # A run's names are not those that transformers reads.
