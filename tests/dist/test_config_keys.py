@@ -149,7 +149,9 @@ def test_a_head_of_its_own_in_a_tied_folder_is_read_and_kept(native: bool, model
     tied = reference_logits(folder, sequences)
     for is_apart in (False, True):
         head = tensors["model.embed_tokens.weight"].clone()
-        save_file(tensors | {"lm_head.weight": head.roll(int(is_apart))}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            tensors | {"lm_head.weight": head.roll(int(is_apart))}, folder / "model.safetensors", {"format": "pt"}
+        )
         expected = reference_logits(folder, sequences)
         assert torch.equal(expected, tied) is not is_apart, "transformers reads it"
         engine = Engine.from_hf(folder, native=native)

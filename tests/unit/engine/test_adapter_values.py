@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from penstock import Engine, EngineOptions, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
+from penstock.engine.folders import lora
 from penstock.settings import AdapterConfig, WeightDecay
 from tests.hugging_face import make_model, make_sequences, stored_tensors
 
@@ -96,3 +98,17 @@ def test_dropout_before_adapters_depends_on_the_seed_of_the_run_alone(base: Path
         losses.append([engine.train_batch(batch).loss for _ in range(3)])
         engine.close()
     assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.shows(202)
+def test_each_field_of_pefts_config_is_honoured_or_refused_by_name(base: Path) -> None:
+    """Those that are neither honoured nor about something else are given another value, whatever it is."""
+    fields = vars(LoraConfig()).keys() - lora._READ
+    assert fields >= {"alora_invocation_tokens", "use_qalora", "ensure_weight_tying", "use_dora", "rank_pattern"}
+    for name in sorted(fields):
+        config = LoraConfig(r=4, target_modules=["q_proj"])
+        usual = getattr(config, name)
+        setattr(config, name, not usual if isinstance(usual, bool) else {"q_proj": 2} if usual == {} else [1])
+        with pytest.raises(ValueError, match=f"an adapter with {name} = .* cannot be trained here"):
+            lora.Adapter.of(config, None)
+    assert lora.Adapter.of(LoraConfig(r=4, target_modules=["q_proj"]), None).config.r == 4

@@ -39,16 +39,14 @@ _MAX_RANK = 65536
 _KINDS = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
 _BASE = ".base_layer"
-# What peft's LoRA has beyond the plain form: it changes base weights, or trains some of them.
-_USUAL = {
-    "bias": "none",
-    "modules_to_save": None,
-    "use_dora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-    "lora_bias": False,
+_READ = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # These say what the adapter is for, and where it comes from.
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
 }
+"""The fields of peft's LoraConfig that are honoured. With another value of any other field it is another LoRA."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +85,9 @@ class Adapter:
         if not isinstance(adapter, LoraConfig):
             raise ValueError(f"adapter = {adapter!r} is neither a LoraConfig of peft nor a folder in its format")
         config = copy.deepcopy(adapter)
-        for name, usual in _USUAL.items():
-            value = getattr(config, name, usual)
-            if value != usual and (value or usual):
+        for name, usual in vars(LoraConfig()).items():
+            value = getattr(config, name)
+            if name not in _READ and value != usual and (value or usual):
                 raise ValueError(f"an adapter with {name} = {value!r} cannot be trained here; {usual!r} is possible")
         if config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(f"init_lora_weights = {config.init_lora_weights!r} changes base weights; give True")
