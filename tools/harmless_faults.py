@@ -35,9 +35,6 @@ HARMLESS: dict[str, dict[str, str]] = {
         "pass # self._transfers.clear()": "those of a closed engine are not asked for again",
     },
     "model/cpu/fixed_tiles.py": {
-        "own, q = slice(run[0].row, (run[-1].row)), q_THK[of_run]": (
-            "the kernel reads as many rows as there are queries, from the slice's beginning on"
-        ),
         "mask = None if sees is None else sees[0].expand(-1, (1), q_RHLK.shape[2], -1)": "all heads see alike",
     },
     "model/layers/dense.py": {
@@ -71,9 +68,6 @@ HARMLESS: dict[str, dict[str, str]] = {
         "numbers = {(Op.F, second): (2), (Op.I, second): 2, (Op.I, first): 3, (Op.F, first): 0}": (
             "only the first pass and the last are told from the others"
         ),
-    },
-    "schedule/search/skeletons.py": {
-        "self.free = [(-1.0)] * num_ranks": "is read only of a rank that has run something",
     },
     "schedule/search/weave.py": {
         "while not backward and (live + 1 + share * len(waiting) >= max_tapes):": "the limit has a tolerance added",

@@ -33,8 +33,9 @@ class Draw:
     answer: Sequence[int] = ()
 
     def uniform(self) -> float:
-        """A number in [0, 1) with 53 random bits."""
-        counter = struct.pack("<QQQ", self.params.seed, self.sequence, self.position)
+        """A number in [0, 1) with 53 random bits; draws are counted from the first token that is not given."""
+        number = max(0, self.position - len(self.params.begins_with))
+        counter = struct.pack("<QQQ", self.params.seed, self.sequence, number)
         bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
         return (bits >> 11) * 2.0**-53
 
@@ -65,14 +66,14 @@ def penalised(logits_SV: Tensor, params: SamplingParams, draws: Sequence[Draw]) 
         logits_SV[:, list(tokens)] += logits_SV.new_tensor(values)
     if not params.reads_answer:
         return logits_SV
-    penalty = params.repetition_penalty
+    penalty, has_counts = params.repetition_penalty, bool(params.presence_penalty or params.frequency_penalty)
     for logits_V, draw in zip(logits_SV, draws, strict=True):
         if penalty != 1.0 and (seen := {*draw.prompt, *draw.answer}):
             tokens = torch.tensor(sorted(seen), device=logits_V.device)
             values = logits_V[tokens]
             logits_V[tokens] = torch.where(values < 0, values * penalty, values / penalty)
-        if (params.presence_penalty or params.frequency_penalty) and draw.answer:
-            counts = Counter(draw.answer)
+        # What the answer is given to begin with counts as its prompt does.
+        if counts := Counter(draw.answer[len(draw.params.begins_with) :] if has_counts else ()):
             lost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
             logits_V[list(counts)] -= logits_V.new_tensor(lost)
         for *before, last in params.bad_words:

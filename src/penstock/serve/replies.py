@@ -103,7 +103,8 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.tokens)) - sum(len(own.begins_with) for own in self.asked.params_of_each)
+        num_known = sum(len(params.begins_with) for params in self.asked.params_of_each)
+        return sum(map(len, self.tokens)) - num_known * self.asked.params.num_samples
 
     @property
     def usage(self) -> dict[str, int]:

@@ -107,7 +107,10 @@ class SamplingParams(Settings, section="sampling"):
     )
     stop: tuple[str, ...] = setting((), "Texts that end an answer once it contains one; they need a tokenizer.")
     begins_with: tuple[int, ...] = setting(
-        (), "Token ids that the answer begins with, each reported as the model's own distribution has it.", AT_LEAST_0
+        (),
+        "Token ids that the answer begins with, each reported as the model's own distribution has it; what comes after "
+        "them is as if they were the prompt's.",
+        AT_LEAST_0,
     )
     seed: int = setting(
         0, "Decides the draw together with the prompt and the position.", Bounds(least=0, below=1 << 64)

@@ -13,6 +13,7 @@ from penstock.engine.generation.answers import GenerateResult
 from penstock.model import decoder_units
 from penstock.runtime import DecodeForm
 from penstock.schedule import Ending
+from penstock.settings import Precision
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.2)
@@ -137,3 +138,23 @@ def test_answers_side_by_side_are_filled_up_on_the_right() -> None:
         torch.float32,
         torch.bool,
     )
+
+
+@pytest.mark.shows(203)
+@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}], ids=["plain", "penal"])
+def test_an_answer_goes_on_after_given_tokens_as_after_a_prompt_with_them(penalties: dict[str, float]) -> None:
+    options = EngineOptions(device="cpu", learns=False, precision=Precision.FP64)
+    engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=options)
+    load(engine.parameters(), random_weights())
+    prompts = random_prompts([6, 9, 6], seed=1)
+    prompts.append(prompts[0])
+    plain = SamplingParams(max_new_tokens=12, temperature=1.3, num_samples=2, seed=5, **penalties)
+    expected = tokens(engine.generate(prompts, plain))
+    assert len(set(expected)) == len(expected)
+    known = [
+        replace(plain, begins_with=tuple(prompt[1:]), max_new_tokens=12 + len(prompt) - 1, raw_log_probs=True)
+        for prompt in prompts
+    ]
+    answers = tokens(engine.generate([prompt[:1] for prompt in prompts], known))
+    begins = [params.begins_with for params in known for _ in range(2)]
+    assert answers == [begin + answer for begin, answer in zip(begins, expected, strict=True)]

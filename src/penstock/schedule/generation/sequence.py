@@ -111,13 +111,13 @@ class Sequence:
     ) -> "list[Sequence]":
         """Make the requested sequences in the order of the results; `params` has one entry for each prompt.
 
-        An identity depends on the prompt and on how many equal prompts precede it, so the order of different prompts
-        does not matter.
+        An identity depends on the prompt, with what the answer is given to begin with, and on how many equal ones
+        precede it, so the order of different prompts does not matter.
         """
         sequences: list[Sequence] = []
         seen = Counter[bytes]()
         for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+            content = hashlib.blake2b(array("q", (*prompt, *own.begins_with)).tobytes(), digest_size=16).digest()
             for sample in range(own.num_samples):
                 name = content + struct.pack("<QQ", seen[content], sample)
                 identity = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
