@@ -105,12 +105,17 @@ def test_end_tokens_of_a_request_stand_beside_the_models_own() -> None:
         assert "end_tokens" in said and "0" in said
 
 
-@pytest.mark.shows(182)
+@pytest.mark.shows(182, 203)
 def test_a_repeated_prompt_is_an_answer_that_is_known() -> None:
     asked = read(prompt=[[1, 2, 3], [4]], echo=True, logprobs=1, max_tokens=2)
     assert asked.prompts == [[1], [4]] and asked.num_prompt_tokens == 4
     assert [own.begins_with for own in asked.params_of_each] == [(2, 3), ()]
     assert [own.max_new_tokens for own in asked.params_of_each] == [4, 2]
+    twice = Reply(read(prompt=[1, 2, 3], echo=True, logprobs=1, max_tokens=2, n=2), "m", TokenTexts(TOKENIZER))
+    for place in range(2):
+        for token in (2, 3, 7, 8):
+            twice.add(place, TokenDelta(place, Token(token), "", None))
+    assert twice.usage == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     assert read(prompt=[1, 2], echo=True).params_of_each == ()
     assert read(prompt=[1, 2], echo=True, max_tokens=0).params_of_each[0].max_new_tokens == 1
     longest = model().limits.max_length
