@@ -28,6 +28,7 @@ NUM_PROMPTS, NUM_ANSWERS = 16, 8  # of a round: prompts, and answers to each
 MOST_ROUNDS = 200
 UPDATES = 2  # steps on the answers of a round
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+TEMPERATURE = 1.0  # of draws, and so of every log-probability that is compared with theirs
 BETA = 0.001  # what a nat away from the reference costs, in units of an advantage
 PARTS = MicroBatchSpec(num=2)
 
@@ -72,7 +73,7 @@ def policy_loss(
     the ratio before the divergence: arXiv 2512.02556, section 3.1.
     """
     answered = microbatch["labels"] != NO_LABEL
-    log_probs = token_log_probs(logits, microbatch["labels"])
+    log_probs = token_log_probs(logits, microbatch["labels"], TEMPERATURE)
     ratios, gains = torch.exp(log_probs - microbatch["log_probs"]), microbatch["advantages"]
     kept = ratios.clamp(1 - clip_low, 1 + clip_high)
     above = microbatch["reference"] - log_probs
@@ -96,7 +97,7 @@ def reward(prompt: list[int], tokens: list[int]) -> float:
 def answers_and_reward(engine: Engine, numbers: random.Random, seed: int) -> tuple[list[Answer], float]:
     """The model's own answers to new prompts, and their mean reward."""
     prompts = [[numbers.randrange(10)] for _ in range(NUM_PROMPTS)]
-    params = SamplingParams(max_new_tokens=10, end_tokens=(END,), num_samples=NUM_ANSWERS, seed=seed)
+    params = SamplingParams(10, temperature=TEMPERATURE, end_tokens=(END,), num_samples=NUM_ANSWERS, seed=seed)
     drawn = engine.generate(prompts, params)
     rewards = torch.tensor([reward(prompts[one.prompt], list(one.tokens)) for one in drawn]).view(NUM_PROMPTS, -1)
     every = zip(drawn, advantages(rewards).flatten().tolist(), strict=True)
@@ -112,9 +113,9 @@ def learn(engine: Engine, reference: Engine, goal: float) -> None:
         answers, mean = answers_and_reward(engine, numbers, seed=number)
         batch = batch_of(answers)
         # Nothing has been learned since the answers were drawn, so scoring finds what generation said of them.
-        scores = engine.forward(batch, token_scores(), micro_batches=PARTS, broadcast=True)
+        scores = engine.forward(batch, token_scores(TEMPERATURE), micro_batches=PARTS, broadcast=True)
         off = float(torch.exp(scores["log_probs"] - batch["log_probs"]).sub(1).abs().max())
-        first = reference.forward(batch, token_scores(), micro_batches=PARTS, broadcast=True)
+        first = reference.forward(batch, token_scores(TEMPERATURE), micro_batches=PARTS, broadcast=True)
         batch = batch.with_key("reference", first["log_probs"])
         for _ in range(UPDATES):
             result = engine.train_batch(batch, loss, micro_batches=PARTS)

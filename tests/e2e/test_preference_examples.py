@@ -25,8 +25,14 @@ def test_two_stages_learn_a_preference() -> None:
 
 
 @pytest.mark.shows(128)
-def test_two_stages_learn_from_the_rewards_of_groups_whose_importance_ratios_are_exactly_1() -> None:
-    shown = run_ranks_of(EXAMPLES / "grpo.py", 2, "--goal", "0.15", "--reproducible")
+@pytest.mark.parametrize("temperature", ["1.0", "0.8"])
+def test_two_stages_learn_from_the_rewards_of_groups_whose_importance_ratios_are_exactly_1(
+    temperature: str, tmp_path: Path
+) -> None:
+    example, text = tmp_path / "grpo.py", (EXAMPLES / "grpo.py").read_text()
+    assert "TEMPERATURE = 1.0" in text
+    example.write_text(text.replace("TEMPERATURE = 1.0", f"TEMPERATURE = {temperature}"))
+    shown = run_ranks_of(example, 2, "--goal", "0.15", "--reproducible")
     rows = re.findall(r"round +\d+, +\d+ s: reward (\d\.\d+), importance ratios 1 ± (\S+), (\d+\.\d+) nats", shown)
     assert len(rows) == len(shown.splitlines()) >= 2
     rewards, ratios, divergences = (list(map(float, column)) for column in zip(*rows, strict=True))
