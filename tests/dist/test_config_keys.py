@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from penstock import Engine, PackedBatch
 from penstock.engine.folders.model_folder import open_folder
-from penstock.model.hf.families import FAMILIES
+from penstock.model.hf.families import _USUAL, FAMILIES
 from penstock.settings import ConfigError
 from tests.hugging_face import SIZES, make_model, make_sequences, reference_logits, stored_tensors
 
@@ -68,6 +69,11 @@ OTHERS = {
     *("num_experts", "num_local_experts", "initializer_range", "use_cache", "pretraining_tp"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 }
+#: those that say themselves what they are, that change no output, or that a file must have
+UNREAD = {
+    *("rope_parameters", "layer_types", "head_dim", "num_key_value_heads", "output_router_logits"),
+    *("router_aux_loss_coef", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+}
 #: those whose default fits the weights of any value
 LEFT_OUT = ("rms_norm_eps", "sliding_window", "max_window_layers", "norm_topk_prob", "max_position_embeddings")
 FEW = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -76,8 +82,6 @@ EXPERTS = {"mixtral": {"num_local_experts": 4, "head_dim": 8}, "qwen2_moe": FEW,
 
 
 def keys_of(model_type: str) -> set[str]:
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
     return CONFIG_MAPPING[model_type]().to_dict().keys() - PreTrainedConfig().to_dict().keys()
 
 
@@ -111,9 +115,16 @@ def drawn_folder(model_type: str, draw: int, folder: Path) -> dict[str, Any]:
     return drawn
 
 
-def test_every_key_of_every_family_is_drawn() -> None:
+@pytest.mark.shows(200)
+def test_every_key_of_every_family_is_known_and_has_its_usual_value() -> None:
     for family in FAMILIES.values():
-        assert keys_of(family.model_type) <= VALUES.keys() | OTHERS
+        kind: Any = CONFIG_MAPPING[family.model_type]
+        assert keys_of(family.model_type) <= VALUES.keys() | OTHERS, "and drawn"
+        usual = _USUAL | dict(family.usual)
+        assert keys_of(family.model_type) <= usual.keys() | OTHERS | UNREAD, family.model_type
+        for key, value in usual.items():
+            known = kind.default_theta if key == "rope_theta" else getattr(kind, key, value)
+            assert value == known, (family.model_type, key)
 
 
 @pytest.mark.shows(200)

@@ -5,10 +5,9 @@ A family is a row of `FAMILIES`; a kind of parameter is a row of a table of name
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,17 @@ class Windows(enum.Enum):
     IF_USED = enum.auto()
     """All, if "use_sliding_window" is set."""
     LATER = enum.auto()
-    """Those that "layer_types" names, if "use_sliding_window" is set; in the decoder the later ones."""
+    """If "use_sliding_window" is set, those that "layer_types" names, or else those from "max_window_layers" on."""
+    ALTERNATE = enum.auto()
+    """As `LATER`, but where none are named every other one before "max_window_layers"."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The switches in which families differ."""
+    """The switches in which families differ.
+
+    usual: the values that transformers' class of the family has of keys that a config.json leaves out, beside `_USUAL`.
+    """
 
     model_type: str
     qkv_bias: bool = False
@@ -73,10 +77,12 @@ class Family:
     windows: Windows = Windows.NEVER
     experts: Mapping[str, str] | None = None
     shared_expert: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     def fits(self, config: ModelConfig) -> bool:
         """True if a model of this family can be that decoder."""
-        kinds = {Windows.LATER} if config.num_full_layers else {Windows.ALL, Windows.IF_USED, Windows.LATER}
+        named = {Windows.LATER, Windows.ALTERNATE}
+        kinds = named if config.num_full_layers else {Windows.ALL, Windows.IF_USED, *named}
         windows = config.sliding_window is None or self.windows in kinds
         layers = (self.qkv_bias, self.qk_norm) == (config.qkv_bias, config.qk_norm)
         experts = config.experts
@@ -92,16 +98,52 @@ class Family:
         return plain and shared and not experts.bias_step and (everywhere or self.experts is not MIXTRAL_EXPERTS)
 
 
+_USUAL = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 32768,
+}
+_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+_LONG = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral", windows=Windows.ALL),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows=Windows.LATER),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, windows=Windows.LATER),
-    "MixtralForCausalLM": Family("mixtral", windows=Windows.ALL, experts=MIXTRAL_EXPERTS),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", qkv_bias=True, windows=Windows.LATER, experts=QWEN_EXPERTS, shared_expert=True
+    "LlamaForCausalLM": Family(
+        "llama", usual={"attention_bias": False, "mlp_bias": False, "max_position_embeddings": 2048}
     ),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, windows=Windows.IF_USED, experts=QWEN_EXPERTS),
+    "MistralForCausalLM": Family("mistral", windows=Windows.ALL, usual=_LONG | {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", qkv_bias=True, windows=Windows.LATER, usual=_WINDOW | {"num_key_value_heads": 32}
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        qk_norm=True,
+        windows=Windows.LATER,
+        usual=_WINDOW | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        windows=Windows.ALL,
+        experts=MIXTRAL_EXPERTS,
+        usual=_LONG | {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.0},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        qkv_bias=True,
+        windows=Windows.ALTERNATE,
+        experts=QWEN_EXPERTS,
+        shared_expert=True,
+        usual=_WINDOW | _SPARSE | {"num_key_value_heads": 16, "qkv_bias": True},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        qk_norm=True,
+        windows=Windows.IF_USED,
+        experts=QWEN_EXPERTS,
+        usual=_WINDOW | _SPARSE | {"num_key_value_heads": 4, "attention_bias": False},
+    ),
 }
 
 
@@ -231,46 +273,28 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     if (kind := content.get("model_type", family.model_type)) != family.model_type:
         raise NotNative(f"{name} with model_type={kind!r} is not the decoder's; {_OTHERWISE}")
     try:
-        config, usual = _as_in_transformers(content, family)
-        for key, value in config.to_dict().items():
-            if key in usual and key not in _READ and value != usual[key]:
-                raise NotNative(f"{name} with {key}={value!r} is not the decoder's ({usual[key]!r} is); {_OTHERWISE}")
-        return _decoder(config, family)
+        values = {**_USUAL, **family.usual, **content}
+        for key, usual in (_USUAL | dict(family.usual)).items():
+            if key not in _READ and values[key] != usual:
+                raise NotNative(f"{name} with {key}={values[key]!r} is not the decoder's ({usual!r} is); {_OTHERWISE}")
+        return _decoder(values, family)
     except (TypeError, LookupError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else f"has a value of another type ({error})"
         raise ValueError(f"the {CONFIG_FILE} of a {name} {reason}") from None
 
 
-def _as_in_transformers(content: Mapping[str, Any], family: Family) -> tuple[Any, dict[str, Any]]:
-    """The config.json as transformers' own class reads it, and that class's values for keys that are not there.
-
-    Older files have other names and places for some, and what is left out has another value in each family.
-
-    Raises: ValueError for what the class refuses.
-    """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    kind = CONFIG_MAPPING[family.model_type]
-    try:
-        config = kind.from_dict(copy.deepcopy(dict(content)))
-    except Exception as error:  # whatever the library stumbles over in a config.json
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
-        raise ValueError(f"the {CONFIG_FILE} of a {family.model_type} model: {reason}") from None
-    # Those of every model say how outputs are given, not what they are.
-    return config, {key: value for key, value in kind().to_dict().items() if key not in PreTrainedConfig().to_dict()}
-
-
-def _decoder(config: Any, family: Family) -> ModelConfig:
-    window, num_full_layers = _window(config, family)
+def _decoder(values: Mapping[str, Any], family: Family) -> ModelConfig:
+    window, num_full_layers = _window(values, family)
+    rope, sizes = _rope(values), {ours: values[theirs] for ours, theirs in _SIZES.items()}
     shape = ModelConfig(
-        **{ours: getattr(config, theirs) for ours, theirs in (_SIZES | _MORE).items() if hasattr(config, theirs)},
-        rope_theta=config.rope_parameters["rope_theta"],
+        **sizes | {ours: values[theirs] for ours, theirs in _MORE.items() if theirs in values},
+        rope_theta=rope["rope_theta"],
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         sliding_window=window,
         num_full_layers=num_full_layers,
-        rope_scaling=_scaling(config.rope_parameters),
-        experts=_experts(config, family),
+        rope_scaling=_scaling(rope),
+        experts=_experts(values, family),
     )
     return shape.whole(shape.vocabulary)
 
@@ -289,18 +313,13 @@ _MORE = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Settings that every model of transformers has, and others: their names here and there."""
+"""Settings that a config.json must have, and those that it may leave out: their names here and there."""
 _READ = {
-    *_SIZES.values(),
     *_MORE.values(),
-    *("rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-    # These change no number of an output: of a loss of routers, of new weights, or of a text's ends.
-    *("output_router_logits", "router_aux_loss_coef", "initializer_range", "use_cache", "pretraining_tp"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
+    *("rope_theta", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
 }
-"""The keys of config.json that the decoder honours. With another value of any other key a model is not the decoder."""
+"""The keys that the decoder honours. With another value than the usual one of any other a model is not the decoder."""
 _ROPE_KINDS = [kind.value for kind in RopeKind if kind is not RopeKind.NONE]
 _SLIDING = "sliding_attention"
 
@@ -330,10 +349,10 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if family.windows is not Windows.NEVER:
         content["sliding_window"] = config.sliding_window
-    if family.windows in (Windows.IF_USED, Windows.LATER):
+    if family.windows not in (Windows.NEVER, Windows.ALL):
         content["use_sliding_window"] = config.sliding_window is not None
         content["max_window_layers"] = config.num_full_layers if config.sliding_window else config.num_layers
-    if family.windows is Windows.LATER and config.sliding_window:
+    if family.windows in (Windows.LATER, Windows.ALTERNATE) and config.sliding_window:
         num_full, num_sliding = config.num_full_layers, config.num_layers - config.num_full_layers
         content["layer_types"] = ["full_attention"] * num_full + [_SLIDING] * num_sliding
     if config.experts.num_experts:
@@ -341,17 +360,35 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     return content
 
 
-def _window(config: Any, family: Family) -> tuple[int | None, int]:
+def _window(values: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
     """The sliding window, and the number of first layers that have full attention in spite of it."""
-    # Where the class has no such key, transformers takes no notice of it.
-    window = None if family.windows is Windows.NEVER else config.sliding_window or None
-    if window is None or family.windows is not Windows.LATER:
+    # Where a family has no such key, transformers takes no notice of it.
+    is_used = family.windows is not Windows.NEVER and values.get("use_sliding_window", True)
+    window = (values["sliding_window"] or None) if is_used else None
+    if window is None or family.windows in (Windows.ALL, Windows.IF_USED):
         return window, 0
-    types = config.layer_types
-    num_full = types.index(_SLIDING) if _SLIDING in types else len(types)
-    if any(kind != _SLIDING for kind in types[num_full:]):
-        raise NotNative(f"its layer_types alternate, but the decoder's first layers see everything; {_OTHERWISE}")
-    return (window, num_full) if num_full < len(types) else (None, 0)
+    numbers, end = range(values["num_hidden_layers"]), values["max_window_layers"]
+    alternate = family.windows is Windows.ALTERNATE
+    slides = [number < end and number % 2 == 0 if alternate else number >= end for number in numbers]
+    if values.get("layer_types") is not None:
+        slides = [kind == _SLIDING for kind in values["layer_types"]]
+    num_full = slides.index(True) if True in slides else len(slides)
+    if not all(slides[num_full:]):
+        raise NotNative(f"its layers' windows alternate, but the decoder's first layers see everything; {_OTHERWISE}")
+    return (window, num_full) if num_full < len(slides) else (None, 0)
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings, in whichever form a file has them, as transformers reads them."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", values["rope_theta"])
+    rope.setdefault("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if "original_max_position_embeddings" in values:
+        rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    elif rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    return rope
 
 
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
@@ -389,21 +426,23 @@ def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
     return content if scaling.attention_factor is None else content | {"attention_factor": scaling.attention_factor}
 
 
-def _experts(config: Any, family: Family) -> ExpertConfig:
+def _experts(values: Mapping[str, Any], family: Family) -> ExpertConfig:
     if family.experts is None:
         return ExpertConfig()
     mixtral = family.experts is MIXTRAL_EXPERTS
-    shared = config.shared_expert_intermediate_size if family.shared_expert else 0
+    shared = values["shared_expert_intermediate_size"] if family.shared_expert else 0
     return ExpertConfig(
-        num_experts=config.num_experts,
-        num_active=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size if mixtral else config.moe_intermediate_size,
-        normalise=mixtral or config.norm_topk_prob,
+        num_experts=values.get("num_experts") or values["num_local_experts"],
+        num_active=values["num_experts_per_tok"],
+        intermediate_size=values["intermediate_size" if mixtral else "moe_intermediate_size"],
+        normalise=mixtral or values["norm_topk_prob"],
         shared_size=shared,
         shared_gate=shared > 0,
-        every=1 if mixtral else config.decoder_sparse_step,
+        every=1 if mixtral else values["decoder_sparse_step"],
         # Of layers beyond the last, transformers takes no notice.
-        dense_layers=() if mixtral else tuple(n for n in config.mlp_only_layers if n < config.num_hidden_layers),
+        dense_layers=()
+        if mixtral
+        else tuple(n for n in values["mlp_only_layers"] or () if n < values["num_hidden_layers"]),
     )
 
 
