@@ -142,7 +142,7 @@ def test_answers_side_by_side_are_filled_up_on_the_right() -> None:
 
 @pytest.mark.shows(203)
 @pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}], ids=["plain", "penal"])
-def test_an_answer_goes_on_after_given_tokens_as_after_a_prompt_with_them(penalties: dict[str, float]) -> None:
+def test_an_answer_goes_on_after_given_tokens_as_after_a_prompt_with_them(penalties: dict[str, Any]) -> None:
     options = EngineOptions(device="cpu", learns=False, precision=Precision.FP64)
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, options=options)
     load(engine.parameters(), random_weights())
