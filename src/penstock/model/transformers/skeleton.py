@@ -43,6 +43,12 @@ class StubbedForward:
     hidden: list[Any] = field(default_factory=list)
 
 
+def cache_argument(model: nn.Module) -> str | None:
+    """The name by which a model's forward takes a cache, another from transformers 5.24 on; None if it takes none."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
+
+
 class LayerStub(nn.Module):
     """Replaces a layer: has its attributes but none of its parameters, and acts as the running forward says."""
 
@@ -131,7 +137,7 @@ class Skeleton(nn.Module):
             # Without a mask, transformers takes positions that do not count up for several texts in a row.
             given["attention_mask"] = torch.ones_like(positions_BL)
         if past is not None:
-            given["past_key_values"] = past
+            given[cache_argument(self.model) or ""] = past
         try:
             return self.model(input_ids=tokens_BL, use_cache=past is not None, return_dict=True, **given).logits
         except _LeaveForward:

@@ -7,7 +7,6 @@ Shapes: T tokens of the microbatch or batch, B sequences, L tokens of the longes
 vocabulary, S sampled tokens.
 """
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.sequences import Sequences, only_read
-from penstock.model.transformers.skeleton import Skeleton
+from penstock.model.transformers.skeleton import Skeleton, cache_argument
 from penstock.schedule import NO_ROW, BatchItem
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -168,7 +167,7 @@ class _TransformersUnit(nn.Module):
             ValueError: the model caches more than keys and values; names it.
         """
         model: Any = self.inputs.model
-        name, takes = type(model).__name__, "past_key_values" in inspect.signature(model.forward).parameters
+        name, takes = type(model).__name__, cache_argument(model) is not None
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         if name.endswith("Classification"):
             raise ValueError(f"{name} cannot generate: it rates texts and gives no tokens")
