@@ -72,12 +72,12 @@ def _to_json(report: CheckReport) -> Mapping[str, Any]:
 
 
 def _of_run(given: Any) -> CheckReport:
-    from penstock.engine.comparison import check_run
+    from penstock.engine.comparison import compare_run
     from penstock.settings import read_config
 
     if given.words:
         raise ValueError(f"{given.words[0]!r} stands behind {given.file}; options of penstock check stand before it")
-    return check_run(read_config(given.file), given.pp, given.steps, given.layers)
+    return compare_run(read_config(given.file), given.pp, given.steps, given.layers)
 
 
 # ---- A script, up to its first step
@@ -96,7 +96,7 @@ class _Reached(BaseException):
 
 def _of_script(given: Any) -> CheckReport:
     from penstock.data import PackedBatch
-    from penstock.engine.comparison import OwnParts, check_parts
+    from penstock.engine.comparison import OwnParts, compare_parts
     from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
     from penstock.settings import Layout
 
@@ -109,7 +109,7 @@ def _of_script(given: Any) -> CheckReport:
         raise ValueError(f"{given.file} trains on a source of microbatches; a check needs a PackedBatch, or a list")
     loss_fn, weight_fn = found.get("loss_fn", token_cross_entropy), found.get("loss_weight_fn", num_loss_tokens)
     parts = OwnParts(layers, loss_fn, weight_fn, reached.engine.pipeline.options)
-    return check_parts(parts, batch, Layout(pp=given.pp), given.steps)
+    return compare_parts(parts, batch, Layout(pp=given.pp), given.steps)
 
 
 def _first_step(script: Path, words: list[str]) -> tuple[Any, _Reached]:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, merge, split
 from penstock.engine.checkpoint.manifest import random_state
-from penstock.engine.folders.run_check import check_run as check_settings
-from penstock.engine.folders.run_check import with_pretrained
+from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers
@@ -606,10 +605,10 @@ def check(
     >>> check(layers, batch, optimizer="sgd").raise_if_different()
     """
     options = changed(None, changes)
-    return check_parts(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout or Layout(pp=2), steps)
+    return compare_parts(OwnParts(layers, loss_fn, loss_weight_fn, options), batch, layout or Layout(pp=2), steps)
 
 
-def check_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: int) -> CheckReport:
+def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: int) -> CheckReport:
     """The check of parts on a batch; see `check`. Raises: ValueError, and whatever the parts raise in a plain loop."""
     if layout.world_size != layout.pp or layout.pp < 2:
         raise ValueError(f"a check runs pipeline stages alone, two or more, not {layout}; give Layout(pp=2)")
@@ -641,12 +640,12 @@ def _comparable(options: EngineOptions) -> EngineOptions:
     return replace(options, device=device, recompute="none", num_kept_microbatches=0)
 
 
-def check_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -> CheckReport:
+def compare_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -> CheckReport:
     """The check of a run's model, cut down to its first layers, with weights of its seed, on made-up tokens.
 
     Raises: ValueError where the settings cannot go together, or the model cannot be checked.
     """
-    settings = check_settings(with_pretrained(config))
+    settings = check_run(with_pretrained(config))
     shape = replace(settings.model, pretrained=None, num_layers=min(settings.model.num_layers, num_layers))
     if shape.native is False or shape.experts.num_experts:
         what = "transformers' own layers" if shape.native is False else "experts"
@@ -658,7 +657,7 @@ def check_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -
     draw = torch.Generator().manual_seed(options.seed)
     tokens = [torch.randint(0, vocab_size, (length,), generator=draw) for length in _LENGTHS]
     parts = OwnParts(units, token_cross_entropy, num_loss_tokens, options)
-    return check_parts(parts, PackedBatch.from_documents(tokens), Layout(pp=num_stages), steps)
+    return compare_parts(parts, PackedBatch.from_documents(tokens), Layout(pp=num_stages), steps)
 
 
 _LENGTHS = (24, 17, 31, 20, 28, 19)

@@ -186,7 +186,7 @@ class OwnLayers:
         return not (self._wanted or self._are_open or any(call.parameters.required for call in self.calls))
 
     def given(self, part: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
-        """All that this rank's units ask for of their microbatch by name, of which `own` is this rank's part."""
+        """All that this rank's units ask for of their microbatch by name, of which `part` is this rank's."""
         wanted = sorted(self._wanted.intersection(part.keys))
         return Given({key: part[key].to(self._device) for key in wanted}, randomness, numbers)
 

@@ -417,8 +417,10 @@ class Pipeline:
             and not part.dtypes["positions"].is_floating_point
         ):
             sequences = sequences.with_positions(part["positions"])
-        shard, num_taken = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank, numbers.step - training
-        randomness = Randomness(self.options.seed, num_taken, shard, numbers.microbatch, self.device)
+        data_rank = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+        # A step's number counts that step itself; elsewhere it is that of the last one taken.
+        num_taken = numbers.step - 1 if training else numbers.step
+        randomness = Randomness(self.options.seed, num_taken, data_rank, numbers.microbatch, self.device)
         present, read = self.units[-1].present, part
         # A layer of a user's own computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:

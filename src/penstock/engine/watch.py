@@ -39,7 +39,7 @@ class Watchers:
     callbacks: list[Any] = field(default_factory=list)
 
     def add(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks. Raises: ValueError for one without any of the methods."""
+        """Add callbacks. Raises: ConfigError for one without any of the methods."""
         for callback in callbacks:
             made = load_object(callback) if isinstance(callback, str) else callback
             made = made() if isinstance(made, type) else made

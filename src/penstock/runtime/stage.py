@@ -516,7 +516,7 @@ class Stage:
                 x = module.decode(x, cache, rows)  # pyright: ignore[reportCallIssue]
         return x
 
-    def keep_step(self, rows: CachedRows) -> None:
+    def decode_nothing(self, rows: CachedRows) -> None:
         """Take part without tokens where ranks of several pipelines compute together; `rows` has none."""
         self.weights_ready()
         x_TD = torch.zeros((0, self.boundary.hidden_size), dtype=self.boundary.dtype, device=rows.positions.device)

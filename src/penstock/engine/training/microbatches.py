@@ -156,7 +156,7 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         gather = partial(gather_json, group=pipeline.grid.control)
         _, calls = shown_to_all_ranks(call_or_error, gather, otherwise=PipelineError, message=message)
         rank, other = next((rank, text) for rank, text in enumerate(calls) if text != calls[0])
-        raise PipelineError(f"all ranks make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
+        raise PipelineError(f"all ranks must make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len({report.drawn and report.wanted for report in reports if not report.ended}) > 1:
         views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
         raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
@@ -196,7 +196,7 @@ def source_of(
         kind, batch = MicrobatchList, tuple(batch)
     elif batch is END:
         kind, batch = MicrobatchList, ()
-    elif isinstance(batch, PackedBatch) or not (is_source(batch) or (batch is None and spec and holds_no_end)):
+    elif isinstance(batch, PackedBatch) or not (is_iterator(batch) or (batch is None and spec and holds_no_end)):
         kind = SplitBatch
         check_batch(batch, pipeline.units[0].limits, reads_labels)
     else:
@@ -212,7 +212,7 @@ def source_of(
 _NO_SOURCES = PackedBatch | list | tuple | str | bytes | Mapping | Tensor
 
 
-def is_source(batch: Any) -> bool:
+def is_iterator(batch: Any) -> bool:
     """True if microbatches are drawn from it in the course of a call: of an iterable that is no list."""
     return isinstance(batch, Iterable) and not isinstance(batch, _NO_SOURCES)
 

@@ -28,7 +28,7 @@ from penstock.engine.training.microbatches import (
     END,
     MicrobatchSource,
     agree_on_microbatches,
-    is_source,
+    is_iterator,
     source_of,
 )
 from penstock.model import (
@@ -246,7 +246,7 @@ class Outputs:
         check_callable("aggregate_fn", self.aggregate_fn, "list of results", optional=True)
         check_argument("broadcast", self.broadcast, bool)
         check_argument("output_seqlens", self.output_seqlens, Sequence[int] | None)
-        if self.output_seqlens is not None and not is_source(batch):
+        if self.output_seqlens is not None and not is_iterator(batch):
             parts = [batch] if isinstance(batch, PackedBatch) else batch
             check_lengths(self.output_seqlens, sum(part.num_items for part in parts))
 

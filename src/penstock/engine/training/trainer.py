@@ -1,7 +1,7 @@
 """Training: one optimizer step, with gradient accumulation over the microbatches of a batch, and the state it changes.
 
-Each thing that happens once per batch is a line of `Trainer.train_batch`; each thing that happens once per microbatch
-is an action of the program.
+Each thing that happens once per batch is a line of `Trainer.train_batch`, or of a method that stands below it in order;
+each thing that happens once per microbatch is an action of the program.
 """
 
 from __future__ import annotations
@@ -349,8 +349,9 @@ class Trainer:
         pipeline, aux_losses = self.pipeline, AuxLossReport()
         record = pipeline.recorder.begin(Action(Op.STEP))
         update = self._update(self._finish_gradients(), number, rates)
-        with pipeline.recovery.announcing(stepping=True), pipeline.recorder.collective("gather the weights"):
-            self._gather_weights()
+        with pipeline.recovery.announcing(stepping=True):
+            with pipeline.recorder.collective("gather the weights"):
+                self._gather_weights()
             pipeline.casts.renew()
             if self.aux_losses is not None:
                 aux_losses = self.aux_losses.report(feeds, loss_scale, learns=update.success)
@@ -389,7 +390,12 @@ class Trainer:
         self._put_back = None
         return update
 
-    # ---- what recovery calls between steps
+    def _gather_weights(self) -> None:
+        """Gather the weights that other ranks have stepped."""
+        for buckets in self.gradients.values():
+            buckets.gather()
+
+    # ---- what recovery calls between steps, beside `_gather_weights`: messages of the last step were cut too
 
     def _undo(self) -> None:
         for buckets in self.gradients.values():
@@ -397,11 +403,6 @@ class Trainer:
         if self._put_back is not None:
             self._put_back()
         self._put_back = None
-
-    def _gather_weights(self) -> None:
-        """Gather the weights that other ranks have stepped, since messages of the last step were cut too."""
-        for buckets in self.gradients.values():
-            buckets.gather()
 
 
 def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:

@@ -274,7 +274,7 @@ class DecodeLoop:
             ring.alarm.check()
         record = ring.recorder.begin(Action(Op.F, stage.index, batch.slot))
         if not batch.items:
-            stage.keep_step(local.rows)
+            stage.decode_nothing(local.rows)
             ring.recorder.end(record)
             return None
         wire = self._wires[stage.index]
