@@ -135,12 +135,9 @@ class ModelFolder(ABC):
         if not self.is_native:
             return self.in_transformers.shape
         shape = config_from_json(self.content)
-        return replace(shape, tie_embeddings=False) if shape.tie_embeddings and self.has_head_apart else shape
-
-    @cached_property
-    def has_head_apart(self) -> bool:
-        """True if the files hold a head that is not the embedding: config.json may yet say that they are tied."""
-        return self.source is not None and self.source_files.differ(STORED_EMBEDDING, STORED_HEAD)
+        # As transformers does where the files hold a head that is not the embedding, whatever config.json says.
+        is_apart = shape.tie_embeddings and self.source_files.differ(STORED_EMBEDDING, STORED_HEAD)
+        return replace(shape, tie_embeddings=False) if is_apart else shape
 
     @property
     @abstractmethod
@@ -283,7 +280,8 @@ class ModelFolder(ABC):
     def form(self) -> HuggingFaceForm:
         """The form in which transformers knows it."""
         names = names_of(self.shape) if self.is_native else self.in_transformers.names
-        untied = {"tie_word_embeddings": False} if self.has_head_apart else {}
+        is_apart = self.is_native and not self.shape.tie_embeddings
+        untied = {"tie_word_embeddings": False} if is_apart and self.content.get("tie_word_embeddings") else {}
         return HuggingFaceForm(names, lambda: {**self.content, **untied}, self.source)
 
     @property
