@@ -94,7 +94,7 @@ def test_exceptions_are_few_and_stand() -> None:
 def test_the_engines_face_is_imported_by_nobody_in_its_room() -> None:
     """But for the check, which makes engines and calls them as a user does."""
     face = PACKAGE / "engine" / "engine.py"
-    above = ("engine.py", "__init__.py", "in_turn.py")
+    above = ("engine.py", "__init__.py", "ranks_in_turn.py")
     others = [path for path in FILES if path.is_relative_to(face.parent) and path.name not in above]
     assert others
     assert [path.name for path in others if face in files_imported_by(path)] == []

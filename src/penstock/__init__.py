@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from penstock.data import NO_LABEL, BatchError, Extent, MicroBatchSpec, PackedBatch
     from penstock.engine import (
         CheckpointError,
-        CheckReport,
         EarlyStop,
         Engine,
         EngineOptions,
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
         Trackers,
         TrainResult,
         ZeroLossWeight,
-        check,
         labelled_rows,
         num_loss_tokens,
         token_cross_entropy,
         token_scores,
     )
+    from penstock.engine.check import CheckReport, check
     from penstock.model import Labels
     from penstock.runtime import CallbackError, PipelineError, StepError, TransportError
     from penstock.settings import (
@@ -113,9 +112,10 @@ _NAMES_OF = {
     "penstock.engine": (
         *("EarlyStop", "Trackers"),
         *("CheckpointError", "Engine", "EngineOptions", "GenerateOptions", "Metric", "PerToken"),
-        *("MetricReduction", "TrainResult", "ZeroLossWeight", "CheckReport", "check"),
+        *("MetricReduction", "TrainResult", "ZeroLossWeight"),
         *("labelled_rows", "num_loss_tokens", "token_cross_entropy", "token_scores"),
     ),
+    "penstock.engine.check": ("CheckReport", "check"),
     "penstock.model": ("Labels",),
     "penstock.runtime": ("CallbackError", "PipelineError", "StepError", "TransportError"),
     "penstock.settings": (

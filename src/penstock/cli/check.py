@@ -15,7 +15,7 @@ from penstock.cli.options import Parser, add_json
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
-    from penstock.engine.comparison import CheckReport
+    from penstock.engine.check import CheckReport
 
 
 def parser() -> Parser:
@@ -72,7 +72,7 @@ def _to_json(report: CheckReport) -> Mapping[str, Any]:
 
 
 def _of_run(given: Any) -> CheckReport:
-    from penstock.engine.comparison import compare_run
+    from penstock.engine.check.comparison import compare_run
     from penstock.settings import read_config
 
     if given.words:
@@ -96,7 +96,8 @@ class _Reached(BaseException):
 
 def _of_script(given: Any) -> CheckReport:
     from penstock.data import PackedBatch
-    from penstock.engine.comparison import OwnParts, compare_parts
+    from penstock.engine.check.comparison import compare_parts
+    from penstock.engine.check.own_parts import OwnParts
     from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
     from penstock.settings import Layout
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.engine.checkpoint import CheckpointError as CheckpointError
-    from penstock.engine.comparison import CheckReport as CheckReport
-    from penstock.engine.comparison import check as check
     from penstock.engine.engine import Engine as Engine
     from penstock.engine.generation.answers import GenerateOptions as GenerateOptions
     from penstock.engine.options import EngineOptions as EngineOptions
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 _NAMES_OF = {
     "checkpoint": ("CheckpointError",),
-    "comparison": ("CheckReport", "check"),
     "engine": ("Engine",),
     "generation.answers": ("GenerateOptions",),
     "options": ("EngineOptions",),

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock import Metric, OptimizerConfig, PackedBatch, ParameterGroup
-from penstock.engine.comparison import Cause
+from penstock.engine.check.report import Cause
 
 WIDTH, VOCAB = 8, 16
 Model = list[nn.Module]

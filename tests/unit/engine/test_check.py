@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from penstock import EngineOptions, Layout, PackedBatch, check, num_loss_tokens, token_cross_entropy
-from penstock.engine.comparison import Cause, Check, CheckReport, Observed, OwnParts, Quantity, Way
+from penstock.engine.check.comparison import Check
+from penstock.engine.check.observed import Observed, Quantity
+from penstock.engine.check.own_parts import OwnParts
+from penstock.engine.check.report import Cause, CheckReport, Way
 from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,356 +8,30 @@ activation checkpointing, and the first bit that differs says where.
 from __future__ import annotations
 
 import copy
-import enum
 import math
 import tempfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, merge, split
-from penstock.engine.checkpoint.manifest import random_state
+from penstock.engine.check.observed import Observed, Point, Quantity, difference_in_words, has_equal_bits
+from penstock.engine.check.own_parts import OwnParts
+from penstock.engine.check.ranks_in_turn import RanksInTurn
+from penstock.engine.check.report import Cause, CheckReport, Difference, Way
 from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.engine.in_turn import EngineInTurn, PipelineInTurn, RanksInTurn
 from penstock.engine.options import EngineOptions, changed
-from penstock.engine.own_layers import units_of_layers
-from penstock.engine.plain_loop import PlainLoop
 from penstock.engine.training.loss import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.model import UnitSpec, decoder_units
-from penstock.parallel.device import agree_on_device
 from penstock.runtime import PipelineError
 from penstock.settings import Layout, Precision, RunConfig, ScheduleConfig, checked
 from penstock.settings.declare import words_of
-
-# ---- The report
-
-
-class Cause(enum.Enum):
-    """A usual cause of a difference: what a part of a user's own does, and what it may do instead."""
-
-    CHANCE = (
-        "two plain loops do not have this in common: random numbers of another source than torch's generators (which "
-        "are seeded for each layer, microbatch and step), the time, or a value of a class or module that one loop "
-        "leaves for the next"
-    )
-    ELSEWHERE = (
-        "a layer or the loss reaches a parameter without holding it, by an attribute, a closure or a global name, "
-        "so that in its stage nobody trains it; assign it (self.weight = other.weight), which ties it, or hand on "
-        "what is computed with it as an output"
-    )
-    UNTRAINED = (
-        "a layer or the loss reaches a parameter, or another tensor that requires a gradient, which no layer holds, so "
-        "that nobody trains it; let a layer hold it as a parameter (a loss's the last layer, which gives it beside its "
-        "output), or freeze it (requires_grad_(False))"
-    )
-    LEFT_BEHIND = (
-        "a layer leaves something for a layer of another stage, or for the loss, in an object that both reach; in "
-        "stages another microbatch's, or nothing, is there; hand it on as an output, (x, more)"
-    )
-    CALLS = (
-        "a layer or the loss looks at how often, or in which order, it was called; it can ask for microbatch, "
-        "num_microbatches and step by name"
-    )
-    UNDECLARED = (
-        "a layer or the loss keeps something from step to step in an attribute, which no checkpoint holds; state is "
-        "parameters, buffers (register_buffer) and get_extra_state"
-    )
-    REPLAYED = (
-        "a layer is no function of its input, parameters, buffers and torch's random numbers, so that computing it "
-        "again gives something else: it counts its calls, draws from a generator of its own, or changes its input in "
-        "place; leave it out of recompute, or make it one"
-    )
-    JOINT = (
-        "the optimizer joins parameters in its step, as a norm over all of them does, or random numbers that it draws "
-        "in their order, so that ranks step otherwise; declare it by divides = 'model', which keeps it to one rank"
-    )
-    OPTIMIZER_STATE = (
-        "the optimizer keeps something outside of state_dict(), which alone a checkpoint holds; put it into "
-        "self.state[parameter] or the parameter groups"
-    )
-    NO_SUM = (
-        "the loss, or its weight, is no sum over tokens or examples: a mean of each microbatch, or something that "
-        "looks at all of it; loss_fn gives a sum and loss_weight_fn counts, and one mean is made of both"
-    )
-    MIXED = (
-        "a layer mixes rows of different sequences of a microbatch, so that an answer depends on what else is in it; "
-        "sequences.lengths says where each begins"
-    )
-    IN_PLACE = (
-        "a tensor is changed in place that somebody else reads: a layer's input, a part of the batch, a parameter or "
-        "its gradient; change a copy (clone())"
-    )
-    REFUSED = "the engine says itself what is wrong"
-
-    @property
-    def text(self) -> str:
-        """The cause and what to do, in a sentence."""
-        return self.value
-
-
-class Way(enum.Enum):
-    """A way of computing the steps that is held against the plain loop."""
-
-    AGAIN = "a second plain loop"
-    STAGES = "in stages"
-    APART = "in a stage for each layer"
-    RESUMED = "after a save and load"
-    RECOMPUTED = "under activation checkpointing"
-    SPLIT = "with another number of microbatches"
-    SUMS = "by the sums over microbatches"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first place where one of the engine's ways parts from the plain loop."""
-
-    #: the way that differs
-    way: Way
-    #: step, counted from 1, and microbatch, counted from 0, where one is known
-    step: int
-    microbatch: int | None
-    #: what differs, in words such as "the gradient of layers.2.weight differs"
-    what: str
-    #: both values in a few words, or the engine's own error
-    values: str
-    #: usual causes, the likeliest first
-    causes: tuple[Cause, ...]
-
-    def __str__(self) -> str:
-        place = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
-        return f"{place}, {self.way.value}: {self.what} ({self.values})"
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """The findings of a check.
-
-    >>> layers = [torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)]
-    >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
-    >>> report = check(layers, batch)
-    >>> report.is_equal, report.first
-    (True, None)
-    """
-
-    #: of each way that was held against the plain loop and parted from it, the first place
-    differences: tuple[Difference, ...]
-    #: what was compared, in words
-    compared: str
-
-    @property
-    def is_equal(self) -> bool:
-        """True if nothing differs."""
-        return not self.differences
-
-    @property
-    def first(self) -> Difference | None:
-        """The first difference; None if there is none."""
-        return self.differences[0] if self.differences else None
-
-    def raise_if_different(self) -> None:
-        """For a test of one's own. Raises: AssertionError with the report, if anything differs."""
-        if self.differences:
-            raise AssertionError(str(self))
-
-    def __str__(self) -> str:
-        if self.first is None:
-            return f"equal, bit for bit: {self.compared}"
-        lines = [str(self.first)]
-        causes = () if Cause.REFUSED in self.first.causes else self.first.causes
-        for number, cause in enumerate(causes):
-            lines.append(f"  {'or' if number else 'usual cause'}: {cause.text}")
-        lines += map(str, self.differences[1:])
-        return "\n".join(lines)
-
-
-# ---- The parts, of which each rank and each loop has copies, as processes have
-
-
-@dataclass(frozen=True, eq=False)
-class OwnParts:
-    """A user's own layers, loss and optimizer; or the units of a model in the place of layers."""
-
-    layers: Sequence[nn.Module | partial[Any]] | Sequence[UnitSpec]
-    loss_fn: LossFn
-    loss_weight_fn: LossWeightFn
-    options: EngineOptions
-
-    def copied(self) -> OwnParts:
-        """Copies of all, in which whatever they have in common is one thing again. Raises: ValueError."""
-        optimizer, memo = self.options.optimizer, dict[int, Any]()
-        parts = [list(self.layers), self.loss_fn, self.loss_weight_fn, optimizer.factory, optimizer.scheduler]
-        for function in _functions(parts):
-            _copy_function(function, memo)
-        try:
-            layers, loss_fn, weight_fn, factory, scheduler = copy.deepcopy(parts, memo)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(
-                f"a layer, the loss or the optimizer cannot be copied: {words_of(error)}; a check works on copies, by "
-                "copy.deepcopy"
-            ) from error
-        made = replace(optimizer, factory=factory, scheduler=scheduler)
-        return OwnParts(layers, loss_fn, weight_fn, replace(self.options, optimizer=made))
-
-    @cached_property
-    def device(self) -> torch.device:
-        """The device on which all is computed, here and by all ranks."""
-        return agree_on_device(self.options.device, lambda view: [view], 0)
-
-    def units(self) -> Sequence[UnitSpec]:
-        """The layers as the engine takes them. Raises: ValueError, as `Engine.from_layers`."""
-        units = [layer for layer in self.layers if isinstance(layer, UnitSpec)]
-        return units or units_of_layers(self.layers)  # pyright: ignore[reportArgumentType]  # all are, or none
-
-    def plain_loop(self) -> PlainLoop:
-        """A plain loop over these very layers."""
-        return PlainLoop(self.units(), self.loss_fn, self.loss_weight_fn, self.options, self.device)
-
-    def engine(self, ranks: RanksInTurn, rank: int, hidden_size: int, changes: Mapping[str, Any]) -> EngineInTurn:
-        """One rank's engine of these very layers."""
-        options = replace(self.options, **changes)
-        pipeline = PipelineInTurn(ranks, rank, self.units(), hidden_size, options)
-        return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)
-
-
-def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions among parts, and those that modules have as attributes, hooks among them."""
-    for part in parts:
-        if isinstance(part, FunctionType):
-            yield part
-        elif isinstance(part, nn.Module):
-            for module in part.modules():
-                yield from _functions(value for key, value in vars(module).items() if key != "_modules")
-        elif isinstance(part, partial):
-            yield from _functions((part.func, *part.args, *part.keywords.values()))
-        elif isinstance(part, list | tuple | dict):
-            yield from _functions(part.values() if isinstance(part, dict) else part)
-
-
-def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """A function whose variables are copies, as another process has; `deepcopy` gives the function itself."""
-    if function.__closure__ is None or id(function) in memo:
-        return memo.get(id(function), function)
-    cells = tuple(CellType() for _ in function.__closure__)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, made
-    vars(made).update(vars(function))
-    for cell, old_cell in zip(cells, function.__closure__, strict=True):
-        try:
-            value = old_cell.cell_contents
-            cell.cell_contents = (
-                _copy_function(value, memo) if isinstance(value, FunctionType) else copy.deepcopy(value, memo)
-            )
-        except ValueError:
-            continue  # a variable without a value
-        except (TypeError, RuntimeError):
-            cell.cell_contents = old_cell.cell_contents  # what cannot be copied, such as a file, is the same for all
-    return made
-
-
-# ---- What a way computes
-
-
-class Quantity(enum.Enum):
-    """A kind of number that is compared, in the order in which a step computes them."""
-
-    OUTPUT = "the output of"
-    LOSS = "the loss"
-    GRADIENT = "the gradient of"
-    STATE = ""
-    RANDOM = "the state of torch's random numbers after the step"
-
-
-class Point(NamedTuple):
-    """The place of a number: in steps and microbatches (-1 for none), and of which layer or tensor it is."""
-
-    step: int
-    kind: Quantity
-    microbatch: int
-    name: str
-
-
-@dataclass(eq=False)
-class Observed:
-    """All that one way has computed, in the order of a plain loop."""
-
-    #: a digest of each output, the other numbers themselves
-    values: dict[Point, Any] = field(default_factory=dict)
-    #: parameters that a rank has reached without holding them, with that rank
-    reached: dict[str, int] = field(default_factory=dict)
-    #: the width of what the first of the layers gives
-    width: int = 0
-    _step: int = 0
-    #: by layer, how often it was called in this step
-    _calls: Counter[str] = field(default_factory=Counter)
-
-    def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-        """Note what the layers of these names give from now on, microbatch after microbatch."""
-
-        def note(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
-            self.values[Point(self._step, Quantity.OUTPUT, self._calls[name], name)] = _digest(output)
-            self._calls[name] += 1
-            if isinstance(output, Tensor) and output.dim():
-                self.width = self.width or output.shape[-1]
-
-        for name in modules.keys() & names:
-            modules[name].register_forward_hook(partial(note, name))
-
-    def take(self, loop: PlainLoop | EngineInTurn, microbatches: Sequence[PackedBatch], step: int) -> None:
-        """Take a step; note what it has computed, and the state that it left, as torch's `state_dict` has it."""
-        self._step, self._calls = step, Counter()
-        loop.take_step(microbatches)
-        for number, loss in enumerate(loop.losses):
-            self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
-        for name, gradient in loop.gradients.items():
-            self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
-        for layer, module in loop.modules.items():
-            for key, state in module.state_dict().items():
-                value = state.detach().clone() if isinstance(state, Tensor) else _digest(state)
-                self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
-        state = random_state()
-        self.values[Point(self._step, Quantity.RANDOM, -1, "")] = _digest([state["torch"], state.get("cuda")])
-
-
-def _digest(value: Any) -> int:
-    """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
-    if isinstance(value, Tensor):
-        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())
-        return zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
-    if isinstance(value, Mapping):
-        value = [part for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple):
-        return zlib.crc32(repr([_digest(part) for part in value]).encode())
-    return zlib.crc32(repr(value).encode())
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one == other
-    return one.shape == other.shape and bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
-
-
-def _in_words(one: Any, other: Any) -> str:
-    """The difference of two values of one point, in words."""
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return "other bits"
-    if one.shape != other.shape:
-        return f"{list(one.shape)} in a plain loop, {list(other.shape)} here"
-    if one.numel() == 1:
-        return f"{one.item():.9g} in a plain loop, {other.item():.9g} here"
-    wide = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other)]
-    return f"by up to {(wide[0] - wide[1]).abs().max().item():.3g}, of values up to {wide[0].abs().max().item():.3g}"
-
-
-# ---- The ways, and the comparison
 
 
 @dataclass(eq=False)
@@ -439,11 +113,11 @@ class Check:
         steps = {place.step for place in observed.values}
         for place, expected in plain.values.items():
             is_there = place in observed.values
-            if is_there and _is_equal(expected, observed.values[place]):
+            if is_there and has_equal_bits(expected, observed.values[place]):
                 continue
             if not is_there and (error or place.step not in steps or place.kind is Quantity.OUTPUT):
                 continue
-            values = _in_words(expected, observed.values[place]) if is_there else "it is not there"
+            values = difference_in_words(expected, observed.values[place]) if is_there else "it is not there"
             if place.kind is Quantity.GRADIENT and place.name in observed.reached:
                 values += f"; rank {observed.reached[place.name]}, which does not hold it, reaches it, too"
             what = f"{place.kind.value} {place.name}".strip() + " differs"

@@ -1,0 +1,112 @@
+"""The numbers that a plain loop or an engine computes, each at its place in step, microbatch and model."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data import PackedBatch
+from penstock.engine.check.plain_loop import PlainLoop
+from penstock.engine.check.ranks_in_turn import EngineInTurn
+from penstock.engine.checkpoint.manifest import random_state
+
+
+class Quantity(enum.Enum):
+    """A kind of number that is compared, in the order in which a step computes them."""
+
+    OUTPUT = "the output of"
+    LOSS = "the loss"
+    GRADIENT = "the gradient of"
+    STATE = ""
+    RANDOM = "the state of torch's random numbers after the step"
+
+
+class Point(NamedTuple):
+    """The place of a number: in steps and microbatches (-1 for none), and of which layer or tensor it is."""
+
+    step: int
+    kind: Quantity
+    microbatch: int
+    name: str
+
+
+@dataclass(eq=False)
+class Observed:
+    """All that one way has computed, in the order of a plain loop."""
+
+    #: a digest of each output, the other numbers themselves
+    values: dict[Point, Any] = field(default_factory=dict)
+    #: parameters that a rank has reached without holding them, with that rank
+    reached: dict[str, int] = field(default_factory=dict)
+    #: the width of what the first of the layers gives
+    width: int = 0
+    _step: int = 0
+    #: by layer, how often it was called in this step
+    _calls: Counter[str] = field(default_factory=Counter)
+
+    def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+        """Note what the layers of these names give from now on, microbatch after microbatch."""
+
+        def note(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+            self.values[Point(self._step, Quantity.OUTPUT, self._calls[name], name)] = _digest(output)
+            self._calls[name] += 1
+            if isinstance(output, Tensor) and output.dim():
+                self.width = self.width or output.shape[-1]
+
+        for name in modules.keys() & names:
+            modules[name].register_forward_hook(partial(note, name))
+
+    def take(self, loop: PlainLoop | EngineInTurn, microbatches: Sequence[PackedBatch], step: int) -> None:
+        """Take a step; note what it has computed, and the state that it left, as torch's `state_dict` has it."""
+        self._step, self._calls = step, Counter()
+        loop.take_step(microbatches)
+        for number, loss in enumerate(loop.losses):
+            self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
+        for name, gradient in loop.gradients.items():
+            self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
+        for layer, module in loop.modules.items():
+            for key, state in module.state_dict().items():
+                value = state.detach().clone() if isinstance(state, Tensor) else _digest(state)
+                self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
+        state = random_state()
+        self.values[Point(self._step, Quantity.RANDOM, -1, "")] = _digest([state["torch"], state.get("cuda")])
+
+
+def _digest(value: Any) -> int:
+    """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())
+        return zlib.crc32(data.view(torch.uint8).numpy().tobytes(), digest)
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return zlib.crc32(repr([_digest(part) for part in value]).encode())
+    return zlib.crc32(repr(value).encode())
+
+
+def has_equal_bits(one: Any, other: Any) -> bool:
+    """True if two values of one point are equal, bit for bit."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one == other
+    return one.shape == other.shape and bool(torch.isclose(one, other, 0.0, 0.0, equal_nan=True).all())
+
+
+def difference_in_words(one: Any, other: Any) -> str:
+    """The difference of two values of one point, in words."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return "other bits"
+    if one.shape != other.shape:
+        return f"{list(one.shape)} in a plain loop, {list(other.shape)} here"
+    if one.numel() == 1:
+        return f"{one.item():.9g} in a plain loop, {other.item():.9g} here"
+    wide = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other)]
+    return f"by up to {(wide[0] - wide[1]).abs().max().item():.3g}, of values up to {wide[0].abs().max().item():.3g}"
