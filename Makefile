@@ -7,7 +7,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # pytest rewrites each file's assertions; where it may keep them, the next run starts sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install setup demo test test-oldest test-gpu test-ray test-lm-eval test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
+.PHONY: install setup demo test test-oldest test-newest test-gpu test-ray test-lm-eval test-serve quick pytest pytest-whole subjects lint bench promises mutants late \
 	faults endurance test-loaded dist release-check gallery docs clean
 
 # What a user needs, and what tests, types and style take besides.
@@ -55,15 +55,15 @@ pytest: .venv/compiled
 pytest-whole: .venv/compiled
 	PENSTOCK_EVERY_CASE=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-# With the lowest releases that pyproject.toml allows, in an environment of their own (5 GB: torch comes with CUDA there).
-# ARGS="tests/unit tests/e2e/test_rehearse.py" chooses.
-test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+# With the lowest releases that pyproject.toml allows, or the newest, in an environment of their own (5 GB: torch comes
+# with CUDA there). ARGS="tests/unit tests/e2e/test_rehearse.py" chooses.
+test-oldest test-newest: test-%: .venv-%/installed
+	.venv-$*/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-.venv-oldest/installed: pyproject.toml tools/oldest.py
-	$(PYTHON) -m venv .venv-oldest
-	$(PYTHON) tools/oldest.py > .venv-oldest/requirements.txt
-	.venv-oldest/bin/python -m pip install --quiet --no-compile --requirement .venv-oldest/requirements.txt --editable .
+.venv-oldest/installed .venv-newest/installed: .venv-%/installed: pyproject.toml tools/bounds.py
+	$(PYTHON) -m venv --clear .venv-$*
+	$(PYTHON) tools/bounds.py $* > .venv-$*/requirements.txt
+	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement .venv-$*/requirements.txt --editable .
 	@touch $@
 
 # Those of the site, the browser and clusters, which else run only when what they are about has changed; those that pass

@@ -1,9 +1,14 @@
 """What a host of the repository reads: its workflow runs the same check as a person does."""
 
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from tools.bounds import ENDS, USERS_EXTRAS, requirements
 
 HOST = Path(__file__).parents[1] / ".github"
 
@@ -12,15 +17,30 @@ def test_the_workflow_runs_the_whole_check_on_every_python_that_the_package_name
     # YAML 1.1 reads the key "on" as true.
     workflow = yaml.safe_load((HOST / "workflows/check.yml").read_text())
     assert {"push", "pull_request"} <= set(workflow[True])
-    job, oldest = workflow["jobs"]["check"], workflow["jobs"]["oldest"]
+    job, bounds = workflow["jobs"]["check"], workflow["jobs"]["bounds"]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     project = tomllib.loads((HOST.parent / "pyproject.toml").read_text())["project"]
     named = [words.rpartition(" ")[2] for words in project["classifiers"] if "Python :: 3." in words]
     assert job["strategy"]["matrix"]["python"] == named
     assert f">={named[0]}" == project["requires-python"]
-    assert [step["run"] for step in oldest["steps"] if "run" in step] == ["make test-oldest"]
-    assert [step["with"]["python-version"] for step in oldest["steps"] if "with" in step] == named[:1]
+    assert [step["run"] for step in bounds["steps"] if "run" in step] == ["make test-${{ matrix.end }}"]
+    pythons = {case["end"]: case["python"] for case in bounds["strategy"]["matrix"]["include"]}
+    assert pythons == {"oldest": named[0], "newest": named[-1]}
     assert workflow["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_environment_of_either_end_takes_each_package_of_a_user_there(end: str) -> None:
+    make = ["make", "-n", "-B", f"test-{end}"]
+    commands = subprocess.run(make, cwd=HOST.parent, capture_output=True, text=True).stdout
+    assert f"tools/bounds.py {end} > .venv-{end}/requirements.txt" in commands
+    assert f".venv-{end}/bin/python -m pytest" in commands
+    taken = {one.name: one.specifier for one in map(Requirement, requirements(end))}
+    project = tomllib.loads((HOST.parent / "pyproject.toml").read_text())["project"]
+    extras = [text for name in USERS_EXTRAS for text in project["optional-dependencies"][name]]
+    for one in map(Requirement, [*project["dependencies"], *extras]):
+        lowest = next(bound.version for bound in one.specifier if bound.operator == ">=")
+        assert taken[one.name] == (SpecifierSet(f"=={lowest}") if end == "oldest" else one.specifier)
 
 
 def test_templates_have_what_their_forms_need() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tools.oldest import USERS_EXTRAS
+from tools.bounds import USERS_EXTRAS
 
 from penstock.cli.main import LIBRARIES, REFUSED, main
 from penstock.engine.folders.runs import read_run
