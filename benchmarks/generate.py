@@ -29,9 +29,10 @@ from benchmarks.ranks import Turn, in_turns
 from penstock.cli.doctor import processor_name
 from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.build import EngineArguments, parameter_dtype
+from penstock.engine.arguments import EngineArguments
 from penstock.engine.generation.answers import GenerateOptions
 from penstock.engine.generation.decode_cut import cut_to_decode
+from penstock.engine.precision import parameter_dtype
 from penstock.model import CachedRows, CacheSize, ModelGroups, UnitSpec, decoder_units
 from penstock.schedule import Batch, Scheduler, Sequence, Token
 from penstock.settings import Layout, ModelConfig, Precision, Quantize, SamplingParams

@@ -26,7 +26,7 @@ from penstock.cli.options import Parser
 from penstock.cli.output import print_table
 from penstock.data import MicroBatchSpec
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.timed_cut import times_here
+from penstock.engine.cut import times_here
 from penstock.planner.calibrate import LinearStep, fit
 from penstock.planner.times import Constants, Order, simulate_step
 from penstock.schedule import Costs, Timeline, costs_of_cut, parts

@@ -49,6 +49,7 @@ DEVICE_ROOMS = {
         "model/devices.py",
         "runtime/decode/graphs.py",
         "engine/build.py",
+        "engine/precision.py",
         "engine/pipeline.py",
         "engine/folders/export.py",
         "cli/models/session.py",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, labelled_part, split
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.build import SECOND_COPY
+from penstock.engine.sharding import SECOND_COPY
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
 from penstock.schedule import names
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, ScheduleConfig, WeightDecay

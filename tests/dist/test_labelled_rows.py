@@ -17,8 +17,7 @@ from torch import Tensor
 
 from penstock import Engine, EngineOptions, Layout, MicroBatchSpec, PackedBatch, PerToken, labelled_rows, token_scores
 from penstock.data import NO_LABEL, split
-from penstock.engine.build import cut_units
-from penstock.engine.timed_cut import times_here
+from penstock.engine.cut import cut_units, times_here
 from penstock.model import Numbers, Sequences, cross_entropy_sum, decoder_units, token_log_probs
 from penstock.model.linear import Linear
 from penstock.schedule import Placement, PlacementKind

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.build import UnitSource
+from penstock.engine.arguments import UnitSource
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.build import SECOND_COPY, local_state
 from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, warn_of_attributes
 from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
-from penstock.engine.optimizer.steppers import StateName, Stored
+from penstock.engine.optimizer.steppers import OwnedState, StateName, Stored
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.sharding import SECOND_COPY
 from penstock.engine.training.trainer import Trainer
 from penstock.parallel.gradients import StateBytes
 from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
-from penstock.parallel.tensor_slice import LocalTensor, Shard
+from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings.declare import check_argument, nearest
 
 
@@ -80,7 +80,7 @@ class ModelState:
         for name, values in (self.parameters() | self.buffers()).items():
             state[name] = {self.shards[name].part: values.detach()} if name in self.shards else values.detach()
         if optimizer:
-            state |= local_state(self.trainer.optimizer.owned_state(), self.shards)
+            state |= _local_state(self.trainer.optimizer.owned_state(), self.shards)
         return state
 
     def state_to_save(self) -> dict[str, LocalTensor]:
@@ -134,7 +134,7 @@ class ModelState:
             for name in [owner] if is_of_all(owner) else names.get(owner, ()):
                 is_like = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
-        return state | local_state(self.trainer.optimizer.owned_state(stored), self.shards)
+        return state | _local_state(self.trainer.optimizer.owned_state(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
@@ -178,3 +178,16 @@ class ModelState:
                 f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "
                 f"{calls[other]}"
             )
+
+
+def _local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
+    """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
+    tensors: dict[str, LocalTensor] = {}
+    for name, state in owned.items():
+        if state.place is None:
+            tensors[name] = state.values
+            continue
+        shard = shards.get(state.place.name)
+        part = TensorSlice.whole(state.place.parameter.shape) if shard is None else shard.part
+        tensors[name] = local_run(state.values, state.place.first, part)
+    return tensors

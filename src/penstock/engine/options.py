@@ -1,10 +1,8 @@
 """The options with which an engine runs a model: plain, frozen, checked once."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from zlib import crc32
 
 from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
@@ -25,7 +23,6 @@ from penstock.settings import (
     Settings,
     TrainConfig,
     TransportKind,
-    differences,
     same_as,
 )
 from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, walk_settings
@@ -141,43 +138,6 @@ class EngineOptions(Settings):
     def cut(self) -> tuple[int, ...] | str | None:
         """Units of each stage, by hand, as numbers or letters; None for the cut with the fastest slowest rank."""
         return self.choice.settings.cut
-
-
-def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks that were given other models, would learn by different rules, or cut and run the model differently.
-
-    Replicas would drift apart without a word, a layer might be on no rank, and ranks would wait for each other.
-    model: what is known of it, by name.
-
-    Raises: ConfigError on all ranks alike, with the first setting that differs.
-    """
-    names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
-    names += ("quantize", "label_share", "attention")
-    rules, schedule = {name: getattr(options, name) for name in names}, options.schedule
-    rules |= {f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)}
-    if isinstance(schedule, ScheduleConfig):
-        rules |= {f"schedule.{field.name}": getattr(schedule, field.name) for field in fields(schedule)}
-    else:
-        # Whole orders of actions may be long.
-        rules["schedule"] = (
-            schedule if isinstance(schedule, str) else f"{options.choice.name} ({_digest(_described(schedule))})"
-        )
-    # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
-    rules["schedule, by its text"] = _digest(options.choice.text)
-    views = gather({name: _described(value) for name, value in (rules | {**model}).items()})
-    for rank, view in enumerate(views):
-        if view != views[0]:
-            different = differences(views[0], view, "on rank 0", f"on rank {rank}")
-            raise ConfigError(f"ranks were given different settings: {different[0]}; give all the same")
-
-
-def _digest(text: str) -> str:
-    return f"{crc32(text.encode()):08x}"
-
-
-def _described(value: Any) -> str:
-    """A value in words that are the same in every process: functions are compared by name."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 # What users give an engine, and other libraries take so.

@@ -16,26 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch, labelled_part, part_of
-from penstock.engine.build import (
-    SECOND_COPY,
-    Sharding,
-    Ties,
-    UnitSource,
-    build_on_all_ranks,
-    build_stages,
-    check_ties,
-    check_whole_model,
-    cut_units,
-    settled,
-    stepped_whole,
-    stream_dtype,
-    units_for,
-)
+from penstock.engine.agreement import check_alike, check_whole_model
+from penstock.engine.arguments import UnitSource, units_for
+from penstock.engine.build import build_stages
+from penstock.engine.cut import cut_units, measure_units, timed_cut
 from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
-from penstock.engine.options import EngineOptions, check_alike
+from penstock.engine.options import EngineOptions
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.timed_cut import measure_units, timed_cut
+from penstock.engine.precision import settled, stream_dtype
+from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
     Given,
     Logits,
@@ -72,6 +62,7 @@ from penstock.runtime import (
     Stage,
     Transport,
 )
+from penstock.runtime.errors import build_on_all_ranks
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count

@@ -20,7 +20,7 @@ from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from penstock.cli.processes.session import Meeting, Pipelines
-    from penstock.engine.build import EngineArguments
+    from penstock.engine.arguments import EngineArguments
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
 
@@ -201,7 +201,7 @@ class ModelCommand:
 
     def _settled(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
         """The arguments without `auto` for quantized weights, as all processes choose; says where these are slower."""
-        from penstock.engine.build import parameter_dtype
+        from penstock.engine.precision import parameter_dtype
         from penstock.model.cpu.quantized import measured_seconds, seconds_of_all, times_as_slow
         from penstock.settings import Quantize
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch
-from penstock.engine.build import Ties, build_unit
+from penstock.engine.build import build_unit
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
+from penstock.engine.sharding import Ties
 from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss
 from penstock.model import Given, Numbers, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch
-from penstock.engine.build import UnitSource
+from penstock.engine.arguments import UnitSource
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.engine.build import autocast_of, build_stages, recomputes
+from penstock.engine.build import build_stages, recomputes
 from penstock.engine.options import EngineOptions
+from penstock.engine.precision import autocast_of
 from penstock.engine.rehearsal.counted import TrafficCount
 from penstock.engine.rehearsal.meter import Meter
 from penstock.model import UnitSpec, drain

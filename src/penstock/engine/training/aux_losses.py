@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import PackedBatch, rows_with_label
-from penstock.engine.build import SECOND_COPY
 from penstock.engine.pipeline import Pipeline
+from penstock.engine.sharding import SECOND_COPY
 from penstock.engine.training.microbatches import MicrobatchSource
 from penstock.model import AuxLoss, AuxLosses, FutureTokens
 from penstock.model.layers.router import Balance

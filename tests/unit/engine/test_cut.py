@@ -11,9 +11,9 @@ import torch
 from penstock import schedule
 from penstock.cli import dry_run
 from penstock.engine import EngineOptions
+from penstock.engine.cut import times_here
 from penstock.engine.folders.run_check import check_run
 from penstock.engine.folders.run_parts import RunData
-from penstock.engine.timed_cut import times_here
 from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice

@@ -1,9 +1,10 @@
-"""A cut and an order for the machine that the model runs on: units' times, measured, and the cut that suits them.
+"""The cut of a model into stages: by hand, by the units' estimated work, or by their times on this machine.
 
 Shapes: T tokens of a typical microbatch, D hidden size.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,17 +14,54 @@ import torch
 from torch import Tensor
 
 from penstock.data import labels_of_share, rows_with_label
-from penstock.engine.build import build_on_all_ranks, build_stages, cut_units, parameter_dtype, recomputes
+from penstock.engine.build import build_stages, recomputes
 from penstock.engine.options import EngineOptions
+from penstock.engine.precision import parameter_dtype
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Message, Stage, Tape
+from penstock.runtime.errors import build_on_all_ranks
 from penstock.runtime.stage import Finish
-from penstock.schedule import Costs, Placement, costs_of_cut
+from penstock.schedule import Costs, Placement, balanced_cut, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import Quantize
 
 NUM_RUNS = 5
+
+
+def cut_units(
+    units: Sequence[UnitSpec],
+    placement: Placement,
+    options: EngineOptions,
+    times: Sequence[float] | None = None,
+) -> tuple[range, ...]:
+    """The units of every stage: by hand if the options give a cut, else the cut whose slowest rank is fastest.
+
+    times: of the units, measured; left out, their estimated work decides.
+
+    Raises:
+        ValueError: more stages than units, or a cut by hand that leaves units out.
+    """
+    # Units of one layer are named after it, such as layers.3.attention.
+    of_layers = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
+    by_hand = options.choice.cut(len(units), placement.stages_per_route, max(of_layers.values()))
+    if by_hand is not None:
+        return by_hand
+    return balanced_cut(times or [unit.work(options.label_share) for unit in units], placement)
+
+
+def timed_cut(
+    units: Sequence[UnitSpec], placement: Placement, options: EngineOptions, times: Costs
+) -> tuple[tuple[range, ...], ScheduleChoice]:
+    """The units of every stage of a placement, and the schedule for their times.
+
+    Ranks with the same times get the same result.
+
+    Raises:
+        ValueError: more stages than units, or a cut by hand that leaves units out.
+    """
+    cut = cut_units(units, placement, options, times.totals)
+    return cut, options.choice.timed(costs_of_cut(times, cut))
 
 
 def measure_units(
@@ -101,17 +139,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def timed_cut(
-    units: Sequence[UnitSpec], placement: Placement, options: EngineOptions, times: Costs
-) -> tuple[tuple[range, ...], ScheduleChoice]:
-    """The units of every stage of a placement, and the schedule for their times.
-
-    Ranks with the same times get the same result.
-
-    Raises:
-        ValueError: more stages than units, or a cut by hand that leaves units out.
-    """
-    cut = cut_units(units, placement, options, times.totals)
-    return cut, options.choice.timed(costs_of_cut(times, cut))

@@ -1,0 +1,122 @@
+"""The agreement of all ranks when an engine is made: one set of options, one model, one set of initial values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.options import EngineOptions
+from penstock.engine.sharding import SECOND_COPY
+from penstock.parallel import Grid
+from penstock.parallel.gradients import as_real
+from penstock.parallel.host import gather_json
+from penstock.parallel.tensor_slice import Shard, laid_out
+from penstock.settings import ConfigError, ParameterGroup, ScheduleConfig, differences
+
+_NUM_NAMED = 4
+_ADDED_AT_ONCE = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+    """Refuse ranks that were given other models, would learn by different rules, or cut and run the model differently.
+
+    Replicas would drift apart without a word, a layer might be on no rank, and ranks would wait for each other.
+    model: what is known of it, by name.
+
+    Raises: ConfigError on all ranks alike, with the first setting that differs.
+    """
+    names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
+    names += ("quantize", "label_share", "attention")
+    rules, schedule = {name: getattr(options, name) for name in names}, options.schedule
+    rules |= {f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)}
+    if isinstance(schedule, ScheduleConfig):
+        rules |= {f"schedule.{field.name}": getattr(schedule, field.name) for field in fields(schedule)}
+    else:
+        # Whole orders of actions may be long.
+        rules["schedule"] = (
+            schedule if isinstance(schedule, str) else f"{options.choice.name} ({_digest(_described(schedule))})"
+        )
+    # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
+    rules["schedule, by its text"] = _digest(options.choice.text)
+    views = gather({name: _described(value) for name, value in (rules | {**model}).items()})
+    for rank, view in enumerate(views):
+        if view != views[0]:
+            different = differences(views[0], view, "on rank 0", f"on rank {rank}")
+            raise ConfigError(f"ranks were given different settings: {different[0]}; give all the same")
+
+
+def _digest(text: str) -> str:
+    return f"{crc32(text.encode()):08x}"
+
+
+def _described(value: Any) -> str:
+    """A value in words that are the same in every process: functions are compared by name."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def check_whole_model(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, groups: Sequence[ParameterGroup]
+) -> None:
+    """Refuse ranks that begin with other values of one tensor, and groups of the optimizer that no parameter is in.
+
+    All ranks call it with the tensors that they have, by full name.
+
+    Raises:
+        ValueError: naming the first such tensor; on all ranks alike.
+        ConfigError: with the group's pattern and some parameters' names; on all ranks alike.
+    """
+    # A rank that is alone need not read its weights.
+    sums = [0] * len(tensors) if grid.control is None else _sums(list(tensors.values()))
+    parts = {}
+    for name, shard in shards.items():
+        group = grid.tp_group if shard.axis == "tp" else grid.ep_group
+        parts[name] = f"{shard.axis} {group.rank() if group is not None else 0}"
+    view = {
+        name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, total)
+        for (name, tensor), total in zip(tensors.items(), sums, strict=True)
+    }
+    seen: dict[tuple[str, str], tuple[int, int]] = {}
+    dims: dict[str, int] = {}
+    for rank, described in enumerate(gather_json(view, grid.control)):
+        for name, (part, num_dims, total) in described.items():
+            plain = name.removesuffix(SECOND_COPY)
+            first, known = seen.setdefault((plain, part), (rank, total))
+            if known != total:
+                raise ValueError(
+                    f"{name} begins with other values on rank {rank} than on rank {first}, though both hold the same "
+                    "part of the model; build the layers from one seed on every rank (torch.manual_seed), or give them "
+                    "the same weights"
+                )
+            if num_dims is not None:
+                dims[plain] = num_dims
+    for group in groups:
+        if not any(group.matches(name, num_dims) for name, num_dims in dims.items()):
+            some = ", ".join(islice(dims, _NUM_NAMED))
+            raise ConfigError(
+                f"optimizer.groups: the pattern {group.pattern!r} matches no "
+                f"{'matrix' if group.matrices else 'parameter'} of the model; among its {len(dims)} are {some}"
+            )
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> list[int]:
+    """The sum of each tensor's bits, read as whole numbers; 0 without values."""
+    totals: list[Any] = []
+    for tensor in tensors:
+        total = torch.zeros((), dtype=torch.int64, device="cpu" if tensor.is_meta else tensor.device)
+        if not tensor.is_meta:
+            # PyTorch widens all that it adds up at once to 64 bits.
+            values = as_real(laid_out(tensor.detach())).view(-1)
+            bits = values.view(_BITS[values.element_size()])
+            for part in bits.split(_ADDED_AT_ONCE):
+                total += part.sum(dtype=torch.int64)
+        totals.append(total.cpu())
+    return torch.stack(totals).tolist() if totals else []

@@ -1,0 +1,72 @@
+"""The kinds of numbers in which a model is kept and computed: by precision, and of quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.engine.options import EngineOptions
+from penstock.model import UnitSpec
+from penstock.model.cpu.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
+from penstock.model.linear import Pack
+from penstock.parallel import Grid
+from penstock.parallel.host import gather_json
+from penstock.runtime.errors import build_on_all_ranks
+from penstock.settings import ConfigError, Precision, Quantize
+
+
+def parameter_dtype(precision: Precision) -> torch.dtype:
+    """The dtype that parameters have on device."""
+    dtypes = {Precision.FP64: torch.float64, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+    return dtypes.get(precision, torch.float32)
+
+
+def dtype_under(precision: Precision, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a parameter or buffer of a user's own layer is kept: its own, or of fp32 the precision's."""
+    return parameter_dtype(precision) if dtype is torch.float32 else dtype
+
+
+def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype:
+    """The dtype of what layers pass on: the precision's, or that of the parameters of a user's own first layer."""
+    dtypes = [torch.float32]
+    if units[0].is_own:
+        with torch.device("meta"):
+            dtypes = [p.dtype for p in units[0].build().parameters() if p.is_floating_point()] + dtypes
+    return dtype_under(precision, dtypes[0])
+
+
+def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which units compute."""
+    is_autocast = precision is Precision.BF16_AUTOCAST
+    return partial(torch.autocast, device.type, torch.bfloat16) if is_autocast else nullcontext
+
+
+def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
+    """Bytes of a weight on device; of a quantised one with its share of scales and of what stays as it is."""
+    quantized = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}
+    return quantized.get(quantize, parameter_dtype(precision).itemsize)
+
+
+def settled(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[EngineOptions, Pack | None]:
+    """The options without `auto` for quantized weights, and what packs these; the same on all ranks, which agree.
+
+    Raises: ConfigError for quantized weights elsewhere than on a CPU.
+    """
+    kind = options.quantize
+    if device.type != "cpu":
+        if kind not in (Quantize.NONE, Quantize.AUTO):
+            raise ConfigError(f"quantize = {kind}: products of whole numbers are for CPUs; give device = cpu")
+        return replace(options, quantize=Quantize.NONE), None
+    if kind not in (Quantize.INT8, Quantize.AUTO):
+        return options, None if kind is Quantize.NONE else quantizer(kind)
+    dtype = parameter_dtype(options.precision)
+    seconds = build_on_all_ranks(lambda: measured_seconds(dtype, kind), grid.control)
+    seconds = seconds_of_all(gather_json(seconds, grid.control))
+    if kind is Quantize.AUTO and times_as_slow(kind, dtype, seconds) >= 1:
+        return replace(options, quantize=Quantize.NONE), None
+    return replace(options, quantize=Quantize.INT8), quantizer(Quantize.INT8, seconds)
