@@ -345,8 +345,8 @@ class Linear(nn.Linear):
     gradients: WeightGradients | None = None
     matmul: Matmul = TORCH
     casts: WeightCasts | None = None
-    #: False for a layer whose inputs are of another dtype than its weights
-    packs: bool = True
+    #: True for a layer whose inputs are of a wider dtype than its weights
+    widens: bool = False
     #: read in place of weight and bias, and of those of neighbours with the same input; None where they are read
     packed: PackedWeights | None = None
     #: this layer's outputs among those
@@ -373,8 +373,8 @@ class Linear(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         if dtype is not None and torch.float64 not in (x.dtype, self.weight.dtype) and not x.is_complex():
             x = x.to(dtype)
-        elif x.is_complex() or torch.promote_types(x.dtype, self.weight.dtype) != x.dtype:
-            # Complex gradients are products with conjugates; and to make weights narrower is for autocast alone.
+        elif x.is_complex() or not (self.widens or x.dtype == self.weight.dtype):
+            # Complex gradients are products with conjugates; and torch refuses another dtype than the weights'.
             return F.linear(x, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return self.product(x)
@@ -419,7 +419,7 @@ def bare(module: nn.Module) -> bool:
 
 def _can_be_packed(layer: nn.Module, dtype: torch.dtype) -> bool:
     """True if the layer computes its product of parameters of this dtype, and nothing else."""
-    if not (isinstance(layer, Linear) and layer.packs and layer.packed is None and layer.casts is not None):
+    if not (isinstance(layer, Linear) and not layer.widens and layer.packed is None and layer.casts is not None):
         return False
     has_own = "forward" in vars(layer) or "product" in vars(layer)
     is_plain = type(layer).forward is Linear.forward and type(layer).product is Linear.product and not has_own

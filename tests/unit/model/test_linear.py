@@ -1,6 +1,7 @@
 """Weight gradients that wait are bit for bit those that do not."""
 
 import itertools
+import re
 import weakref
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from penstock import Engine, PackedBatch
 from penstock.model import (
     Driven,
     Linear,
@@ -111,12 +113,35 @@ def test_nothing_is_kept_of_weights_that_are_computed() -> None:
     assert share_casts(layer, casts) == 1
     with casts.kept(), torch.inference_mode():
         casts.pack(layer, torch.float32)
-        for dtype in (torch.float32, torch.float64):
+        for is_cast in (False, True):
             for _ in range(2):
-                layer(torch.randn(3, 8, dtype=dtype))
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                    layer(torch.randn(3, 8))
                 weights.append(weakref.ref(layer.weight))
         layer(torch.randn(3, 8))
         assert [weight() for weight in weights] == [None] * 4
+
+
+@pytest.mark.parametrize("layer_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_inputs_of_another_dtype_are_refused_as_torch_does(dtype: torch.dtype, layer_dtype: torch.dtype) -> None:
+    plain, x = nn.Linear(8, 8).to(layer_dtype), torch.randn(3, 8, dtype=dtype, requires_grad=True)
+    try:
+        expected = plain(x)
+    except RuntimeError as error:
+        expected = str(error)
+    switch_linears(plain)
+    defer(plain, WeightGradients())
+    if isinstance(expected, Tensor):
+        assert torch.equal(plain(x), expected)
+    else:
+        for is_training in (True, False):
+            with pytest.raises(RuntimeError) as refused, torch.set_grad_enabled(is_training):
+                plain(x)
+            assert str(refused.value) == expected
+        engine = Engine.from_layers([nn.Embedding(8, 8, dtype=dtype), plain], hidden_size=8)
+        with pytest.raises(RuntimeError, match=re.escape(expected)):
+            engine.train_batch(PackedBatch.from_documents([torch.arange(3)]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

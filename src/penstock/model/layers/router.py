@@ -83,7 +83,7 @@ class Router(nn.Module):
         self.config = config
         self.logits = Linear(hidden_size, config.num_experts, matmul=matmul)
         # They are computed in fp32.
-        self.logits.packs = False
+        self.logits.widens = True
         self.balance = Balance(config)
 
     def forward(self, h_TD: Tensor, sequences: Sequences | None = None, tokens: range = range(0)) -> Choice:
