@@ -162,7 +162,7 @@ def beside_others(rank: int) -> list[Any]:
     engine = Engine.from_layers(layers(), WIDTH, Layout(dp=2), EngineOptions(timeout_s=30.0))
     own = engine.evaluate([iter(known(0)), iter(known(1))][: 2 - rank], micro_batches=SPEC)
     taken = engine.train_batch(iter(known(rank)), micro_batches=SPEC, normalize=DIVISOR)
-    with pytest.raises(PipelineError, match="or all sources of as many microbatches: rank 0 has a source of 9"):
+    with pytest.raises(PipelineError, match="or all iterators of as many microbatches: rank 0 has an iterator of 9"):
         engine.train_batch(batch_of(NUM) if rank else iter(known()), micro_batches=SPEC, normalize=DIVISOR)
     engine.close()
     return [float(own), taken.loss, taken.num_tokens]
@@ -235,16 +235,16 @@ def failing(rank: int) -> list[str]:
 def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
     first, second = run_ranks(2, failing, timeout_s=120.0)
     sentences = [
-        "the source of microbatches ended before microbatch 6 of 9; let it give as many",
-        "the source of microbatches failed at microbatch 3 of 9: OSError: the disk is gone",
-        "microbatch 4 differs between ranks that share a batch: the source of rank 0 gave",
-        "the source of rank 0 gave the same lengths and ids, but other values",
+        "the iterator ended before microbatch 6 of 9; let it give as many",
+        "the iterator failed at microbatch 3 of 9: OSError: the disk is gone",
+        "microbatch 4 differs between ranks that share a batch: the iterator of rank 0 gave",
+        "the iterator of rank 0 gave the same lengths and ids, but other values",
         "microbatch 2 of 9: batch: an int; give a PackedBatch",
         "tokens, but micro_batches allows 3",
         "no loss",
-        "all sources of as many microbatches: rank 0 has a source of 9 microbatches; rank 1 has a source of 8",
-        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or a source",
-        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or a source",
+        "all iterators of as many microbatches: rank 0 has an iterator of 9 microbatches; rank 1 has an iterator of 8",
+        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or an iterator",
+        "the engine was called while it is drawing microbatch 3 of 9; a loss, a hook, a listener or an iterator",
     ]
     for sentence, *words in zip(sentences, first, second, strict=False):
         assert all(sentence in own for own in words), (sentence, words)
@@ -255,7 +255,7 @@ def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "how many microbatches a source gives is known to the caller alone"),
+        ({}, "how many microbatches an iterator gives is known to the caller alone"),
         (
             {"micro_batches": SPEC},
             "normalize = 'global' needs the counts of all microbatches before the first backward",

@@ -263,7 +263,7 @@ def test_where_every_row_has_a_label_nothing_is_gathered_and_no_bit_changes() ->
         seen = counted(engine)
         result = engine.train_batch(batch_of(texts), *loss, micro_batches=PARTS)
         feeds = [
-            engine.pipeline.feed(m, lambda output, own, _: of_all_rows(output, own), Numbers(0, 1, 1), labelled=True)
+            engine.pipeline.feed(m, Numbers(0, 1, 1), lambda output, own, _: of_all_rows(output, own), labelled=True)
             for m in split(batch_of(texts), PARTS).microbatches
         ]
         assert all(feed.sequences.read_rows is None for feed in feeds) and sum(seen) == sum(n for n, _ in TEXTS)

@@ -85,7 +85,7 @@ def test_the_model_of_a_run_is_checked(capsys: pytest.CaptureFixture[str]) -> No
         ("print('done')", "ended without a call of train_batch"),
         (
             SCRIPT.replace("PackedBatch.from_documents([", "iter([PackedBatch.from_documents(["),
-            "a source of microbatches",
+            "an iterator of microbatches",
         ),
         (SCRIPT.replace("(5, 3, 7, 4)", "(5,)"), "2 items or more to split; this one has 1"),
     ],

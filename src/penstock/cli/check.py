@@ -107,7 +107,7 @@ def _of_script(given: Any) -> CheckReport:
     if isinstance(batch, list | tuple) and batch:
         batch = PackedBatch.gather(batch)
     if not isinstance(batch, PackedBatch):
-        raise ValueError(f"{given.file} trains on a source of microbatches; a check needs a PackedBatch, or a list")
+        raise ValueError(f"{given.file} trains on an iterator of microbatches; a check needs a PackedBatch, or a list")
     loss_fn, weight_fn = found.get("loss_fn", token_cross_entropy), found.get("loss_weight_fn", num_loss_tokens)
     parts = OwnParts(layers, loss_fn, weight_fn, reached.engine.pipeline.options)
     return compare_parts(parts, batch, Layout(pp=given.pp), given.steps)

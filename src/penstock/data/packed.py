@@ -226,13 +226,7 @@ class PackedBatch:
 
     def item_lengths(self, key: str = "tokens") -> tuple[int, ...]:
         """The length of every item: the sum over its sequences."""
-        if key not in self._totals:
-            self._totals[key] = tuple(map(sum, self._lengths_of(key)))
-        return self._totals[key]
-
-    @cached_property
-    def _totals(self) -> dict[str, tuple[int, ...]]:
-        return {}
+        return tuple(map(sum, self._lengths_of(key)))
 
     def __getitem__(self, key: str) -> Tensor:
         self._lengths_of(key)
@@ -335,8 +329,10 @@ class PackedBatch:
         """A batch of each group of items; neighbours, in their order, stay views of this batch's tensors."""
         # Once for keys that share a table, as tokens and labels do.
         tables = {id(table): table for table in self.lengths.values()}
-        pieces = {key: self[key].split(self.item_lengths(key)) for key in self.data or ()}
-        ends = {key: list(accumulate(self.item_lengths(key), initial=0)) for key in pieces}
+        pieces, ends = dict[str, Sequence[Tensor]](), dict[str, list[int]]()
+        for key in self.data or ():
+            lengths = self.item_lengths(key)
+            pieces[key], ends[key] = self[key].split(lengths), list(accumulate(lengths, initial=0))
         parts: list[PackedBatch] = []
         for items in groups:
             first, last = items[0], items[-1] + 1

@@ -5,11 +5,11 @@ Microbatches have nearly equal load, and every data-parallel rank has the same n
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,17 +240,18 @@ class Split:
     item_lengths: tuple[int, ...]
 
 
-class SplitCounts(NamedTuple):
+@dataclass(frozen=True)
+class SplitCounts:
     """Four whole numbers that ranks exchange in order to split alike.
 
     wanted: microbatches by the rank's own split. needed: the fewest that its token budget allows. Both are 0 if an
     item exceeds the budget.
     """
 
-    wanted: int
-    needed: int
-    num_items: int
-    longest_item: int
+    wanted: int = 0
+    needed: int = 0
+    num_items: int = 0
+    longest_item: int = 0
 
 
 def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
@@ -265,29 +266,29 @@ def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
     return SplitCounts(max(wanted, spec.at_least), min(needed, wanted), len(loads), max(loads))
 
 
-def agree(rows: Sequence[Sequence[int]], spec: MicroBatchSpec) -> int:
-    """The number of microbatches for all ranks; each computes the same from the gathered rows, by rank.
+def agree(counts: Sequence[SplitCounts], spec: MicroBatchSpec) -> int:
+    """The number of microbatches for all ranks; each computes the same from the counts by rank.
 
     Raises: `SplitError`, the same on every rank, naming the first rank at fault.
     """
-    wanted, needed, num_items, longest = ([int(value) for value in column] for column in zip(*rows, strict=True))
 
     def on(rank: int) -> str:
-        return f" on rank {rank}" if len(rows) > 1 else ""
+        return f" on rank {rank}" if len(counts) > 1 else ""
 
-    if spec.max_tokens is not None and max(longest) > spec.max_tokens:
-        rank = next(rank for rank, tokens in enumerate(longest) if tokens > spec.max_tokens)
-        raise SplitError(
-            f"an item of {longest[rank]} tokens{on(rank)} exceeds max_tokens={spec.max_tokens}; "
-            f"items are never cut, so max_tokens must be at least {longest[rank]}"
-        )
+    for rank, one in enumerate(counts):
+        if spec.max_tokens is not None and one.longest_item > spec.max_tokens:
+            raise SplitError(
+                f"an item of {one.longest_item} tokens{on(rank)} exceeds max_tokens={spec.max_tokens}; "
+                f"items are never cut, so max_tokens must be at least {one.longest_item}"
+            )
+    wanted, num_items = max(one.wanted for one in counts), [one.num_items for one in counts]
     most = min(num_items)
-    if max(wanted) <= most:
-        return max(wanted)
-    if spec.allow_fewer and max(needed) <= most:
+    if wanted <= most:
+        return wanted
+    if spec.allow_fewer and max(one.needed for one in counts) <= most:
         return most
     raise SplitError(
-        f"{max(wanted)} microbatches were asked for or are needed, but the batch{on(num_items.index(most))} has {most} "
+        f"{wanted} microbatches were asked for or are needed, but the batch{on(num_items.index(most))} has {most} "
         f"items; at most {most} microbatches are possible" + ("" if spec.allow_fewer else ", or set allow_fewer")
     )
 
@@ -421,16 +422,11 @@ def part_of(batch: PackedBatch, pieces: Pieces) -> PackedBatch:
     step from token t to the next. Each label stands at the token before it, so each part keeps the labels of its
     tokens. Other keys (one row per item, say) stay whole in every part. A part may have sequences of length 0.
     """
-
-    def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
-        ranges = [[range(r.start, min(r.stop, n)) for r in of] for of, n in zip(pieces, lengths, strict=True)]
-        starts = accumulate(lengths[:-1], initial=0)
-        rows = [torch.arange(s + r.start, s + r.stop) for s, of in zip(starts, ranges, strict=True) for r in of if r]
-        return [sum(map(len, of)) for of in ranges], torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-
     # A rehearsal's batch has values, which no device will need.
     with _disable_current_modes():
-        return _cut(batch, select)
+        places_R = torch.cat([torch.arange(0), *(torch.arange(r.start, r.stop) for of in pieces for r in of)])
+        counts = torch.tensor([sum(map(len, of)) for of in pieces])
+        return _cut(batch, torch.arange(len(pieces)).repeat_interleave(counts), places_R)
 
 
 _SHARE_LEFT_OUT = 0.1
@@ -463,25 +459,16 @@ def labelled_part(batch: PackedBatch) -> tuple[PackedBatch, Tensor | None]:
     if (rows_R := rows_with_label(batch["labels"])) is None:
         return batch, None
     with _disable_current_modes():
-        # The sequence of each row, and its place there.
-        lengths = torch.tensor(batch.sequence_lengths("tokens"))
-        ends = lengths.cumsum(0)
-        sequences_R = torch.bucketize(rows_R, ends, right=True)
-        places_R = rows_R - (ends - lengths)[sequences_R]
-
-        def select(lengths: tuple[int, ...]) -> tuple[list[int], Tensor]:
-            lengths_S = torch.tensor(lengths)
-            inside_R = places_R < lengths_S[sequences_R]
-            counts = sequences_R[inside_R].bincount(minlength=len(lengths_S))
-            return counts.tolist(), ((lengths_S.cumsum(0) - lengths_S)[sequences_R] + places_R)[inside_R]
-
-        return _cut(batch, select), rows_R
+        lengths_S = torch.tensor(batch.sequence_lengths("tokens"))
+        ends_S = lengths_S.cumsum(0)
+        sequences_R = torch.bucketize(rows_R, ends_S, right=True)
+        return _cut(batch, sequences_R, rows_R - (ends_S - lengths_S)[sequences_R]), rows_R
 
 
-def _cut(batch: PackedBatch, select: Callable[[tuple[int, ...]], tuple[list[int], Tensor]]) -> PackedBatch:
-    """Keep some rows of the keys that have one for each token, or one fewer for each sequence.
+def _cut(batch: PackedBatch, sequences_R: Tensor, places_R: Tensor) -> PackedBatch:
+    """Keep some tokens' rows of the keys that have one for each token, or one fewer for each sequence.
 
-    select: from the lengths of sequences to those that are left of them, and the rows that are kept.
+    sequences_R, places_R: the sequence of each of these tokens, ascending, and its place there.
     """
     whole = batch.sequence_lengths("tokens")
     tables: dict[int, tuple[Lengths, Tensor]] = {}
@@ -491,10 +478,12 @@ def _cut(batch: PackedBatch, select: Callable[[tuple[int, ...]], tuple[list[int]
         if len(flat) != len(whole) or (flat != whole and flat != tuple(n - 1 for n in whole)):
             continue
         if id(table) not in tables:
-            left, rows = select(flat)
-            new = iter(left)
-            tables[id(table)] = tuple(tuple(next(new) for _ in item) for item in table), rows
-        lengths[key], rows = tables[id(table)]
+            lengths_S = torch.tensor(flat)
+            inside_R = places_R < lengths_S[sequences_R]
+            left = iter(sequences_R[inside_R].bincount(minlength=len(flat)).tolist())
+            rows_R = ((lengths_S.cumsum(0) - lengths_S)[sequences_R] + places_R)[inside_R]
+            tables[id(table)] = tuple(tuple(next(left) for _ in item) for item in table), rows_R
+        lengths[key], rows_R = tables[id(table)]
         if batch.data is not None:
-            data[key] = batch[key].index_select(0, rows.to(batch[key].device))
+            data[key] = batch[key].index_select(0, rows_R.to(batch[key].device))
     return batch.with_parts(lengths=lengths, data=None if batch.data is None else data)

@@ -382,8 +382,8 @@ class Pipeline:
     def feed(
         self,
         microbatch: PackedBatch,
-        output_fn: OutputFn,
         numbers: Numbers,
+        output_fn: OutputFn,
         training: bool = False,
         labelled: bool = False,
     ) -> Feed:

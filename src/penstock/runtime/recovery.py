@@ -194,7 +194,7 @@ class Recovery:
         if self._asked or (self._announces and self.recorder.doing != "between actions"):
             raise PipelineError(
                 f"the engine was called while it is {self._asked or self.recorder.doing}; a loss, a hook, a listener "
-                "or a source of microbatches cannot call it"
+                "or an iterator cannot call it"
             )
 
     @contextmanager

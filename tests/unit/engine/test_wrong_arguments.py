@@ -90,7 +90,7 @@ def test_what_cannot_be_made_says_which_argument_and_what_is_possible(call: Call
 def calls(folder: Path) -> Iterator[tuple[Callable[[Engine], Any], str]]:
     """The call, and what its refusal says."""
     few, loss = SamplingParams(max_new_tokens=2), token_cross_entropy
-    yield lambda e: e.train_batch(iter([BATCH])), "how many microbatches a source gives is known"
+    yield lambda e: e.train_batch(iter([BATCH])), "how many microbatches an iterator gives is known"
     yield (
         lambda e: e.train_batch(BATCH, lambda output: output),
         "loss_fn is a function of (output); give one of (output, ",
@@ -146,7 +146,7 @@ def test_a_closed_engine_and_one_within_a_call_say_so(tmp_path: Path) -> None:
     def loss(output: Any, microbatch: PackedBatch) -> Any:
         engine.train_batch(BATCH)
 
-    inside = "the engine was called while it is in 0F0; a loss, a hook, a listener or a source of microbatches cannot"
+    inside = "the engine was called while it is in 0F0; a loss, a hook, a listener or an iterator cannot"
     for call in (
         lambda: engine.train_batch(BATCH, loss),
         lambda: engine.forward(BATCH, lambda logits, microbatch: engine.forward(BATCH)),

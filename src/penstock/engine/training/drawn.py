@@ -68,7 +68,7 @@ class Comparison:
             what = "the same lengths and ids, but other values" if lengths == lengths_here else f"{num_tokens} tokens"
             first, this = self.ranks[self.leader], self.pipeline.grid.rank
             raise PipelineError(
-                f"microbatch {number} differs between ranks that share a batch: the source of rank {first} gave "
+                f"microbatch {number} differs between ranks that share a batch: the iterator of rank {first} gave "
                 f"{what}, that of rank {this} {microbatch.num_tokens} tokens; give all the same"
             )
         return microbatch

@@ -158,32 +158,6 @@ def divisor_of(normalize: Normalize | str | float) -> Normalize | float:
     return float(normalize)
 
 
-def loss_factor(
-    divisor: Normalize | float, number: int, num: int, weights: Sequence[float], rank_totals: Sequence[float]
-) -> float:
-    """The factor of this rank's microbatch of that number, of `num`.
-
-    Args:
-        divisor: see `divisor_of`.
-        weights: loss weights of this rank's microbatches; empty where it sees no labels.
-        rank_totals: sum of the weights on each data-parallel rank, this one included.
-    """
-    num_dp = len(rank_totals)
-    match divisor:
-        case _ if not weights:
-            return 0.0
-        case Normalize.GLOBAL:
-            return 1.0 / math.fsum(rank_totals)
-        case Normalize.DP:
-            rank_total = math.fsum(weights)
-            return 1.0 / (rank_total * num_dp) if rank_total else 0.0
-        case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
-            # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
-            return 1.0 / (weights[number] * num * num_dp) if weights[number] else 0.0
-    assert isinstance(divisor, float)
-    return 1.0 / divisor
-
-
 @dataclass(eq=False)
 class StepLoss:
     """A loss function, read once for all steps taken with it, and what it gives beside losses in one of them."""

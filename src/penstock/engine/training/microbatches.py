@@ -6,16 +6,17 @@ by one as the program of the call first needs them.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -25,7 +26,7 @@ from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Spl
 from penstock.data.split import SplitCounts
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import Comparison, num_ahead
-from penstock.engine.training.loss import StepLoss, check_total, loss_factor
+from penstock.engine.training.loss import StepLoss, check_total
 from penstock.model import Limits, Numbers, random_numbers
 from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
 from penstock.runtime import Feed, PipelineError
@@ -50,21 +51,16 @@ _NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
-class BatchReport:
+class BatchReport(SplitCounts):
     """One rank's view of its batch: whole numbers of 64 bits, numbers and truth values, sent in this order."""
 
     #: tokens of the rank's batch
     num_tokens: int = 0
-    #: the numbers that data-parallel ranks need to split alike, see `penstock.data.SplitCounts`
-    wanted: int = 0
-    needed: int = 0
-    num_items: int = 0
-    longest_item: int = 0
     #: the number of microbatches that the rank has split into so far
     num_microbatches: int = 0
-    #: covers ids, keys and lengths, of the batch and of its microbatches
+    #: covers counts, ids, keys and lengths, of the batch and of its microbatches
     digest: int = 0
-    #: covers the data; 0 for metadata alone, or for no iterator where others have one
+    #: covers the data; 0 for metadata alone
     contents: int = 0
     #: covers the engine's method and its settings
     job: int = 0
@@ -82,29 +78,30 @@ class BatchReport:
     watched: bool = False
     #: True if its microbatches are drawn from an iterator in the course of the call
     drawn: bool = False
-
-    @property
-    def counts(self) -> SplitCounts:
-        return SplitCounts(self.wanted, self.needed, self.num_items, self.longest_item)
+    #: False if the rank has no iterator where others draw
+    has_iterator: bool = False
 
     def __str__(self) -> str:
         if self.ended:
             return "no batch left"
         if self.drawn:
-            return f"a source of {self.num_microbatches} microbatches"
+            return f"an iterator of {self.num_microbatches} microbatches"
         size = f"{self.num_items} items, {self.num_tokens} tokens, asks for {self.wanted} microbatches"
         return f"{size}, digest {self.digest:x}, contents {self.contents:08x}"
 
 
-_LETTERS = {"int": "q", "float": "d", "bool": "?"}
-_ROW = struct.Struct("<" + "".join(_LETTERS[str(entry.type)] for entry in fields(BatchReport)))
+_LETTERS = {int: "q", float: "d", bool: "?"}
+_ROW = struct.Struct("<" + "".join(_LETTERS[type(entry.default)] for entry in fields(BatchReport)))
 """A report as bytes, equally many for every one, so that one small collective shows it to all ranks."""
 
 
+@contextmanager
 def agree_on_microbatches(
     pipeline: Pipeline, call: str, source: Callable[[], MicrobatchSource], report: BatchReport | None = None
-) -> MicrobatchSource:
+) -> Iterator[MicrobatchSource]:
     """Make this rank's source, report it to all ranks, and divide again if another rank needs more microbatches.
+
+    The context is that of the call: if it fails, iterators of all ranks are left at one place.
 
     call: the engine's method, with the settings that must be the same on all ranks. source: makes the source, or raises
     what is wrong with this rank's arguments. report: what this rank reports beside, such as a wish to end.
@@ -121,19 +118,26 @@ def agree_on_microbatches(
         report, error = replace(base, failed=True), None
         try:
             source_here = source_here or source()
-            report = source_here.report(base, num)
+            report = source_here.divide_and_report(base, num)
         except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
             error = exception
-        with pipeline.recorder.collective("agree on the batch"):
-            rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
-        reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
+        reports = [report]
+        if pipeline.grid.control is not None:
+            with pipeline.recorder.collective("agree on the batch"):
+                rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
+            reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
         _check_alike(pipeline, reports, call, error)
         assert source_here is not None, "a rank without a source has failed"
-        num = agree([view.counts for view in reports], source_here.spec)
+        num = agree(reports, source_here.spec)
         if all(view.ended or view.num_microbatches == num for view in reports):
-            source_here.begin(num, reports)
-            return source_here
+            break
         # Another rank needs more microbatches than this one wished for.
+    source_here.begin(num, reports)
+    try:
+        yield source_here
+    except BaseException:
+        source_here.leave()
+        raise
 
 
 def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, error: Exception | None) -> None:
@@ -159,10 +163,10 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
         raise PipelineError(f"all ranks must make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len({report.drawn and report.wanted for report in reports if not report.ended}) > 1:
         views = "; ".join(f"rank {rank} has {report}" for rank, report in enumerate(reports))
-        raise PipelineError(f"all ranks are given batches, or all sources of as many microbatches: {views}")
+        raise PipelineError(f"all ranks are given batches, or all iterators of as many microbatches: {views}")
     for ranks in pipeline.ranks_by_batch:
         contents = {reports[r].contents for r in ranks} - {0}
-        if len({(reports[r].digest, reports[r].counts) for r in ranks}) > 1 or len(contents) > 1:
+        if len({reports[r].digest for r in ranks}) > 1 or len(contents) > 1:
             views = "; ".join(f"({pipeline.layout.coordinates(r)}) has {reports[r]}" for r in ranks)
             raise PipelineError(f"ranks that share a batch were given different ones, or cut it otherwise: {views}")
 
@@ -202,7 +206,7 @@ def source_of(
     else:
         if spec is None or spec.num is None:
             raise ValueError(
-                "how many microbatches a source gives is known to the caller alone; say it, as in "
+                "how many microbatches an iterator gives is known to the caller alone; say it, as in "
                 "micro_batches=MicroBatchSpec(num=8), or give a list"
             )
         kind = DrawnMicrobatches
@@ -221,12 +225,11 @@ def is_iterator(batch: Any) -> bool:
 class MicrobatchSource:
     """This rank's microbatches of one call, in the order in which they are computed.
 
-    A rank `report`s what it has until all ranks agree, and only then begins. Where they are drawn, `split`, `weights`
-    and the totals are complete once the call has `finished`. As a context it is that of the call: if the call fails,
-    iterators of all ranks are left at one place.
+    A rank reports what it has until all ranks agree, and only then begins. Where they are drawn, `split`, `weights` and
+    the totals are complete once they are added up.
     """
 
-    #: False where tokens and weights of all are known only once the call has `finished`
+    #: False where tokens and weights of all are known only once they are added up
     knows_counts: ClassVar[bool] = True
 
     #: the part of the model that computes them
@@ -252,8 +255,8 @@ class MicrobatchSource:
     #: tokens of all data-parallel ranks
     num_tokens: int = 0
 
-    def report(self, known: BatchReport, num: int | None) -> BatchReport:
-        """Complete the rank's report, once divided into `num` microbatches, or with None into as many as it wants.
+    def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
+        """Divide into `num` microbatches, or with None into as many as wanted, and complete the rank's report.
 
         Raises: ValueError for microbatches that cannot be computed.
         """
@@ -280,14 +283,25 @@ class MicrobatchSource:
 
     def factor(self, number: int) -> float:
         """The factor on the loss of the microbatch of that number; 0 where no labels are seen."""
-        assert self.loss is not None and self.loss.divisor is not None
-        divisor, totals = self.loss.divisor, self.rank_totals
-        if divisor is Normalize.MICROBATCH_MEAN:
-            # Each context-parallel rank counts as a rank.
-            totals = [*totals] * self.pipeline.layout.cp
-        return loss_factor(divisor, number, self.num, self.weights, totals)
+        assert self.loss is not None
+        weights, num_dp = self.weights, len(self.rank_totals)
+        match divisor := self.loss.divisor:
+            case _ if not weights:
+                return 0.0
+            case Normalize.GLOBAL:
+                return 1.0 / math.fsum(self.rank_totals)
+            case Normalize.DP:
+                rank_total = math.fsum(weights)
+                return 1.0 / (rank_total * num_dp) if rank_total else 0.0
+            case Normalize.TOKEN_PER_MICROBATCH | Normalize.MICROBATCH_MEAN:
+                # Each context-parallel rank has a mean of its own.
+                num_ranks = num_dp * (self.pipeline.layout.cp if divisor is Normalize.MICROBATCH_MEAN else 1)
+                # The mean of a microbatch without loss tokens is none, of its auxiliary losses either.
+                return 1.0 / (weights[number] * self.num * num_ranks) if weights[number] else 0.0
+        assert isinstance(divisor, float)
+        return 1.0 / divisor
 
-    def finished(self) -> None:
+    def add_up_drawn(self) -> None:
         """Learn the totals of microbatches that were drawn; all ranks call it after the program.
 
         Raises: ZeroLossWeight where there has to be some.
@@ -299,11 +313,8 @@ class MicrobatchSource:
             weight, num_tokens = pipeline.sum_over_ranks("add up the tokens", *totals)
             self._add_up([weight], int(num_tokens))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        """Leave the source; if the call failed, at the place where it would have ended."""
+    def leave(self) -> None:
+        """Leave an iterator, after a call that failed, at the place where it would have ended."""
 
     def _add_up(self, rank_totals: Sequence[float], num_tokens: int) -> None:
         self.rank_totals, self.num_tokens = rank_totals, num_tokens
@@ -337,10 +348,11 @@ class MicrobatchSource:
 class SplitBatch(MicrobatchSource):
     """A batch, split into microbatches of nearly equal load."""
 
-    def report(self, known: BatchReport, num: int | None) -> BatchReport:
+    def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
         batch, counts = self.batch, count(self.batch, self.spec)
-        report = replace(known, num_tokens=batch.num_tokens, digest=batch.digest(), contents=batch.contents_digest())
-        report = replace(report, **counts._asdict())
+        digest = crc32(repr((counts, batch.digest())).encode())
+        report = replace(known, num_tokens=batch.num_tokens, digest=digest, contents=batch.contents_digest())
+        report = replace(report, **vars(counts))
         try:
             num = num or agree([counts], self.spec)
         except SplitError:
@@ -351,14 +363,14 @@ class SplitBatch(MicrobatchSource):
         for microbatch in self.split.microbatches:
             self._weigh(microbatch)
         lengths = [microbatch.num_tokens for microbatch in self.split.microbatches]
-        digest = crc32(repr((report.digest, lengths)).encode())
+        digest = crc32(repr((digest, lengths)).encode())
         return replace(report, num_microbatches=num, weight=sum(self.weights), digest=digest)
 
 
 class MicrobatchList(MicrobatchSource):
     """Microbatches as the user made them, never regrouped; an empty list is that of a rank with no batch left."""
 
-    def report(self, known: BatchReport, num: int | None) -> BatchReport:
+    def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
         microbatches: Sequence[PackedBatch] = self.batch
         if not microbatches:
             return replace(known, num_items=_NO_LIMIT, ended=True)
@@ -376,7 +388,7 @@ class MicrobatchList(MicrobatchSource):
             contents=contents if microbatches[0].data is not None else 0,
             num_microbatches=num,
             weight=sum(self.weights),
-            **SplitCounts(num, num, num, 1)._asdict(),
+            **vars(SplitCounts(num, num, num, 1)),
         )
 
 
@@ -402,16 +414,15 @@ class DrawnMicrobatches(MicrobatchSource):
     #: puts back the random numbers that the iterator draws from: layers draw from seeds of their own
     _to_its_numbers: Callable[[], None] = field(default=lambda: None, init=False)
 
-    def report(self, known: BatchReport, num: int | None) -> BatchReport:
-        num = self.spec.at_least
-        counts = SplitCounts(num, num, num, 1)._asdict()
-        has_one = int(self.batch is not None)
-        return replace(known, drawn=True, digest=1, contents=has_one, num_microbatches=num, **counts)
+    def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
+        num, has_iterator = self.spec.at_least, self.batch is not None
+        counts = vars(SplitCounts(num, num, num, 1))
+        return replace(known, drawn=True, has_iterator=has_iterator, digest=num, num_microbatches=num, **counts)
 
     def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
         super().begin(num, reports)
         self._iterator = None if self.batch is None else iter(self.batch)
-        self._comparison = Comparison.of(self.pipeline, [report.contents > 0 for report in reports])
+        self._comparison = Comparison.of(self.pipeline, [report.has_iterator for report in reports])
 
     def feeds(self, make: Callable[[PackedBatch, Numbers], Feed], step: int, program: Program) -> Iterable[Feed]:
         self._to_its_numbers = random_numbers(self.pipeline.device)
@@ -419,14 +430,14 @@ class DrawnMicrobatches(MicrobatchSource):
         drawn = self._draws(num_ahead(program) if self._comparison.is_first else 0)
         return map(make, drawn, (Numbers(number, self.num, step) for number in range(self.num)))
 
-    def finished(self) -> None:
+    def add_up_drawn(self) -> None:
         self._comparison.wait()
         self.split = split_of(self._drawn)
-        super().finished()
+        super().add_up_drawn()
         self._to_its_numbers()
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None or self._iterator is None:
+    def leave(self) -> None:
+        if self._iterator is None:
             return
         with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
             for _ in range(len(self._drawn), self.num):
@@ -456,13 +467,13 @@ class DrawnMicrobatches(MicrobatchSource):
                 microbatch = next(self._iterator, END)
         except Exception as error:
             words = f"{type(error).__name__}: {words_of(error)}"
-            raise PipelineError(f"the source of microbatches failed at {where}: {words}") from error
+            raise PipelineError(f"the iterator failed at {where}: {words}") from error
         finally:
             self._to_its_numbers = random_numbers(self.pipeline.device)
             to_layers_numbers()
         if microbatch is END:
             raise PipelineError(
-                f"the source of microbatches ended before {where}; let it give as many, or micro_batches ask for fewer"
+                f"the iterator ended before {where}; let it give as many, or micro_batches ask for fewer"
             )
         self._check_made(microbatch, where)
         # An iterator may fill the same memory again before this one is computed.

@@ -87,7 +87,7 @@ def _run_forwards(
     if microbatches.num:
         executor = pipeline.executor(microbatches.num)
         results = pipeline.run(executor, microbatches.feeds(feed, pipeline.step, executor.program))
-    microbatches.finished()
+    microbatches.add_up_drawn()
     return results
 
 
@@ -100,16 +100,14 @@ def evaluate(
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
     loss, weight, num_rounds, num_metrics = 0.0, 0.0, 0, 0
-    step_loss, outputs, labelled = StepLoss(loss_fn, loss_weight_fn), list[Any](), reads_labelled_rows(loss_fn)
+    step_loss, outputs = StepLoss(loss_fn, loss_weight_fn), list[Any]()
     recovery, num_dp = pipeline.recovery, pipeline.layout.dp
     batches = [batches] if isinstance(batches, PackedBatch) else batches
     are_batches = isinstance(batches, Iterable) and not isinstance(batches, str | bytes | Mapping)
     # Anything else is refused on all ranks alike, as if there were no batch.
     remaining = iter(batches if are_batches else ())
+    feed = partial(pipeline.feed, output_fn=step_loss, labelled=reads_labelled_rows(loss_fn))
     pipeline.set_training(False)
-
-    def feed(microbatch: PackedBatch, numbers: Numbers) -> Feed:
-        return pipeline.feed(microbatch, step_loss, numbers, labelled=labelled)
 
     def source_from(batch: Any) -> MicrobatchSource:
         if not are_batches:
@@ -264,7 +262,7 @@ class Outputs:
             return torch.empty(0, device=logits.device)
 
         labelled = isinstance(hook, PerToken) and reads_labelled_rows(hook.hook)
-        feed = pipeline.feed(microbatch, take, numbers, labelled=labelled)
+        feed = pipeline.feed(microbatch, numbers, take, labelled=labelled)
         # Not the feed itself, which holds `take`: a circle would outlive the microbatch.
         sequences = feed.sequences
         return feed

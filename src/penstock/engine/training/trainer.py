@@ -240,7 +240,7 @@ class Trainer:
                     rates = self.optimizer.rates.at(number)
                     # Each rank gives its part when it is through its program: so now none can fail in it any more.
                     loss, num_metrics = step_loss.total(pipeline, losses)
-                    microbatches.finished()
+                    microbatches.add_up_drawn()
                 # What is wrong with them every rank raises alike, so nobody announces it.
                 metrics = step_loss.reduced(pipeline, num_metrics)
                 update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
@@ -304,7 +304,7 @@ class Trainer:
         if needs_counts and not source.knows_counts:
             what = "the model's auxiliary losses need" if self.aux_losses else f"normalize = {str(divisor)!r} needs"
             raise ValueError(
-                f"{what} the counts of all microbatches before the first backward, which a source does not tell; "
+                f"{what} the counts of all microbatches before the first backward, which an iterator does not tell; "
                 "give the divisor itself, as in normalize=4096.0, or normalize='token_per_microbatch', or a list of "
                 "microbatches"
             )
@@ -319,9 +319,8 @@ class Trainer:
             loss = scalar_loss(step_loss(output, microbatch, numbers))
             return loss * (microbatches.factor(numbers.microbatch) * loss_scale)
 
-        def feed(microbatch: PackedBatch, numbers: Numbers) -> Feed:
-            return self.pipeline.feed(microbatch, scaled_loss, numbers, True, step_loss.reads_labelled_rows)
-
+        labelled = step_loss.reads_labelled_rows
+        feed = partial(self.pipeline.feed, output_fn=scaled_loss, training=True, labelled=labelled)
         feeds = microbatches.feeds(feed, number, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
 
