@@ -18,7 +18,7 @@ from benchmarks.common import main, new_parser, spread
 from benchmarks.generate import TRANSFORMERS, Generation, transformers_sides
 from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import DecodeForm
 from penstock.settings import Precision, Quantize, SamplingParams

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import CacheSize, decoder_units
 from penstock.model.devices import use_kernels_of
 from penstock.runtime import (

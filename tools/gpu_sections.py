@@ -37,7 +37,7 @@ from torch.cuda import nccl
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units, units
 from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision
 

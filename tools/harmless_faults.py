@@ -13,7 +13,7 @@ HARMLESS: dict[str, dict[str, str]] = {
     "engine/folders/export.py": {
         """((staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + '\\n'))""": "JSON is written in ASCII",
     },
-    "engine/generation/answers.py": {
+    "engine/generation/prompts.py": {
         "if max(tokens, default=(-1)) >= limits.vocab_size:": "a vocabulary has a token",
     },
     "engine/generation/requests.py": {

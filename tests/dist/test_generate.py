@@ -8,7 +8,7 @@ import torch
 
 from penstock import Engine, Layout, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
 from tests.dist.launch import run_ranks
 from tests.generation import load, random_prompts

@@ -14,7 +14,7 @@ import torch
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.folders.model_folder import open_model
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.cpu.quantized import SHAPES, int_mm

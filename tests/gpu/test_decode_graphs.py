@@ -7,7 +7,7 @@ import torch
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
 from penstock.runtime import FixedDecoder
 from penstock.settings import ModelConfig, Precision

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import Engine, EngineOptions, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
 from penstock.settings import ContextForm, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY

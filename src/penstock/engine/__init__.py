@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.engine.checkpoint import CheckpointError as CheckpointError
     from penstock.engine.engine import Engine as Engine
-    from penstock.engine.generation.answers import GenerateOptions as GenerateOptions
+    from penstock.engine.generation.options import GenerateOptions as GenerateOptions
     from penstock.engine.options import EngineOptions as EngineOptions
     from penstock.engine.training.loss import EvaluationLoss as EvaluationLoss
     from penstock.engine.training.loss import ZeroLossWeight as ZeroLossWeight
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     "checkpoint": ("CheckpointError",),
     "engine": ("Engine",),
-    "generation.answers": ("GenerateOptions",),
+    "generation.options": ("GenerateOptions",),
     "options": ("EngineOptions",),
     "training.loss": (
         *("EvaluationLoss", "ZeroLossWeight", "labelled_rows", "num_loss_tokens", "token_cross_entropy"),

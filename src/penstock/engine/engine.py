@@ -16,9 +16,10 @@ from penstock.engine.folders.export import ExportOptions, export_model
 from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_parts import arguments_of_run
-from penstock.engine.generation.answers import GenerateOptions, GenerateResult
+from penstock.engine.generation.answers import GenerateResult
 from penstock.engine.generation.generator import Generator
-from penstock.engine.generation.requests import Interrupt, Listeners, OnAnswer, OnToken
+from penstock.engine.generation.listeners import Interrupt, Listeners, OnAnswer, OnToken
+from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions, changed
 from penstock.engine.own_layers import units_of_layers

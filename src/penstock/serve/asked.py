@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.data.chat_template import ChatTemplate
 from penstock.data.tokenizer import TokenizationError, Tokenizer, TokenTexts
-from penstock.engine.generation.answers import check_prompts
+from penstock.engine.generation.prompts import check_prompts
 from penstock.model import Limits
 from penstock.serve.refusals import RefusalError, invalid, quoted
 from penstock.settings import SamplingParams, ServeConfig

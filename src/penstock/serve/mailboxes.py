@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from penstock.engine.generation.requests import NOT_FINITE, QueueError, RequestQueue, TokenDelta
+from penstock.engine.generation.answers import NOT_FINITE
+from penstock.engine.generation.requests import QueueError, RequestQueue, TokenDelta
 from penstock.schedule import Ending
 from penstock.serve.asked import CompletionRequest
 from penstock.serve.refusals import RefusalError

@@ -12,7 +12,7 @@ import torch
 
 from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, cache_dtype, decoder_units
 from penstock.model.cpu.blocked_cache import BlockedAttention, BlockedCache
 from penstock.model.cpu.host_memory import lazy_zeros

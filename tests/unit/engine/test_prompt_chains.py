@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock import Engine, SamplingParams
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 
 NUM_TOKENS, PIECE = 6, 2
 # A thousand take minutes.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.generation.requests import QueueError, RequestQueue, TokenDelta
 from penstock.model import CacheSize
 from penstock.runtime import DecodeLoop, FixedDecoder, Generation, Recorder, Ring, StageDecoder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import token_scores
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers import dense

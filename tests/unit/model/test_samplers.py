@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from penstock import SamplingParams
-from penstock.engine.generation.answers import check_prompts
+from penstock.engine.generation.prompts import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
 from penstock.model.sampling import filtered, unpacked
 from penstock.settings import ConfigError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import schedule
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import Sequences, decoder_units
 from penstock.schedule import Ending, PlacementKind
 from penstock.settings import SamplingParams

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
-from penstock.engine.generation.answers import GenerateOptions
+from penstock.engine.generation.options import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_units
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.runtime import Boundary, DecodeForm, FixedDecoder, Stage

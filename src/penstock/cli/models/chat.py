@@ -125,7 +125,8 @@ class Conversation(ModelCommand):
     def _answer(self, engine: "Engine", line: str) -> None:
         """Print the answer to a line as it comes; one that cannot be given leaves the conversation as it was."""
         from penstock.data.tokenizer import TokenizationError
-        from penstock.engine.generation.answers import AnswerText, GenerateOptions
+        from penstock.engine.generation.answers import AnswerText
+        from penstock.engine.generation.options import GenerateOptions
 
         tokenizer, asked = self.model.tokenizer, [*self.messages, {"role": "user", "content": line}]
         assert tokenizer is not None

@@ -22,7 +22,8 @@ from penstock.settings import SamplingParams
 
 if TYPE_CHECKING:
     from penstock import schedule
-    from penstock.engine.generation.answers import AnswerText, GenerateOptions
+    from penstock.engine.generation.answers import AnswerText
+    from penstock.engine.generation.options import GenerateOptions
 
 # Those of the settings of `SamplingParams` that the command takes in other forms are added by themselves.
 _SAMPLING = options_of(
@@ -137,7 +138,8 @@ class Generate(ModelCommand):
 
         Raises: ValueError for prompts that the model cannot continue.
         """
-        from penstock.engine.generation.answers import GenerateOptions, check_prompts
+        from penstock.engine.generation.options import GenerateOptions
+        from penstock.engine.generation.prompts import check_prompts
         from penstock.model import Limits
 
         given, model = self.given, self.look()

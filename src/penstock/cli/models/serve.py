@@ -96,7 +96,7 @@ class Serve(ModelCommand):
     @property
     def shape(self) -> "RingShape":
         """The rows that go round the ring, as for prompts without end."""
-        from penstock.engine.generation.answers import GenerateOptions
+        from penstock.engine.generation.options import GenerateOptions
 
         ring = self.ring
         options = GenerateOptions(ring.num_slots, ring.rows_per_slot, ring.max_rows_per_slot, ring.prefill_tokens)
@@ -120,7 +120,7 @@ class Serve(ModelCommand):
         return options_here(model, self.shape.num_rows, 1, self.parallel.device)
 
     def work(self) -> None:
-        from penstock.engine.generation.answers import GenerateOptions
+        from penstock.engine.generation.options import GenerateOptions
         from penstock.serve.server import listening_socket
 
         is_first, config = self.group.rank == 0, self.config
@@ -148,7 +148,7 @@ class Serve(ModelCommand):
 
     def _answer(self, engine: "Engine", prepared: "tuple[ServerParts, socket]", ending: threading.Event) -> None:
         """Generate on the first rank until the server has been told to end."""
-        from penstock.engine.generation.answers import GenerateOptions
+        from penstock.engine.generation.options import GenerateOptions
         from penstock.serve.server import http_thread
 
         parts, listener = prepared

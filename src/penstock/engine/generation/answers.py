@@ -1,72 +1,18 @@
-"""The way in which answers are generated, the answers with their text, and checks of what is asked for."""
+"""The answers of a generation, and the text of each as its tokens come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import index
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from penstock import schedule
-from penstock.model import Limits
-from penstock.runtime import DecodeForm, Stage
-from penstock.schedule import RingShape
-from penstock.settings import RingConfig, SamplingParams
-from penstock.settings.declare import check_argument, mismatch
 
-# ---- The way in which answers are generated, and the answers
-
-
-@dataclass(frozen=True)
-class GenerateOptions(RingConfig):
-    """The way in which sequences go round the ring.
-
-    No option changes a token, but that another `prefill_tokens` cuts prompts otherwise, which may round attention
-    otherwise unless the engine is reproducible.
-
-    Args:
-        num_slots: groups of sequences under way at the same time; None for one a pipeline rank.
-        rows_per_slot: sequences of a slot; None for all there are, at most `max_rows_per_slot`.
-        max_rows_per_slot: that limit; each row has a place in the KV cache.
-        prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at its multiples.
-        refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
-        packed: makes a copy of the weights for the time of the call, in the order in which they are read fastest; for
-            fp32 on CPUs, where reading them takes most of the time. Elsewhere no copy is made.
-        longest_first: begins with the sequences that may become longest; else all begin in the order given.
-        decode: how rows compute one token each: "live-rows", those that are live alone; "all-rows", over shapes that
-            never change; "graphs", the same, captured where there is CUDA. None for graphs where there is CUDA and for
-            the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
-            libraries or shared by several ranks) decodes its live rows, and under autocast nothing is captured.
-        skip: answers, by their number in the result, that are not made; they come back stopped and without a token.
-            So a call can be continued whose other answers are then what they would have been.
-        tokenizer: makes the text in which stop strings are looked for; that of `SamplingParams.stop` needs one.
-
-    Raises:
-        ValueError: a count is below one, or the form is unknown.
-
-    >>> GenerateOptions(num_slots=2, decode="live-rows").refill
-    True
-    """
-
-    refill: bool = True
-    packed: bool = True
-    longest_first: bool = True
-    decode: DecodeForm | Literal["live-rows", "all-rows", "graphs"] | None = None
-    skip: frozenset[int] = frozenset()
-    tokenizer: Decodes | None = None
-
-    def form(self, device: torch.device) -> DecodeForm:
-        """The form of decoding on this device."""
-        return DecodeForm(self.decode or ("graphs" if device.type == "cuda" else "live-rows"))
-
-    def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
-        """Slots and rows for this number of sequences."""
-        num_slots = self.num_slots or num_ranks
-        even = max(1, -(-num_sequences // num_slots))
-        return RingShape(num_slots, self.rows_per_slot or min(even, self.max_rows_per_slot), self.prefill_tokens)
+NOT_FINITE = "are not finite: a weight or an activation is NaN or infinite, so no token can be drawn"
+"""The end of the sentence on logits of which no token can be drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,85 +160,3 @@ class AnswerText:
     def _show(self, num_held: int) -> str:
         shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)
         return self.text[shown : self._shown]
-
-
-# ---- Checks of what a generation is asked for: prompts, their parameters, and answers to skip
-
-
-Prompts = Sequence[Sequence[int]]
-
-
-def checked_prompts(
-    prompts: Any, params: Any, stages: Sequence[Stage], limits: Limits | None
-) -> tuple[Prompts, list[SamplingParams]]:
-    """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
-    check_argument("prompts", prompts, Sequence)
-    token_lists: list[list[int]] = []
-    for number, prompt in enumerate(prompts):
-        check_argument(name := f"prompts[{number}]", prompt, Sequence)
-        tokens = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-        try:
-            token_lists.append(list(map(index, tokens)))
-        except TypeError:
-            raise ValueError(mismatch(name, list(tokens), Sequence[int])) from None
-    check_argument("params", params, SamplingParams | Sequence[SamplingParams] | None)
-    params = (
-        [params or SamplingParams()] * len(token_lists) if isinstance(params, SamplingParams | None) else list(params)
-    )
-    if len(params) != len(token_lists):
-        raise ValueError(
-            f"{len(params)} SamplingParams were given for {len(token_lists)} prompts; give one, or one for each"
-        )
-    for stage in stages:
-        stage.check_cached()
-    check_prompts(token_lists, params, limits)
-    return token_lists, params
-
-
-def check_prompts(
-    prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None, names: Sequence[str] | None = None
-) -> None:
-    """Refuse prompts that a model of these limits cannot continue; None where the limits are not known.
-
-    names: what each prompt is called in messages; left out, they count from 0.
-
-    Raises:
-        ValueError: naming the prompt, or the setting, and what would be possible.
-    """
-    for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-        name = f"prompt {number}" if names is None else names[number]
-        if not prompt:
-            raise ValueError(f"{name} is empty; it needs at least one token to begin with")
-        if min(prompt) < 0:
-            raise ValueError(f"{name} holds the token {min(prompt)}; tokens count from 0")
-        if limits is None:
-            continue
-        known = f"the model knows 0 to {limits.vocab_size - 1}"
-        if max(prompt) >= limits.vocab_size:
-            raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
-        named = {
-            "end_tokens": sampling.end_tokens,
-            "begins_with": sampling.begins_with,
-            "logit_bias": tuple(token for token, _ in sampling.biases),
-            "bad_words": tuple(token for word in sampling.bad_words for token in word),
-        }
-        for setting, tokens in named.items():
-            if max(tokens, default=0) >= limits.vocab_size:
-                raise ValueError(f"{setting} holds the token {max(tokens)}; {known}")
-        if sampling.top_log_probs > limits.vocab_size:
-            raise ValueError(f"top_log_probs={sampling.top_log_probs}: the model knows {limits.vocab_size} tokens")
-        if len({word[0] for word in sampling.bad_words if len(word) == 1}) >= limits.vocab_size:
-            raise ValueError("bad_words hold every token alone, so none could be drawn; leave some out")
-        if sampling.min_new_tokens and len(set(sampling.end_tokens)) >= limits.vocab_size:
-            raise ValueError(
-                f"min_new_tokens={sampling.min_new_tokens}: every token is an end token, none could be drawn"
-            )
-        longest, most = limits.max_length, f"the model's max_length={limits.max_length}"
-        if limits.max_generated_length is not None:
-            longest = limits.max_generated_length
-            most = f"{longest}, where the model's rotary factors change for all tokens before (longrope)"
-        if len(prompt) + sampling.max_new_tokens > longest:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens, and with max_new_tokens={sampling.max_new_tokens} more it would "
-                f"pass {most}"
-            )

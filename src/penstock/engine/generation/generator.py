@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from penstock import schedule
-from penstock.engine.generation.answers import (
-    AnswerText,
-    GenerateOptions,
-    GenerateResult,
-    checked_prompts,
-)
-from penstock.engine.generation.requests import NOT_FINITE, AgreedInterrupt, Listeners, RequestQueue
+from penstock.engine.generation.answers import NOT_FINITE, AnswerText, GenerateResult
+from penstock.engine.generation.listeners import AgreedInterrupt, Listeners
+from penstock.engine.generation.options import GenerateOptions
+from penstock.engine.generation.prompts import read_prompts
+from penstock.engine.generation.requests import RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.model import cache_dtype
 from penstock.parallel.host import gather_json, meet, shown_to_all_ranks
@@ -233,7 +231,7 @@ class Generator:
             check_argument("options", options, GenerateOptions)
             listeners.check(pipeline.layout)
             self._check_begin()
-            checked = checked_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
+            checked = read_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
             num_answers = sum(sampling.num_samples for sampling in checked[1])
             for number in sorted(options.skip):
                 if not 0 <= number < num_answers:
