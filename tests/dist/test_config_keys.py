@@ -20,6 +20,10 @@ from penstock.model.hf.families import _USUAL, FAMILIES
 from penstock.settings import ConfigError
 from tests.hugging_face import SIZES, make_model, make_sequences, reference_logits, stored_tensors
 
+pytestmark = pytest.mark.subject(
+    "src/penstock/model/**/*.py", "src/penstock/engine/folders/*.py", "src/penstock/settings/*.py", "constraints.txt"
+)
+
 DRAWS = 12
 LENGTHS = (7, 1, 19)
 NUM_LAYERS = SIZES["num_hidden_layers"]
