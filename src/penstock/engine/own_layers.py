@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -26,6 +27,8 @@ from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
 from penstock.settings import checked
 from penstock.settings.declare import type_in_words
+
+_logger = logging.getLogger(__name__)
 
 # ---- The layers as units
 
@@ -205,4 +208,18 @@ class OwnLayers:
                 raise ValueError(call.lacks)
             if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
                 raise ValueError(f"{call.name} takes the key {keys[0]!r}, but this rank was given metadata alone")
+            if batch.num_items > 1 and _attends_to_all_rows(call, batch.keys):
+                _logger.warning(
+                    "%s attends by nn.MultiheadAttention and asks for nothing that tells documents apart: unless it "
+                    "divides the rows itself, each document sees the others of its microbatch",
+                    call.name,
+                )
         self._checked = form
+
+
+def _attends_to_all_rows(call: UnitCall, keys: Iterable[str]) -> bool:
+    """True for a layer with torch's attention that is given rows alone, no lengths and no masks."""
+    asked = call.parameters
+    if asked.sequences or asked.required or not asked.keys.isdisjoint(keys):
+        return False
+    return any(isinstance(part, nn.MultiheadAttention) for part in call.module.modules())

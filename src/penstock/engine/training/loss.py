@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from penstock.model import (
 from penstock.model.linear import dtype_of_sums
 from penstock.settings import Normalize
 from penstock.settings.declare import match, mismatch, type_in_words
+
+_logger = logging.getLogger(__name__)
 
 LossFn = Callable[..., Any]
 """A function from the last stage's output and its microbatch to the sum of the microbatch's losses, a tensor.
@@ -238,6 +241,16 @@ class StepLoss:
         self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
         return loss
 
+    def watched(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
+        """The microbatch's loss alone, of which one line says where it is a mean that would be divided once more."""
+        loss, is_divided = self(output, microbatch, numbers), isinstance(self.divisor, Normalize)
+        if numbers.microbatch == 0 and is_divided and self.loss_weight_fn is num_loss_tokens and _is_mean(loss):
+            _logger.warning(
+                "loss_fn gives the mean of a microbatch's losses, which the number of tokens with a label divides once "
+                "more: let it give their sum, or let loss_weight_fn say what its value weighs"
+            )
+        return loss
+
     def _of_labels(self, loss_fn: LossFn, output: Any, microbatch: PackedBatch) -> Any:
         """The sum of the losses of a microbatch's tokens, by a loss of (logits, labels), and what it gives beside.
 
@@ -287,6 +300,15 @@ class StepLoss:
         Raises: see `reduce_metrics`.
         """
         return reduce_metrics(pipeline, self._metrics) if num_names else {}
+
+
+def _is_mean(loss: Any) -> bool:
+    """True where the last operation of a loss takes a mean, by a reduction of torch's losses or by itself."""
+    node = getattr(loss, "grad_fn", None)
+    while node is not None and node.name() in ("NegBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    # As torch numbers them: none, mean, sum.
+    return node is not None and (node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1)
 
 
 class EvaluationLoss(float):

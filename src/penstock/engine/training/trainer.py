@@ -314,9 +314,12 @@ class Trainer:
         self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int, program: Program
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
+        grid = self.pipeline.grid
+        is_first = number == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
+        loss_of = step_loss.watched if is_first else step_loss
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Numbers) -> Tensor:
-            loss = scalar_loss(step_loss(output, microbatch, numbers))
+            loss = scalar_loss(loss_of(output, microbatch, numbers))
             return loss * (microbatches.factor(numbers.microbatch) * loss_scale)
 
         labelled = step_loss.reads_labelled_rows
