@@ -24,7 +24,7 @@ from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.precision import settled, stream_dtype
+from penstock.engine.precision import stream_dtype, with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
     Given,
@@ -216,7 +216,7 @@ class Pipeline:
         self.is_watched = self.is_watched_anywhere = False
         pipelines = self.layout.world_size // self.layout.pp
         self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
-        self.options, self.pack = settled(self.options, self.device, self.grid)
+        self.options, self.pack = with_quantization(self.options, self.device, self.grid)
         build_on_all_ranks(self._build_stages, self.grid.control)
         self.holds_first_stage = any(map(self.placement.is_first, self.stages))
         self.holds_last_stage = any(map(self.placement.is_last, self.stages))

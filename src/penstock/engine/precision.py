@@ -52,7 +52,7 @@ def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
     return quantized.get(quantize, parameter_dtype(precision).itemsize)
 
 
-def settled(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[EngineOptions, Pack | None]:
+def with_quantization(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[EngineOptions, Pack | None]:
     """The options without `auto` for quantized weights, and what packs these; the same on all ranks, which agree.
 
     Raises: ConfigError for quantized weights elsewhere than on a CPU.

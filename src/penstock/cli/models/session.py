@@ -170,7 +170,7 @@ class ModelCommand:
             show_layers(model)
         parallel = self.meeting.choose_device(self.parallel)
         initialise(*self.pipelines.world(group), parallel)
-        arguments = self._settled(model, model.arguments(parallel))
+        arguments = self._with_quantization(model, model.arguments(parallel))
         if decoded is not None:
             arguments = cut_to_decode(arguments, *decoded)
         engine = Engine(*arguments)
@@ -199,7 +199,7 @@ class ModelCommand:
         with self.meeting.together("output", opened) or nullcontext() as file:
             yield file
 
-    def _settled(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
+    def _with_quantization(self, model: "ModelFolder", arguments: "EngineArguments") -> "EngineArguments":
         """The arguments without `auto` for quantized weights, as all processes choose; says where these are slower."""
         from penstock.engine.precision import parameter_dtype
         from penstock.model.cpu.quantized import measured_seconds, seconds_of_all, times_as_slow
