@@ -197,7 +197,7 @@ class Pipeline:
     ) -> None:
         self.layout, self.options = layout or Layout(), options or EngineOptions()
         check_count("hidden_size", int(hidden_size))
-        self.grid = self._join()
+        self.grid = self._make_grid()
         self.device = self.grid.device
         self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
         groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
@@ -230,7 +230,7 @@ class Pipeline:
         for stage in self.stages.values():
             read_sampled_alone([module for _, module in stage.units])
         self.recovery = Recovery(
-            self._ranks_to_tell(),
+            self._failure_group(),
             self.recorder,
             StepState(self.stages.values(), self.device),
             "" if pipelines == 1 else str(self.grid.place),
@@ -238,31 +238,6 @@ class Pipeline:
         for group in self.grid.renewable():
             self.recovery.covers(group)
         self.transport = self.open_transport(self.placement, self.device)
-
-    def _join(self) -> Grid:
-        options = self.options
-        grid = connect(self.layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
-        if grid.device.type == "cpu":
-            keep_freed_memory()
-        return grid
-
-    def _ranks_to_tell(self) -> dist.ProcessGroup | None:
-        """The ranks that end a step together when one of them fails."""
-        return self.grid.control
-
-    def _make_recorder(self, place: str | None) -> Recorder:
-        """The recorder of this rank; `place` names its pipeline where there are several."""
-        return Recorder(self.grid.pp_rank, place=place)
-
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        """A transport among the ranks of the pipeline, which a failed step does not outlast."""
-        if (group := self.grid.pp_control) is None:
-            return InProcessTransport(InProcessHub(), 0)
-        is_staged = self.grid.is_staged and device == self.device
-        is_open = self.boundary.is_open and isinstance(lines, Placement)
-        transport = DistributedTransport(lines, group, device, self.options.timeout_s, is_staged, is_open)
-        self.recovery.covers(transport)
-        return transport
 
     def _build_stages(self) -> None:
         """Make this rank's stages, and find out who else holds their parameters."""
@@ -288,6 +263,53 @@ class Pipeline:
                 self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
         self.lend_weights()
 
+    # ---- replaced in a rehearsal (engine/rehearsal/step.py) and in the check (engine/check/ranks_in_turn.py)
+
+    # There the other ranks are missing, or are threads of this process.
+
+    def _make_grid(self) -> Grid:
+        options = self.options
+        grid = connect(self.layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
+        if grid.device.type == "cpu":
+            keep_freed_memory()
+        return grid
+
+    def _failure_group(self) -> dist.ProcessGroup | None:
+        """The ranks that end a step together when one of them fails."""
+        return self.grid.control
+
+    def _make_recorder(self, place: str | None) -> Recorder:
+        """The recorder of this rank; `place` names its pipeline where there are several."""
+        return Recorder(self.grid.pp_rank, place=place)
+
+    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        """A transport among the ranks of the pipeline, which a failed step does not outlast."""
+        if (group := self.grid.pp_control) is None:
+            return InProcessTransport(InProcessHub(), 0)
+        is_staged = self.grid.is_staged and device == self.device
+        is_open = self.boundary.is_open and isinstance(lines, Placement)
+        transport = DistributedTransport(lines, group, device, self.options.timeout_s, is_staged, is_open)
+        self.recovery.covers(transport)
+        return transport
+
+    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        """The units of every stage, and the schedule, which may depend on the units' measured times."""
+        lengths, choice = self.options.measure_lengths, self.options.choice
+        if lengths is not None and any(unit.is_own for unit in self.units):
+            raise ConfigError(
+                "measure_lengths: to measure layers is to run them, and your own run on a batch's data alone; leave it "
+                "out, and the cut follows their parameters, or give schedule.cut"
+            )
+        if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
+            return cut_units(self.units, self.placement, self.options), choice
+        # One rank measures, so the units are not sharded: only the proportions of their times count.
+        alone = units_for(units, ModelGroups(), Layout())
+        times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
+        return timed_cut(alone, self.placement, self.options, times)
+
+    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
+        return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)
+
     def _check_whole_model(self) -> None:
         tensors = {name: x for name, x in (self.parameters() | self.buffers()).items() if name not in self.loans}
         groups = self.options.optimizer.groups if self.options.learns else ()
@@ -297,6 +319,30 @@ class Pipeline:
             build_on_all_ranks(
                 lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
             )
+
+    # ---- the model on this rank
+
+    @cached_property
+    def own_layers(self) -> OwnLayers | None:
+        """This rank's layers that ask for more than the stream, and what they are given; None where none does."""
+        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
+        return None if own_layers.are_plain else own_layers
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name, once values that other ranks step have arrived."""
+        for stage in self.stages.values():
+            stage.weights_ready()
+        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+
+    def lend_weights(self) -> None:
+        """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
+        parameters = self.parameters()
+        for borrower, owner in self.loans.items():
+            parameters[borrower].data = parameters[owner].data
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers by full name: state of the modules that no gradient changes."""
+        return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
 
     def gradient_buckets(self, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
         """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned.
@@ -329,48 +375,6 @@ class Pipeline:
             if self.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
                 self.stages[number].weights_ready = settle_all if self.loans else buckets.settle
         return buckets_by_stage
-
-    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
-        return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)
-
-    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
-        """The units of every stage, and the schedule, which may depend on the units' measured times."""
-        lengths, choice = self.options.measure_lengths, self.options.choice
-        if lengths is not None and any(unit.is_own for unit in self.units):
-            raise ConfigError(
-                "measure_lengths: to measure layers is to run them, and your own run on a batch's data alone; leave it "
-                "out, and the cut follows their parameters, or give schedule.cut"
-            )
-        if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
-            return cut_units(self.units, self.placement, self.options), choice
-        # One rank measures, so the units are not sharded: only the proportions of their times count.
-        alone = units_for(units, ModelGroups(), Layout())
-        times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
-        return timed_cut(alone, self.placement, self.options, times)
-
-    # ---- the model on this rank
-
-    @cached_property
-    def own_layers(self) -> OwnLayers | None:
-        """This rank's layers that ask for more than the stream, and what they are given; None where none does."""
-        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
-        return None if own_layers.are_plain else own_layers
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by full name, once values that other ranks step have arrived."""
-        for stage in self.stages.values():
-            stage.weights_ready()
-        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
-
-    def lend_weights(self) -> None:
-        """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
-        parameters = self.parameters()
-        for borrower, owner in self.loans.items():
-            parameters[borrower].data = parameters[owner].data
-
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's persistent buffers by full name: state of the modules that no gradient changes."""
-        return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
 
     def set_training(self, training: bool) -> None:
         """Put all modules into training or evaluation mode, whatever was done to them before."""

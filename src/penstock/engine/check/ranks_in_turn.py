@@ -229,10 +229,10 @@ class PipelineInTurn(Pipeline):
         self._ranks, self._rank = ranks, rank
         super().__init__(units, hidden_size, ranks.layout, options)
 
-    def _join(self) -> Grid:
+    def _make_grid(self) -> Grid:
         return self._ranks.grid(self._rank)
 
-    def _ranks_to_tell(self) -> None:
+    def _failure_group(self) -> None:
         """Nobody: an error of one rank ends the turns of all."""
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:

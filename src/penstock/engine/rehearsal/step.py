@@ -172,7 +172,7 @@ class RehearsedPipeline(Pipeline):
     def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         return self.batch.cut or super()._cut(units, hidden_size)
 
-    def _join(self) -> Grid:
+    def _make_grid(self) -> Grid:
         layout, rank = self.layout, self.place.rank
 
         def group(groups: Groups, axis: str) -> CountedGroup | None:
