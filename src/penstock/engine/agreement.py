@@ -26,27 +26,29 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks that were given other models, would learn by different rules, or cut and run the model differently.
+    """Refuse ranks with different models, optimizer settings or schedules.
 
-    Replicas would drift apart without a word, a layer might be on no rank, and ranks would wait for each other.
-    model: what is known of it, by name.
+    Replicas would silently drift apart, a layer might be on no rank, and ranks would wait for each other. model: facts
+    about the model that must agree, by name.
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
     names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
     names += ("quantize", "label_share", "attention")
-    rules, schedule = {name: getattr(options, name) for name in names}, options.schedule
-    rules |= {f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)}
+    settings, schedule = {name: getattr(options, name) for name in names}, options.schedule
+    settings |= {
+        f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)
+    }
     if isinstance(schedule, ScheduleConfig):
-        rules |= {f"schedule.{field.name}": getattr(schedule, field.name) for field in fields(schedule)}
+        settings |= {f"schedule.{field.name}": getattr(schedule, field.name) for field in fields(schedule)}
     else:
         # Whole orders of actions may be long.
-        rules["schedule"] = (
-            schedule if isinstance(schedule, str) else f"{options.choice.name} ({_digest(_described(schedule))})"
+        settings["schedule"] = (
+            schedule if isinstance(schedule, str) else f"{options.choice.name} ({_digest(_as_text(schedule))})"
         )
     # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
-    rules["schedule, by its text"] = _digest(options.choice.text)
-    views = gather({name: _described(value) for name, value in (rules | {**model}).items()})
+    settings["schedule, by its text"] = _digest(options.choice.text)
+    views = gather({name: _as_text(value) for name, value in (settings | {**model}).items()})
     for rank, view in enumerate(views):
         if view != views[0]:
             different = differences(views[0], view, "on rank 0", f"on rank {rank}")
@@ -57,47 +59,47 @@ def _digest(text: str) -> str:
     return f"{crc32(text.encode()):08x}"
 
 
-def _described(value: Any) -> str:
-    """A value in words that are the same in every process: functions are compared by name."""
+def _as_text(value: Any) -> str:
+    """A value as text that is the same in every process: functions are compared by name."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def check_whole_model(
-    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, groups: Sequence[ParameterGroup]
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], grid: Grid, parameter_groups: Sequence[ParameterGroup]
 ) -> None:
-    """Refuse ranks that begin with other values of one tensor, and groups of the optimizer that no parameter is in.
+    """Refuse ranks with different initial values of one tensor, and parameter groups without a parameter.
 
-    All ranks call it with the tensors that they have, by full name.
+    All ranks call it with their tensors by full name, and make one exchange.
 
     Raises:
         ValueError: naming the first such tensor; on all ranks alike.
         ConfigError: with the group's pattern and some parameters' names; on all ranks alike.
     """
     # A rank that is alone need not read its weights.
-    sums = [0] * len(tensors) if grid.control is None else _sums(list(tensors.values()))
+    bit_sums = [0] * len(tensors) if grid.control is None else _bit_sums(list(tensors.values()))
     parts = {}
     for name, shard in shards.items():
-        group = grid.tp_group if shard.axis == "tp" else grid.ep_group
-        parts[name] = f"{shard.axis} {group.rank() if group is not None else 0}"
+        process_group = grid.tp_group if shard.axis == "tp" else grid.ep_group
+        parts[name] = f"{shard.axis} {process_group.rank() if process_group is not None else 0}"
     view = {
-        name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, total)
-        for (name, tensor), total in zip(tensors.items(), sums, strict=True)
+        name: (parts.get(name, ""), tensor.ndim if isinstance(tensor, nn.Parameter) else None, bit_sum)
+        for (name, tensor), bit_sum in zip(tensors.items(), bit_sums, strict=True)
     }
     seen: dict[tuple[str, str], tuple[int, int]] = {}
     dims: dict[str, int] = {}
-    for rank, described in enumerate(gather_json(view, grid.control)):
-        for name, (part, num_dims, total) in described.items():
-            plain = name.removesuffix(SECOND_COPY)
-            first, known = seen.setdefault((plain, part), (rank, total))
-            if known != total:
+    for rank, rank_view in enumerate(gather_json(view, grid.control)):
+        for name, (part, num_dims, bit_sum) in rank_view.items():
+            first_name = name.removesuffix(SECOND_COPY)
+            first_rank, first_sum = seen.setdefault((first_name, part), (rank, bit_sum))
+            if first_sum != bit_sum:
                 raise ValueError(
-                    f"{name} begins with other values on rank {rank} than on rank {first}, though both hold the same "
-                    "part of the model; build the layers from one seed on every rank (torch.manual_seed), or give them "
-                    "the same weights"
+                    f"{name} begins with other values on rank {rank} than on rank {first_rank}, though both hold the "
+                    "same part of the model; build the layers from one seed on every rank (torch.manual_seed), or give "
+                    "them the same weights"
                 )
             if num_dims is not None:
-                dims[plain] = num_dims
-    for group in groups:
+                dims[first_name] = num_dims
+    for group in parameter_groups:
         if not any(group.matches(name, num_dims) for name, num_dims in dims.items()):
             some = ", ".join(islice(dims, _NUM_NAMED))
             raise ConfigError(
@@ -107,7 +109,7 @@ def check_whole_model(
 
 
 @torch.no_grad()
-def _sums(tensors: Sequence[Tensor]) -> list[int]:
+def _bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     """The sum of each tensor's bits, read as whole numbers; 0 without values."""
     totals: list[Any] = []
     for tensor in tensors:

@@ -16,11 +16,7 @@ UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
 
 
 def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[UnitSpec, ...]:
-    """The units, made for these groups.
-
-    Raises:
-        ValueError: they are there already, and the layout wants them shared.
-    """
+    """The units, made for these groups. Raises: ValueError for ready-made units where the layout shares layers."""
     if callable(source):
         units = source(groups)
         check_argument("units", units, Sequence[UnitSpec])
@@ -34,7 +30,7 @@ def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[
 
 
 class EngineArguments(NamedTuple):
-    """The arguments with which an `Engine` runs a model that settings or a folder describe."""
+    """The arguments of `Engine` for a model that settings or a folder describe."""
 
     units: Callable[[ModelGroups], Sequence[UnitSpec]]
     hidden_size: int
@@ -44,6 +40,6 @@ class EngineArguments(NamedTuple):
 
     @classmethod
     def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
-        """Describe a decoder with random weights."""
+        """The arguments for a decoder with random weights."""
         form = HuggingFaceForm.of(shape)
         return cls(lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout, options, form)

@@ -21,15 +21,16 @@ from penstock.settings import CompileMode, ConfigError
 
 def build_stages(
     units: Sequence[UnitSpec],
-    members: Mapping[int, range],
+    units_by_stage: Mapping[int, range],
     boundary: Boundary,
     options: EngineOptions,
     device: torch.device,
     pack: Pack | None = None,
 ) -> dict[int, Stage]:
-    """The stages of these numbers and units, with initial weights that depend on the seed alone.
+    """This rank's stages by index, with initial weights that depend on the seed alone.
 
-    pack: the kind of numbers in which weights of products are kept, if they are quantized.
+    units_by_stage: stage index -> its units, as positions in `units`. pack: packs the weights of products, if they are
+    quantized.
 
     Raises:
         ConfigError: the options recompute a layer that the model does not have.
@@ -43,23 +44,23 @@ def build_stages(
             )
             raise ConfigError(f"train.recompute names layer {wrong[0]}, but {possible}")
     stages = {}
-    for number, indices in members.items():
-        # The largest first: what reading one takes beside its weights is then not on top of all others.
-        largest_first = sorted(indices, key=lambda i: -units[i].num_parameters)
-        made = {i: build_unit(units[i], options, device, pack) for i in largest_first}
-        modules = [(units[i].name, made[i]) for i in indices]
+    for index, positions in units_by_stage.items():
+        # The largest first: the memory that reading one takes beside its weights is then not on top of all others.
+        largest_first = sorted(positions, key=lambda i: -units[i].num_parameters)
+        module_of = {i: build_unit(units[i], options, device, pack) for i in largest_first}
+        modules = [(units[i].name, module_of[i]) for i in positions]
         if options.reproducible:
             make_reproducible(modules, device)
-        owner = WeightGradients()
+        weight_gradients = WeightGradients()
         for _, module in modules:
-            defer(module, owner)
+            defer(module, weight_gradients)
             if options.compile:
                 compile_unit(module, CompileMode.DEFAULT if options.compile is True else options.compile)
-        stages[number] = Stage(
-            number,
+        stages[index] = Stage(
+            index,
             modules,
             boundary,
-            owner,
+            weight_gradients,
             autocast=autocast_of(options.precision, device),
             recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
         )
@@ -67,9 +68,9 @@ def build_stages(
 
 
 def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pack: Pack | None = None) -> nn.Module:
-    """The unit's module on the device, with its kernels, initial values, in the precision of the options.
+    """The unit's module on the device: initialised, in the precision of the options, with the device's kernels.
 
-    Where the options pack weights for good they are packed at once, before the next unit is read; pack: see
+    If the options pack weights for good, they are packed here, before the next unit is read. pack: as in
     `build_stages`.
     """
     with torch.device("meta"):
@@ -78,7 +79,7 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pac
         module.to(dtype=parameter_dtype(options.precision))
     unit.initialise(module, options.seed)
     if unit.is_own:
-        # Of other dtypes than torch's default are those that the user chose.
+        # A dtype other than torch's default was chosen by the user.
         module._apply(lambda tensor: tensor.to(dtype_under(options.precision, tensor.dtype)).resolve_conj())
     use_kernels_of(device, module.to(device))
     if options.packs_for_good:
@@ -92,9 +93,9 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pac
 
 
 def compile_unit(module: nn.Module, mode: CompileMode) -> None:
-    """Compile a unit's forward; units with collectives, and those that say so by `compiles = None`, stay as they are.
+    """Compile a unit's forward, or the part that its attribute `compiles` names.
 
-    `compiles` names the part of a unit to compile; left out, it is the whole.
+    Units with collectives, and those with `compiles = None`, are not compiled.
     """
     name = getattr(module, "compiles", "")
     if name is None or hasattr(module, "forward_lane"):
@@ -109,25 +110,25 @@ def compile_unit(module: nn.Module, mode: CompileMode) -> None:
 
 
 def keep_linears_eager(module: nn.Module) -> None:
-    """Take the layers whose weight gradients can be deferred out of what torch.compile makes of the module."""
+    """Exclude linear layers with deferrable weight gradients from torch.compile."""
     for part in module.modules():
         if isinstance(part, Deferring) and "forward" not in vars(part):
             part.forward = torch.compiler.disable(part.forward)
 
 
 def recomputes(unit: str, options: EngineOptions) -> bool:
-    """True where the options recompute the activations of the unit of that name; layers are chosen by number."""
+    """True if the options recompute the activations of the unit of that name; layers are chosen by index."""
     if isinstance(options.recompute, str):
         return options.recompute == "full"
     return _layer_of(unit) in options.recompute
 
 
 def _layer_of(unit: str) -> int | None:
-    """The number of the layer that the unit of that name belongs to; None for a unit outside of all layers."""
+    """The index of the layer that the unit of that name belongs to; None for a unit outside of all layers."""
     layer = unit.split(".")[1:2]
     return int(layer[0]) if layer and layer[0].isdigit() else None
 
 
 _MOST_KINDS = 1024
-"""Kinds of layers that may share code; beyond torch's own limit of 8 some layers of a long stage would not be compiled,
-and the bits would depend on the cut."""
+"""Recompilations of one function that torch may make. Beyond its own limit of 8 some layers of a long stage would stay
+eager, and the bits would depend on the cut."""

@@ -35,27 +35,25 @@ def cut_units(
     options: EngineOptions,
     times: Sequence[float] | None = None,
 ) -> tuple[range, ...]:
-    """The units of every stage: by hand if the options give a cut, else the cut whose slowest rank is fastest.
+    """The units of each stage: the options' cut if they give one, else the cut whose slowest rank is fastest.
 
-    times: of the units, measured; left out, their estimated work decides.
+    times: measured times of the units; left out, their estimated work decides.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
     """
     # Units of one layer are named after it, such as layers.3.attention.
-    of_layers = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
-    by_hand = options.choice.cut(len(units), placement.stages_per_route, max(of_layers.values()))
-    if by_hand is not None:
-        return by_hand
+    units_per_layer = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
+    cut_by_hand = options.choice.cut(len(units), placement.stages_per_route, max(units_per_layer.values()))
+    if cut_by_hand is not None:
+        return cut_by_hand
     return balanced_cut(times or [unit.work(options.label_share) for unit in units], placement)
 
 
 def timed_cut(
     units: Sequence[UnitSpec], placement: Placement, options: EngineOptions, times: Costs
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
-    """The units of every stage of a placement, and the schedule for their times.
-
-    Ranks with the same times get the same result.
+    """The units of each stage of a placement, and the schedule for their times; equal times give an equal result.
 
     Raises:
         ValueError: more stages than units, or a cut by hand that leaves units out.
@@ -99,26 +97,28 @@ def times_here(
     sequences = Sequences.from_lengths(lengths, device)
     sequences = sequences.with_read_rows(rows_with_label(labels_of_share(sequences.num_tokens, options.label_share)))
     boundary = Boundary(hidden_size, parameter_dtype(options.precision))
-    known: dict[tuple[str, int, float, bool], list[float]] = {}
+    times_by_kind: dict[tuple[str, int, float, bool], list[float]] = {}
     times = []
     for i, unit in enumerate(units):
-        again = recomputes(unit.name, options)
-        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token, again)
-        if kind not in known:
+        is_recomputed = recomputes(unit.name, options)
+        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token, is_recomputed)
+        if kind not in times_by_kind:
             x = torch.randn(boundary.shape(sequences.num_tokens), device=device, dtype=boundary.dtype)
             if i == 0:
                 x = torch.zeros(sequences.num_tokens, device=device, dtype=torch.int64)
             stages = build_stages(units, {0: range(i, i + 1)}, boundary, options, device)
             stages[0].set_training(False)
-            known[kind] = _measured(stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum)
-        forward, backward_input, backward_weight = known[kind]
-        times.append((forward, backward_input, backward_weight, min(forward, backward_input) if again else 0.0))
+            times_by_kind[kind] = _least_times(
+                stages[0], x, sequences, like_a_loss if i == len(units) - 1 else torch.sum
+            )
+        forward, backward_input, backward_weight = times_by_kind[kind]
+        times.append((forward, backward_input, backward_weight, min(forward, backward_input) if is_recomputed else 0.0))
     forward, backward_input, backward_weight, recompute = zip(*times, strict=True)
     return Costs(forward, backward_input, backward_weight, recompute=recompute)
 
 
-def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:
-    """The least time of F, I and W, the first run not counted: other work only ever adds."""
+def _least_times(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:
+    """The shortest times of F, I and W after a warm-up: other work on the machine only ever adds."""
     runs = []
     for _ in range(NUM_RUNS + 1):
         tape, moments = Tape(), [_now(x.device)]
@@ -135,7 +135,7 @@ def _measured(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> 
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Seconds, once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -455,7 +455,7 @@ class Engine(ModelState, WeightEndpoint):
     def _slices(self) -> Slices:
         slices: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for name, local in self.state(optimizer=False).items():
-            # A tied copy counts under its owner's name.
+            # A tied copy counts under its original's name.
             if name not in self.pipeline.loans and (parts := local_slices(local)):
                 slices.setdefault(self.ties.get(name, name), []).extend(parts.items())
         return slices

@@ -41,7 +41,7 @@ class ModelState:
     def ties(self) -> Mapping[str, str]:
         """Parameters and buffers that are copies: full name -> that of the one that counts in checkpoints."""
         copies = {name: name.removesuffix(SECOND_COPY) for name in self.buffers() if name.endswith(SECOND_COPY)}
-        return {**self.pipeline.ties.owners, **copies}
+        return {**self.pipeline.ties.originals, **copies}
 
     @property
     def shards(self) -> Mapping[str, Shard]:

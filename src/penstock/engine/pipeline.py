@@ -71,13 +71,10 @@ from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 
 OutputFn = Callable[[Any, PackedBatch, Numbers], Tensor]
-"""A function from the last stage's output, its microbatch and the numbers of that to a result.
-
-For training, this is the scaled scalar loss.
-"""
+"""From the last stage's output, its microbatch and numbers to a result: in training the scaled loss."""
 
 _MAX_EXECUTORS = 64
-"""Numbers of microbatches whose programs are kept; a budget of tokens may lead to any number."""
+"""Programs that are kept, each for one number of microbatches; a budget of tokens may lead to any number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +117,7 @@ class Pipeline:
     errors are those of `Engine`.
     """
 
-    #: the settings that the caller gave, with what `auto` stands for here
+    #: the caller's options, with `quantize = auto` decided
     options: EngineOptions
 
     # -- the grid
@@ -148,19 +145,19 @@ class Pipeline:
     choice: ScheduleChoice
     #: shape and dtype of the messages between stages
     boundary: Boundary
-    #: makes what is kept of weights that are quantized
+    #: packs quantized weights; None if none are
     pack: Pack | None
     #: stage -> its modules, for the stages of this rank
     stages: dict[int, Stage]
     #: parameters of the model that are copies of others
     ties: Ties
-    #: tied copies on this rank -> the owner beside them, whose storage they use
+    #: tied copies on this rank -> the original beside them, whose storage they use
     loans: dict[str, str]
     #: the part of each parameter that this rank has, and the ranks over which its gradient is summed
     sharding: Sharding
     #: the optimizer's groups of parameters
     parameter_groups: ParameterGroups
-    #: what layers on this rank declare as state beside parameters and buffers
+    #: state of this rank's layers beside parameters and buffers
     extra_state: ExtraState
     #: True if this rank holds that end of the model
     holds_first_stage: bool
@@ -177,13 +174,13 @@ class Pipeline:
     transport: Transport
     #: lets a failure on one rank end the step on all, and undoes it
     recovery: Recovery
-    #: starts summing a local stage's gradients, given by its number, over ranks, without waiting; set by the trainer
+    #: starts summing the gradients of a local stage, given by index, over ranks, without waiting; set by the trainer
     start_reduction: Callable[[int], None]
-    #: the number of the last step, skipped ones included, 0 before the first; records bear it
+    #: number of the last step, skipped ones included; 0 before the first
     step: int
     #: True if this rank has callbacks, which see steps and evaluations
     is_watched: bool
-    #: the same of any rank, as of the last batch
+    #: True if any rank had callbacks at the last batch
     is_watched_anywhere: bool
     #: (training, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[bool, int], Executor]
@@ -200,8 +197,8 @@ class Pipeline:
         self.grid = self._make_grid()
         self.device = self.grid.device
         self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
-        groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
-        self.units = build_on_all_ranks(lambda: units_for(units, groups, self.layout), self.grid.control)
+        model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
+        self.units = build_on_all_ranks(lambda: units_for(units, model_groups, self.layout), self.grid.control)
         is_open = all(unit.is_own for unit in self.units)
         self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
         # Of a user's own layers; those of the package may be sharded.
@@ -209,7 +206,7 @@ class Pipeline:
         model |= {"the message between stages": self.boundary}
         check_alike(self.options, model, partial(gather_json, group=self.grid.control))
         self.placement = self.options.choice.placement(self.layout.pp)
-        self.cut, self.choice = self._cut(units, hidden_size)
+        self.cut, self.choice = self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
         self.start_reduction = lambda stage: None
@@ -235,32 +232,32 @@ class Pipeline:
             StepState(self.stages.values(), self.device),
             "" if pipelines == 1 else str(self.grid.place),
         )
-        for group in self.grid.renewable():
-            self.recovery.covers(group)
+        for process_group in self.grid.renewable():
+            self.recovery.covers(process_group)
         self.transport = self.open_transport(self.placement, self.device)
 
     def _build_stages(self) -> None:
-        """Make this rank's stages, and find out who else holds their parameters."""
-        numbers, num_cut = self.placement.stages_of(self.grid.pp_rank), len(self.cut)
-        self.stages = self._make_stages({number: self.cut[number % num_cut] for number in numbers})
+        """Build this rank's stages, and find their parameters' ties and shards."""
+        indices, num_cut = self.placement.stages_of(self.grid.pp_rank), len(self.cut)
+        self.stages = self._make_stages({index: self.cut[index % num_cut] for index in indices})
         self.casts = WeightCasts()
-        for number, stage in self.stages.items():
-            stage.suffix = SECOND_COPY if number >= num_cut else stage.suffix
+        for index, stage in self.stages.items():
+            stage.suffix = SECOND_COPY if index >= num_cut else stage.suffix
             for _, module in stage.units:
                 share_casts(module, self.casts)
-                members = [member for part in module.modules() for member in vars(part).values()]
-                for collectives in (member for member in members if isinstance(member, Collectives)):
+                attributes = [value for part in module.modules() for value in vars(part).values()]
+                for collectives in (value for value in attributes if isinstance(value, Collectives)):
                     collectives.observer = self.recorder
-        names = self.parameters()
-        self.ties = Ties.of(self.units, names, self.placement.num_routes)
-        self.loans = self.ties.loans(names)
-        self.sharding = Sharding.of(self.units, names, self.grid).lending(self.loans)
-        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.owners)
+        parameters = self.parameters()
+        self.ties = Ties.of(self.units, parameters, self.placement.num_routes)
+        self.loans = self.ties.loans(parameters)
+        self.sharding = Sharding.of(self.units, parameters, self.grid).lending(self.loans)
+        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.originals)
         if self.options.learns:
-            freeze(names, self.parameter_groups)
-            whole = stepped_whole(names, self.parameter_groups, self.sharding.shards)
+            freeze(parameters, self.parameter_groups)
+            whole = stepped_whole(parameters, self.parameter_groups, self.sharding.shards)
             if self.options.optimizer.zero:
-                self.sharding = self.sharding.with_zero(self.ties.owners, self.grid, whole)
+                self.sharding = self.sharding.with_zero(self.ties.originals, self.grid, whole)
         self.lend_weights()
 
     # ---- replaced in a rehearsal (engine/rehearsal/step.py) and in the check (engine/check/ranks_in_turn.py)
@@ -292,8 +289,8 @@ class Pipeline:
         self.recovery.covers(transport)
         return transport
 
-    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
-        """The units of every stage, and the schedule, which may depend on the units' measured times."""
+    def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        """The units of each stage, and the schedule, which may depend on the units' measured times."""
         lengths, choice = self.options.measure_lengths, self.options.choice
         if lengths is not None and any(unit.is_own for unit in self.units):
             raise ConfigError(
@@ -303,17 +300,17 @@ class Pipeline:
         if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
             return cut_units(self.units, self.placement, self.options), choice
         # One rank measures, so the units are not sharded: only the proportions of their times count.
-        alone = units_for(units, ModelGroups(), Layout())
-        times = measure_units(alone, hidden_size, lengths, self.options, self.grid)
-        return timed_cut(alone, self.placement, self.options, times)
+        whole_units = units_for(units, ModelGroups(), Layout())
+        times = measure_units(whole_units, hidden_size, lengths, self.options, self.grid)
+        return timed_cut(whole_units, self.placement, self.options, times)
 
-    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
-        return build_stages(self.units, members, self.boundary, self.options, self.device, self.pack)
+    def _make_stages(self, units_by_stage: Mapping[int, range]) -> dict[int, Stage]:
+        return build_stages(self.units, units_by_stage, self.boundary, self.options, self.device, self.pack)
 
     def _check_whole_model(self) -> None:
         tensors = {name: x for name, x in (self.parameters() | self.buffers()).items() if name not in self.loans}
-        groups = self.options.optimizer.groups if self.options.learns else ()
-        check_whole_model(tensors, self.sharding.shards, self.grid, groups)
+        parameter_groups = self.options.optimizer.groups if self.options.learns else ()
+        check_whole_model(tensors, self.sharding.shards, self.grid, parameter_groups)
         if self.options.reproducible:
             units = [unit for stage in self.stages.values() for unit in stage.units]
             build_on_all_ranks(
@@ -324,7 +321,7 @@ class Pipeline:
 
     @cached_property
     def own_layers(self) -> OwnLayers | None:
-        """This rank's layers that ask for more than the stream, and what they are given; None where none does."""
+        """This rank's layers that are called by the names of their parameters; None if all take the plain stream."""
         own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
         return None if own_layers.are_plain else own_layers
 
@@ -335,19 +332,19 @@ class Pipeline:
         return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
 
     def lend_weights(self) -> None:
-        """Let tied copies use the storage of the owner beside them; called again when owners have moved."""
+        """Let tied copies use the storage of the original beside them; called again when originals have moved."""
         parameters = self.parameters()
-        for borrower, owner in self.loans.items():
-            parameters[borrower].data = parameters[owner].data
+        for copy, original in self.loans.items():
+            parameters[copy].data = parameters[original].data
 
     def buffers(self) -> dict[str, Tensor]:
-        """This rank's persistent buffers by full name: state of the modules that no gradient changes."""
+        """This rank's persistent buffers by full name."""
         return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
 
     def gradient_buckets(self, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
-        """Gradient buckets of this rank's stages, into which their parameters move; none where nothing is learned.
+        """Gradient buckets by stage, into which the stages' parameters move; empty for an engine that does not learn.
 
-        since: of parameters that were not trained all along, the step after which they were.
+        since: for each parameter that was not trained from the beginning, the step after which it was.
         """
         if not self.options.learns:
             return {}
@@ -356,24 +353,24 @@ class Pipeline:
             # Parameters with another number of updates have buckets of their own.
             reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
         buckets_by_stage = {
-            number: GradientBuckets(
+            index: GradientBuckets(
                 stage.named_parameters(),
                 self.grid.dp_cp_group,
                 reductions=reductions,
                 observer=self.recorder,
                 group_of=self.parameter_groups.number,
             )
-            for number, stage in self.stages.items()
+            for index, stage in self.stages.items()
         }
 
         def settle_all() -> None:
             for buckets in buckets_by_stage.values():
                 buckets.settle()
 
-        for number, buckets in buckets_by_stage.items():
-            # The owner of a lent weight may lie in any stage of this rank.
+        for index, buckets in buckets_by_stage.items():
+            # The original of a lent weight may lie in any stage of this rank.
             if self.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
-                self.stages[number].weights_ready = settle_all if self.loans else buckets.settle
+                self.stages[index].weights_ready = settle_all if self.loans else buckets.settle
         return buckets_by_stage
 
     def set_training(self, training: bool) -> None:
@@ -391,20 +388,18 @@ class Pipeline:
         training: bool = False,
         labelled: bool = False,
     ) -> Feed:
-        """The executor's view of a microbatch: tokens and `output_fn` only where this rank holds that end.
+        """A microbatch for the executor: tokens on the rank of the first stage, `output_fn` on that of the last.
 
-        Layers' random numbers depend on its `numbers`: a step has the same whenever it is taken.
-
-        Here alone a microbatch is cut: among context-parallel ranks, and where `output_fn` reads labelled tokens alone
-        (`labelled`), to those of them with a label. `output_fn` gets that part and its logits; where ranks share the
-        vocabulary, these are `ShardedLogits`.
+        The microbatch is reduced to this rank's part under context parallelism, and with `labelled` to tokens with a
+        label. `output_fn` gets that part and its logits, which are `ShardedLogits` where ranks share the vocabulary.
+        Random numbers of layers depend on `numbers`, so that a step has the same ones whenever it is taken.
         """
         if self.context is None:
             lengths = microbatch.sequence_lengths("tokens")
             part, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
         else:
             part, sequences = self.context.shard(microbatch)
-        # With another shape than a whole number for each token, positions are a user's own, for his layers.
+        # Positions of another form than a whole number for each token are for a user's own layers.
         if (
             "positions" in part
             and part.lengths["positions"] == part.lengths["tokens"]
@@ -413,17 +408,17 @@ class Pipeline:
         ):
             sequences = sequences.with_positions(part["positions"])
         data_rank = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-        # A step's number counts that step itself; elsewhere it is that of the last one taken.
-        num_taken = numbers.step - 1 if training else numbers.step
-        randomness = Randomness(self.options.seed, num_taken, data_rank, numbers.microbatch, self.device)
-        present, read = self.units[-1].present, part
-        # A layer of a user's own computes all tokens.
+        # In training `numbers.step` is the step being taken, elsewhere the last one taken.
+        num_steps_taken = numbers.step - 1 if training else numbers.step
+        randomness = Randomness(self.options.seed, num_steps_taken, data_rank, numbers.microbatch, self.device)
+        present, read_part = self.units[-1].present, part
+        # A user's own last layer computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
-            read, rows = labelled_part(part)
+            read_part, rows = labelled_part(part)
             sequences = sequences.with_read_rows(rows)
 
         def finish(output: Any) -> Tensor:
-            return output_fn(output if present is None else present(output), read, numbers)
+            return output_fn(output if present is None else present(output), read_part, numbers)
 
         return Feed(
             num_tokens=sequences.num_tokens,
@@ -436,21 +431,21 @@ class Pipeline:
         )
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
-        """The program of a step with this number of microbatches, or of as many forwards alone."""
+        """The program of a training step, or of the forwards alone."""
         if training:
             shared = self.layout.shares_layers
             return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
         return self.choice.forwards(self.placement, num_microbatches)
 
-    def executor(self, num_microbatches: int, training: bool = False) -> Executor:
-        """The executor of a step, or of forwards alone; proved once and kept while in use."""
+    def executor(self, num_microbatches: int, training: bool = True) -> Executor:
+        """The executor of `program`, proved once and kept while in use."""
         key = (training, num_microbatches)
         executor = self._executors.pop(key, None)
         if executor is None:
             program = self.program(num_microbatches, training)
             executor = Executor(
                 program,
-                {n: stage for n, stage in self.stages.items() if n < program.placement.num_stages},
+                {index: stage for index, stage in self.stages.items() if index < program.placement.num_stages},
                 self.transport,
                 self.recorder,
                 reduce=self.start_reduction,
@@ -463,7 +458,7 @@ class Pipeline:
         return executor
 
     def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
-        """Run a program, whose layers draw from seeds of their own: the generators go on where they were."""
+        """Run a program. Layers draw from seeds of their own, so torch's generators are restored afterwards."""
         with kept_random_state(self.device):
             return executor.run(feeds)
 
@@ -473,7 +468,7 @@ class Pipeline:
         self.recovery.uncertain = None
 
     def sum_over_ranks(self, what: str, *values: float) -> list[float]:
-        """The sums of the ranks' values, on every rank; exact where all but one give zero. what: for the record."""
+        """The sums of all ranks' values, on every rank. what: names the collective in the record."""
         if self.grid.control is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -489,9 +484,9 @@ class Pipeline:
     # ---- looking at a step
 
     def recording(self, of_all: bool = True) -> Recording | None:
-        """The record of the last step, in ms: of pipeline 0, on rank 0 alone, or else of this rank.
+        """The record of the last step, in ms: of pipeline 0 on rank 0 (None elsewhere), or of this rank alone.
 
-        That of all ranks is gathered, so all call it.
+        of_all: gathers the records of all ranks, which all call it.
         """
         records_by_kind = (self.recorder.records(), self.recorder.collective_records())
         rows = [[record.row() for record in records if record.end_ns] for records in records_by_kind]
@@ -507,9 +502,9 @@ class Pipeline:
         )
 
     def useless_overlap_warning(self, num_microbatches: int) -> str | None:
-        """A sentence where overlap is asked for and no layer exchanges anything meanwhile; else None."""
+        """A warning if the schedule overlaps exchanges within layers but no layer has any; else None."""
         program = self.program(num_microbatches)
-        fused = any(isinstance(step, Pair) for order in program.schedule.orders for step in order)
+        fused = any(isinstance(entry, Pair) for order in program.schedule.orders for entry in order)
         exchanges = self.context is not None or any(unit.sharding for unit in self.units)
         if exchanges or not (fused and self.choice.settings.overlap):
             return None

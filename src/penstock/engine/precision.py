@@ -1,4 +1,4 @@
-"""The kinds of numbers in which a model is kept and computed: by precision, and of quantized weights."""
+"""The dtypes in which a model is kept and computed, and the choice of quantized weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from penstock.settings import ConfigError, Precision, Quantize
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """The dtype that parameters have on device."""
+    """The dtype of parameters on the device."""
     dtypes = {Precision.FP64: torch.float64, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
     return dtypes.get(precision, torch.float32)
 
 
 def dtype_under(precision: Precision, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a parameter or buffer of a user's own layer is kept: its own, or of fp32 the precision's."""
+    """The dtype of a user's own parameter or buffer: the precision's for fp32, any other dtype as it is."""
     return parameter_dtype(precision) if dtype is torch.float32 else dtype
 
 
 def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype:
-    """The dtype of what layers pass on: the precision's, or that of the parameters of a user's own first layer."""
+    """The dtype of the stream that layers pass on: for a user's own layers that of the first one's parameters."""
     dtypes = [torch.float32]
     if units[0].is_own:
         with torch.device("meta"):
@@ -41,21 +41,21 @@ def stream_dtype(units: Sequence[UnitSpec], precision: Precision) -> torch.dtype
 
 
 def autocast_of(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which units compute."""
+    """The context manager in which units compute: autocast, or nothing."""
     is_autocast = precision is Precision.BF16_AUTOCAST
     return partial(torch.autocast, device.type, torch.bfloat16) if is_autocast else nullcontext
 
 
 def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:
-    """Bytes of a weight on device; of a quantised one with its share of scales and of what stays as it is."""
+    """Bytes of a weight on the device; a quantized one includes its share of scales and of unquantized weights."""
     quantized = {Quantize.INT8: 1.05, Quantize.INT8_WEIGHTS: 1.05, Quantize.INT4: 0.65}
     return quantized.get(quantize, parameter_dtype(precision).itemsize)
 
 
 def with_quantization(options: EngineOptions, device: torch.device, grid: Grid) -> tuple[EngineOptions, Pack | None]:
-    """The options without `auto` for quantized weights, and what packs these; the same on all ranks, which agree.
+    """The options with `quantize = auto` decided, and the packer of quantized weights; all ranks decide alike.
 
-    Raises: ConfigError for quantized weights elsewhere than on a CPU.
+    Raises: ConfigError for quantized weights on a device other than a CPU.
     """
     kind = options.quantize
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Parameters that several layers or ranks hold: ties between copies, and the parts that ranks have of one."""
+"""Parameters that several layers or ranks hold: ties between copies, and shards of one parameter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECOND_COPY = "@2"
 
 @dataclass(frozen=True)
 class Ties:
-    """Parameters that are one logical parameter, by full name: copy -> owner.
+    """Parameters that are one logical parameter, by full name: copy -> original.
 
     Their gradients are summed in two rounds. In a bidirectional model second copies are added to the first ones;
     then each rank adds up the two ends of a tied weight that it holds, which belong to different copies.
@@ -35,47 +35,48 @@ class Ties:
     #: second round: a weight that two units share
     tied: Mapping[str, str]
     #: every copy -> the parameter that counts, in norms and in checkpoints
-    owners: Mapping[str, str]
+    originals: Mapping[str, str]
 
     @classmethod
     def of(cls, units: Sequence[UnitSpec], parameters: Iterable[str], num_routes: int) -> Ties:
         """The ties of a model, given this rank's parameters by full name."""
-        tied = {unit.full_name(copied): owner for unit in units for copied, owner in unit.tied.items()}
+        tied = {unit.full_name(copy): original for unit in units for copy, original in unit.tied.items()}
         if num_routes == 1:
             return cls({}, tied, tied)
         copies = {name: name.removesuffix(SECOND_COPY) for name in parameters if name.endswith(SECOND_COPY)}
         copies |= {f"{name}{SECOND_COPY}": name for name in parameters if not name.endswith(SECOND_COPY)}
-        crossed = {name: f"{owner}{SECOND_COPY}" for name, owner in tied.items()}
-        crossed |= {f"{name}{SECOND_COPY}": owner for name, owner in tied.items()}
-        owners = {copy: tied.get(owner, owner) for copy, owner in copies.items()} | tied
-        return cls(copies, crossed, owners)
+        crossed = {name: f"{original}{SECOND_COPY}" for name, original in tied.items()}
+        crossed |= {f"{name}{SECOND_COPY}": original for name, original in tied.items()}
+        originals = {copy: tied.get(original, original) for copy, original in copies.items()} | tied
+        return cls(copies, crossed, originals)
 
     def loans(self, parameters: Iterable[str]) -> dict[str, str]:
-        """Tied copies that lie beside their owner, among these parameters: copy -> owner. One weight serves both.
+        """Tied copies that lie beside their original, among these parameters: copy -> original. One weight serves both.
 
         A bidirectional model has none: sums over ranks tie its copies together.
         """
         local = set(parameters)
-        return {} if self.copies else {copy: owner for copy, owner in self.tied.items() if {copy, owner} <= local}
+        ties = {} if self.copies else self.tied
+        return {copy: original for copy, original in ties.items() if {copy, original} <= local}
 
 
 def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: schedule.Placement) -> None:
-    """Refuse ties that no group of ranks can add up: all copies lie on one rank, their owner there or on its mirror.
+    """Refuse ties that no group of ranks can add up: all copies lie on one rank, their original there or on its mirror.
 
-    Raises: ValueError naming owner and ranks.
+    Raises: ValueError naming the original and the ranks.
     """
-    rank_of = {units[i].name: placement.rank_of(stage) for stage, members in enumerate(cut) for i in members}
-    sides: dict[str, set[int]] = {}
+    rank_of = {units[i].name: placement.rank_of(stage) for stage, positions in enumerate(cut) for i in positions}
+    ranks_of_copies: dict[str, set[int]] = {}
     for unit in units:
-        for owner in unit.tied.values():
-            sides.setdefault(owner, set()).add(rank_of[unit.name])
-    for owner, copies in sides.items():
-        home = next(rank for name, rank in rank_of.items() if owner.startswith(f"{name}."))
-        if not any(copies == {rank} for rank in (home, placement.num_ranks - 1 - home)):
-            held = ", ".join(map(str, sorted({home, *copies})))
+        for original in unit.tied.values():
+            ranks_of_copies.setdefault(original, set()).add(rank_of[unit.name])
+    for original, copy_ranks in ranks_of_copies.items():
+        home = next(rank for name, rank in rank_of.items() if original.startswith(f"{name}."))
+        if not any(copy_ranks == {rank} for rank in (home, placement.num_ranks - 1 - home)):
+            ranks = ", ".join(map(str, sorted({home, *copy_ranks})))
             raise ValueError(
-                f"{owner} is shared by layers on the ranks {held}; a weight can be shared by layers of one rank, or of "
-                f"one rank and its mirror, such as the first and the last; schedule.cut moves layers"
+                f"{original} is shared by layers on the ranks {ranks}; a weight can be shared by layers of one rank, "
+                "or of one rank and its mirror, such as the first and the last; schedule.cut moves layers"
             )
 
 
@@ -84,9 +85,9 @@ def check_ties(units: Sequence[UnitSpec], cut: Sequence[range], placement: sched
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharing of this rank's parameters with other ranks."""
+    """The parts of parameters that this rank has, and the ranks with which it sums gradients."""
 
-    #: full name -> the part that this rank has; only parameters that ranks share
+    #: full name -> this rank's part, for parameters that are divided
     shards: Mapping[str, Shard]
     #: full name -> the ranks over which the gradient is summed
     reductions: Mapping[str, Reduction]
@@ -104,11 +105,11 @@ class Sharding:
         norm_names: dict[str, str | None] = {}
         for name in parameters:
             # Both copies of a bidirectional model are sharded alike.
-            plain = name.removesuffix(SECOND_COPY)
-            shard = shards.get(plain)
+            first_name = name.removesuffix(SECOND_COPY)
+            shard = shards.get(first_name)
             over_experts = shard is not None and shard.axis == "ep"
             group = grid.edp_group if over_experts else grid.dp_cp_group
-            if plain not in partial:
+            if first_name not in partial:
                 reductions[name] = Reduction(group)
             elif shard is None or over_experts:
                 reductions[name] = Reduction(group, grid.tp_group)
@@ -122,26 +123,26 @@ class Sharding:
         return cls(rank_shards, reductions, norm_names)
 
     def lending(self, loans: Mapping[str, str]) -> Sharding:
-        """Let copies (the keys of `loans`) use another parameter's values and have only a gradient."""
+        """Let copies (the keys of `loans`) use their original's values and have only a gradient."""
         lent = {name: replace(reduction, lent=name in loans) for name, reduction in self.reductions.items()}
         return replace(self, reductions=lent)
 
     def with_zero(self, ties: Mapping[str, str], grid: Grid, whole: Mapping[str, int] | None = None) -> Sharding:
         """The sharding of ZeRO-1: ranks that sum gradients with each other divide the optimizer's state and step.
 
-        ties: full names, copy -> owner. Each tied parameter has a bucket of its own, so that the ranks that hold its
-        two copies own the same elements of both. whole: the parameters that are stepped only whole, each by one of the
-        ranks, with their numbers of elements.
+        ties: full names, copy -> original. Each tied parameter has a bucket of its own, so that the ranks that hold its
+        two copies step the same elements of both. whole: the number of elements of each parameter that only one rank
+        can step.
         """
         tied = ties.keys() | set(ties.values())
-        owners = _owners(whole or {}, self.reductions, ties)
+        stepping_ranks = _stepping_ranks(whole or {}, self.reductions, ties)
         return Sharding(
             self.shards,
             {
                 name: replace(
                     reduction,
                     sharded=reduction.group is not None,
-                    owner=owners.get(name),
+                    owner=stepping_ranks.get(name),
                     alone=name if name in tied else "",
                 )
                 for name, reduction in self.reductions.items()
@@ -162,18 +163,18 @@ def _is_first_with(shard: Shard | None, grid: Grid) -> bool:
 
 
 def stepped_whole(
-    parameters: Mapping[str, nn.Parameter], groups: ParameterGroups, shards: Mapping[str, Shard]
+    parameters: Mapping[str, nn.Parameter], parameter_groups: ParameterGroups, shards: Mapping[str, Shard]
 ) -> dict[str, int]:
-    """The parameters that their optimizer steps only whole, each with its number of elements.
+    """The parameters whose optimizer cannot step a part of them, each with its number of elements.
 
     Raises:
         ValueError: tensor- or expert-parallel ranks share one of them, so that none of them has it whole.
     """
     sizes = {}
     for name, parameter in parameters.items():
-        if groups.division(name, parameter) is not Division.ELEMENTS:
+        if parameter_groups.division(name, parameter) is not Division.ELEMENTS:
             if name in shards:
-                rule = groups.rules[groups.number(name, parameter)]
+                rule = parameter_groups.rules[parameter_groups.number(name, parameter)]
                 raise ValueError(
                     f"the optimizer {rule.made_as} steps whole parameters, but {shards[name].axis} ranks share "
                     f"{name}; set {shards[name].axis} = 1, or give it another optimizer"
@@ -182,21 +183,23 @@ def stepped_whole(
     return sizes
 
 
-def _owners(whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties: Mapping[str, str]) -> dict[str, int]:
+def _stepping_ranks(
+    whole: Mapping[str, int], reductions: Mapping[str, Reduction], ties: Mapping[str, str]
+) -> dict[str, int]:
     """The rank of its group that steps each of these parameters, as evenly as possible by elements.
 
     Ranks of one group get the same answer, and so do ranks of several that hold the two copies of a tied parameter.
     """
-    tied, owners = ties.keys() | set(ties.values()), {}
+    tied, stepping_ranks = ties.keys() | set(ties.values()), {}
     loads: dict[int, list[int]] = {}
     for name in sorted(whole, key=lambda name: (-whole[name], name)):
         group = reductions[name].group
         if group is None:
             continue
         if name in tied:
-            owners[name] = crc32(ties.get(name, name).encode()) % group.size()
+            stepping_ranks[name] = crc32(ties.get(name, name).encode()) % group.size()
             continue
         load = loads.setdefault(id(group), [0] * group.size())
-        owners[name] = load.index(min(load))
-        load[owners[name]] += whole[name]
-    return owners
+        stepping_ranks[name] = load.index(min(load))
+        load[stepping_ranks[name]] += whole[name]
+    return stepping_ranks

@@ -70,10 +70,10 @@ class PlainLoop:
         self._present = units[-1].present
         self._asked = {name: Parameters.of(module) for name, module in self.modules.items()}
         self._ties = Ties.of(units, self.parameters, 1)
-        groups = ParameterGroups(options.optimizer, self._ties.owners)
+        groups = ParameterGroups(options.optimizer, self._ties.originals)
         freeze(self.parameters, groups)
         self._buckets = GradientBuckets(list(self.parameters.items()), group_of=groups.number)
-        self._optimizer = Optimizer([self._buckets], groups, ties=self._ties.owners)
+        self._optimizer = Optimizer([self._buckets], groups, ties=self._ties.originals)
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         """Take the next step."""

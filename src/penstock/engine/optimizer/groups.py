@@ -23,8 +23,8 @@ class ParameterGroups:
     """All groups of an optimizer's settings, and the choice of a parameter's group by its name."""
 
     config: OptimizerConfig
-    #: full name of a copy, second ones included -> its owner's, whose group it shares
-    owners: Mapping[str, str] = field(default_factory=dict)
+    #: full name of a copy, second ones included -> its original's, whose group it shares
+    originals: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def patterns(self) -> tuple[ParameterGroup, ...]:
@@ -71,8 +71,8 @@ class ParameterGroups:
         return self.rules[self.number(name, parameter)].division
 
     def _index(self, name: str, parameter: nn.Parameter) -> int:
-        owner = self.owners.get(name, name)
-        return next(i for i, pattern in enumerate(self.patterns) if pattern.matches(owner, parameter.ndim))
+        original = self.originals.get(name, name)
+        return next(i for i, pattern in enumerate(self.patterns) if pattern.matches(original, parameter.ndim))
 
 
 def _made(factory: Callable[[Any], Any], label: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

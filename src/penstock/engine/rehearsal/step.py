@@ -169,8 +169,8 @@ class RehearsedPipeline(Pipeline):
     def _make_recorder(self, place: str | None) -> Recorder:
         return MeteredRecorder(self.place.meter, self.grid.pp_rank, place)
 
-    def _cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
-        return self.batch.cut or super()._cut(units, hidden_size)
+    def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
+        return self.batch.cut or super()._choose_cut(units, hidden_size)
 
     def _make_grid(self) -> Grid:
         layout, rank = self.layout, self.place.rank
@@ -187,8 +187,8 @@ class RehearsedPipeline(Pipeline):
     def _check_whole_model(self) -> None:
         """Compare nothing: there are no values, and no other rank."""
 
-    def _make_stages(self, members: Mapping[int, range]) -> dict[int, Stage]:
-        return self.place.stages(self.units, members, self.boundary, self.options)
+    def _make_stages(self, units_by_stage: Mapping[int, range]) -> dict[int, Stage]:
+        return self.place.stages(self.units, units_by_stage, self.boundary, self.options)
 
 
 class MeteredRecorder(Recorder):

@@ -85,7 +85,7 @@ def _run_forwards(
     """Run the program of forwards; a rank without microbatches has none. Returns the last stage's results."""
     results: list[Tensor] = []
     if microbatches.num:
-        executor = pipeline.executor(microbatches.num)
+        executor = pipeline.executor(microbatches.num, training=False)
         results = pipeline.run(executor, microbatches.feeds(feed, pipeline.step, executor.program))
     microbatches.add_up_drawn()
     return results

@@ -135,7 +135,7 @@ class Trainer:
                         f"{name} requires a gradient on rank {rank if value else other} and none on rank "
                         f"{other if value else rank}; freeze it on every rank that holds it, or on none"
                     )
-        for copy, owner in sorted(self.pipeline.ties.owners.items()):
+        for copy, owner in sorted(self.pipeline.ties.originals.items()):
             if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
                 frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
                 raise ValueError(
@@ -158,7 +158,7 @@ class Trainer:
                 list(self.gradients.values()),
                 pipeline.parameter_groups,
                 grid.control if options.optimizer.zero else grid.model_control,
-                pipeline.ties.owners,
+                pipeline.ties.originals,
                 LossScaler() if options.precision is Precision.FP16 else None,
                 pipeline.sharding.norm_names,
             )
