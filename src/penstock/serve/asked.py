@@ -268,7 +268,9 @@ def read_completion(body: Any, model: ServedModel) -> CompletionRequest:
         if num_known + given["max_tokens"] < 1:
             raise invalid("prompt", f"prompt {number} has one token, and max_tokens is 0; nothing would be computed")
         known = {**given, "begins_with": prompt[1:], "stop": (), "seed": plain.params.seed}
-        known |= {name: num_known + given[name] for name in ("max_tokens", "min_tokens") if name in given}
+        known["max_tokens"] = num_known + given["max_tokens"]
+        if least_new := plain.params.min_new_tokens:
+            known["min_tokens"] = num_known + least_new
         params_of_each.append(_request(known, COMPLETION, [firsts[number]], given.get("logprobs"), model).params)
     return replace(plain, prompts=firsts, params_of_each=tuple(params_of_each))
 

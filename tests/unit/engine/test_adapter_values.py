@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from penstock import Engine, EngineOptions, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
 from penstock.engine.folders import lora
@@ -100,11 +101,52 @@ def test_dropout_before_adapters_depends_on_the_seed_of_the_run_alone(base: Path
     assert losses[0] == losses[1] != losses[2]
 
 
+HONOURED: dict[str, Any] = {
+    "r": 2,
+    "lora_alpha": 24,
+    "use_rslora": True,
+    "init_lora_weights": False,
+    "target_modules": ["o_proj"],
+    "exclude_modules": ["layers.0.self_attn.q_proj"],
+    "layers_to_transform": [1],
+}
+"""Fields that change what a model computes, each with another value than below; there is no pattern without layers."""
+SHOWN_ELSEWHERE = {"lora_dropout", "layers_pattern"}
+#: what the adapter is for and where it comes from, the layout of another library, and settings of refused forms
+ABOUT = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
+}
+
+
 @pytest.mark.shows(202)
-def test_each_field_of_pefts_config_is_honoured_or_refused_by_name(base: Path) -> None:
-    """Those that are neither honoured nor about something else are given another value, whatever it is."""
-    fields = vars(LoraConfig()).keys() - lora._READ
-    assert fields >= {"alora_invocation_tokens", "use_qalora", "ensure_weight_tying", "use_dora", "rank_pattern"}
+@pytest.mark.parametrize("name", HONOURED)
+def test_a_field_that_is_honoured_changes_what_it_changes_in_peft(name: str, base: Path, tmp_path: Path) -> None:
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | {name: HONOURED[name]})
+    sequences = make_sequences((7, 5))
+    engine = Engine.from_hf(base, options=EngineOptions(device="cpu"), adapter=config)
+    engine.save_adapter(tmp_path / "first")
+    engine.train_batch(PackedBatch.from_documents(sequences))
+    found = engine.forward(PackedBatch.from_documents(sequences))
+    tensors = saved(engine, tmp_path / "adapter")
+    torch.manual_seed(0)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
+    places = {key.replace(".default", ""): p for key, p in theirs.named_parameters() if ".lora_" in key}
+    assert tensors.keys() == places.keys()
+    first = stored_tensors(tmp_path / "first")
+    for key, place in places.items():
+        assert bool(place.any()) is bool(first[key].any()), "both begin with zeros, or neither does"
+        place.data.copy_(tensors[key])
+    with torch.no_grad():
+        expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in sequences])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.shows(202)
+def test_each_other_field_of_pefts_config_is_refused_by_name() -> None:
+    """It is given another value, whatever it is."""
+    fields = vars(LoraConfig()).keys() - HONOURED.keys() - SHOWN_ELSEWHERE - ABOUT
+    assert fields >= {"alora_invocation_tokens", "use_qalora", "ensure_weight_tying", "use_dora", "rank_pattern", "bias"}
     for name in sorted(fields):
         config = LoraConfig(r=4, target_modules=["q_proj"])
         usual = getattr(config, name)

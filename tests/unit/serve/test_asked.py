@@ -111,6 +111,9 @@ def test_a_repeated_prompt_is_an_answer_that_is_known() -> None:
     assert asked.prompts == [[1], [4]] and asked.num_prompt_tokens == 4
     assert [own.begins_with for own in asked.params_of_each] == [(2, 3), ()]
     assert [own.max_new_tokens for own in asked.params_of_each] == [4, 2]
+    for served, fields in ((model(), {"min_tokens": 2}), (model(sampling={"min_new_tokens": 2}), {})):
+        asked = read(prompt=[[1, 2, 3], [4]], echo=True, logprobs=1, max_tokens=2, served=served, **fields)
+        assert [own.min_new_tokens for own in asked.params_of_each] == [4, 2]
     twice = Reply(read(prompt=[1, 2, 3], echo=True, logprobs=1, max_tokens=2, n=2), "m", TokenTexts(TOKENIZER))
     for place in range(2):
         for token in (2, 3, 7, 8):
