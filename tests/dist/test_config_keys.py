@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from penstock import Engine, PackedBatch
+from penstock import Engine, EngineOptions, OptimizerConfig, PackedBatch
 from penstock.engine.folders.model_folder import open_folder
 from penstock.model.hf.families import _USUAL, FAMILIES
 from penstock.settings import ConfigError
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.subject(
 )
 
 DRAWS = 12
+NO_DECAY = OptimizerConfig(weight_decay=0.0)
 LENGTHS = (7, 1, 19)
 NUM_LAYERS = SIZES["num_hidden_layers"]
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -162,6 +163,8 @@ def test_a_head_of_its_own_in_a_tied_folder_is_read_and_kept(native: bool, model
     make_model(model_type, **EXPERTS.get(model_type, {}), tie_word_embeddings=True).save_pretrained(folder)
     tensors = stored_tensors(folder)
     tied = reference_logits(folder, sequences)
+    unseen = sorted({*range(SIZES["vocab_size"])} - {int(token) for sequence in sequences for token in sequence})
+    assert unseen
     for is_apart in (False, True):
         head = tensors["model.embed_tokens.weight"].clone()
         save_file(
@@ -169,9 +172,16 @@ def test_a_head_of_its_own_in_a_tied_folder_is_read_and_kept(native: bool, model
         )
         expected = reference_logits(folder, sequences)
         assert torch.equal(expected, tied) is not is_apart, "transformers reads it"
-        engine = Engine.from_hf(folder, native=native)
+        engine = Engine.from_hf(folder, native=native, options=EngineOptions(optimizer=NO_DECAY))
         logits = engine.forward(PackedBatch.from_documents(sequences))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         engine.save_hf(written := tmp_path / f"written {is_apart}")
+        assert json.loads((written / "config.json").read_text())["tie_word_embeddings"] is not is_apart
+        engine.train_batch(PackedBatch.from_documents(sequences))
+        engine.save_hf(trained := tmp_path / f"trained {is_apart}")
+        after = stored_tensors(trained)
+        rows = after["model.embed_tokens.weight"]
+        assert torch.equal(after.get("lm_head.weight", rows), rows) is not is_apart
+        assert is_apart is bool((rows == tensors["model.embed_tokens.weight"])[unseen].all()), "of tokens not seen"
         engine.close()
         torch.testing.assert_close(reference_logits(written, sequences), expected, rtol=1e-4, atol=1e-4)

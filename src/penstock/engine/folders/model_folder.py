@@ -281,9 +281,11 @@ class ModelFolder(ABC):
     def form(self) -> HuggingFaceForm:
         """The form in which transformers knows it."""
         names = names_of(self.shape) if self.is_native else self.in_transformers.names
-        is_apart = self.is_native and not self.shape.tie_embeddings
-        untied = {"tie_word_embeddings": False} if is_apart and self.content.get("tie_word_embeddings") else {}
-        return HuggingFaceForm(names, lambda: {**self.content, **untied}, self.source)
+        tied = {}
+        if self.content.get("tie_word_embeddings"):
+            theirs = None if self.is_native else self.in_transformers.config.tie_word_embeddings
+            tied = {"tie_word_embeddings": self.shape.tie_embeddings if theirs is None else theirs}
+        return HuggingFaceForm(names, lambda: {**self.content, **tied}, self.source)
 
     @property
     def kept_as(self) -> Quantize:
