@@ -1,5 +1,6 @@
-"""What a host of the repository reads: its workflow runs the same check as a person does."""
+"""What a host of the repository reads: its workflow runs what a person does, and its pages name what is there."""
 
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_an_environment_of_either_end_takes_each_package_of_a_user_there(end: st
     for one in map(Requirement, [*project["dependencies"], *extras]):
         lowest = next(bound.version for bound in one.specifier if bound.operator == ">=")
         assert taken[one.name] == (SpecifierSet(f"=={lowest}") if end == "oldest" else one.specifier)
+
+
+def test_each_report_of_others_is_held_by_a_test_that_is_there() -> None:
+    text = (HOST.parent / "docs/testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w.-]+/[\w.-]+#\d+) \| .+ \| `(.+)::(.+)` \|$", text, re.MULTILINE)
+    assert len({report for report, _, _ in rows}) == len(rows) >= 40
+    for _, file, test in rows:
+        assert f"\ndef {test}(" in (HOST.parent / "tests" / file).read_text(encoding="utf-8"), (file, test)
 
 
 def test_templates_have_what_their_forms_need() -> None:

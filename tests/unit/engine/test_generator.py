@@ -149,7 +149,10 @@ def test_an_answer_goes_on_after_given_tokens_as_after_a_prompt_with_them(penalt
     prompts = random_prompts([6, 9, 6], seed=1)
     prompts.append(prompts[0])
     plain = SamplingParams(max_new_tokens=12, temperature=1.3, num_samples=2, seed=5, **penalties)
+    # Given tokens end no answer, and this one ends some that are drawn.
+    plain = replace(plain, end_tokens=tuple(prompts[0][1:]))
     expected = tokens(engine.generate(prompts, plain))
+    assert {len(answer) for answer in expected} > {12}
     assert len(set(expected)) == len(expected)
     known = [
         replace(plain, begins_with=tuple(prompt[1:]), max_new_tokens=12 + len(prompt) - 1, raw_log_probs=True)

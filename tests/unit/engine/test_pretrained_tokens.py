@@ -69,10 +69,12 @@ def test_a_run_begins_with_the_tokenizer_of_its_pretrained_model(tmp_path: Path)
 def test_defaults_of_generation_are_those_of_the_folder(tmp_path: Path) -> None:
     make_model("llama", vocab_size=300).save_pretrained(tmp_path)
     content = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [2, 4]}
+    content["repetition_penalty"] = 1.1
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     model = open_model(tmp_path)
     assert model.end_tokens == (2, 4)
-    assert SamplingParams(**model.sampling) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, chained=True)
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, chained=True, repetition_penalty=1.1)
+    assert SamplingParams(**model.sampling) == expected
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "top_k": 0}))
     assert SamplingParams(**open_model(tmp_path).sampling) == SamplingParams(temperature=0)
 
