@@ -159,5 +159,8 @@ def test_dropout_and_statistics_are_those_of_plain_pytorch_in_any_layout_with_ev
 def test_dropout_is_on_in_training_and_another_for_each_step_microbatch_and_layer() -> None:
     source = Randomness(0, 0, 0, 0, torch.device("cpu"))
     others = [replace(source, **{name: 1}) for name in ("seed", "step", "place", "microbatch")]
-    seeds = [one.unit_seed("layers.1") for one in (source, *others)] + [source.unit_seed("layers.2")]
+    seeds = []
+    for randomness, unit in [(source, "layers.2"), *((one, "layers.1") for one in (source, *others))]:
+        randomness.begin(unit)
+        seeds.append(torch.initial_seed())
     assert len(set(seeds)) == len(seeds)

@@ -121,8 +121,8 @@ class MeteredPipeline(Pipeline):
         units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
         super().__init__(units, case.model.hidden_size, case.layout, case.engine_options)
 
-    def _make_recorder(self, place: str | None) -> Recorder:
-        return PatientRecorder(self.meter, self.grid.pp_rank, place)
+    def _make_recorder(self, coordinates: str | None) -> Recorder:
+        return PatientRecorder(self.meter, self.grid.pp_rank, coordinates)
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return MeteredTransport(super().open_transport(lines, device), self.meter)
@@ -143,14 +143,14 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
     with meter:
         pipeline = MeteredPipeline(meter, case)
         trainer = Trainer(pipeline)
-        run = trainer.run
+        run = pipeline.run
 
         def watched(executor: Any, feeds: Any) -> Any:
             claim_state(trainer, meter)
             meter.restart()
             return run(executor, feeds)
 
-        trainer.run = watched  # type: ignore[method-assign]
+        pipeline.run = watched  # type: ignore[method-assign]
         steps = []
         for _ in range(2):
             trainer.train_batch(batch, token_cross_entropy, num_loss_tokens, SPEC)

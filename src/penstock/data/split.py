@@ -219,11 +219,6 @@ class MicroBatchSpec:
         if type(self.allow_fewer) is not bool:
             raise SplitError(f"allow_fewer is {self.allow_fewer!r}; it must be True or False")
 
-    @property
-    def at_least(self) -> int:
-        """The requested number of microbatches, without regard to the token budget."""
-        return self.num or 1
-
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -256,14 +251,14 @@ class SplitCounts:
 
 def count(batch: PackedBatch, spec: MicroBatchSpec) -> SplitCounts:
     """This rank's counts; never raises for the batch's contents, so that every rank reaches the collective."""
-    loads = batch.item_lengths(batch.main_key)
+    loads, at_least = batch.item_lengths(batch.main_key), spec.num or 1
     if spec.max_tokens is not None and max(loads) > spec.max_tokens:
         return SplitCounts(0, 0, len(loads), max(loads))
     if spec.max_tokens is None:
-        return SplitCounts(spec.at_least, 1, len(loads), max(loads))
+        return SplitCounts(at_least, 1, len(loads), max(loads))
     needed = len(arrange(loads, 1, spec.max_tokens))
-    wanted = len(arrange(loads, min(spec.at_least, len(loads)), spec.max_tokens))
-    return SplitCounts(max(wanted, spec.at_least), min(needed, wanted), len(loads), max(loads))
+    wanted = len(arrange(loads, min(at_least, len(loads)), spec.max_tokens))
+    return SplitCounts(max(wanted, at_least), min(needed, wanted), len(loads), max(loads))
 
 
 def agree(counts: Sequence[SplitCounts], spec: MicroBatchSpec) -> int:

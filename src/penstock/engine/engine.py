@@ -212,7 +212,7 @@ class Engine(ModelState, WeightEndpoint):
             TransportError: a peer did not send or receive in time.
         """
         taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        if self.pipeline.is_watched_anywhere and self.watchers.saw("on_step", taken):
+        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_step", taken):
             self.request_stop()
         return taken
 
@@ -233,7 +233,7 @@ class Engine(ModelState, WeightEndpoint):
         Raises: ZeroLossWeight if no token of any batch carries loss; else as `Engine.forward`.
         """
         loss = scorer.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
-        if self.pipeline.is_watched_anywhere and self.watchers.saw("on_evaluation", self.step, loss):
+        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_evaluation", self.step, loss):
             self.request_stop()
         return loss
 
@@ -359,7 +359,7 @@ class Engine(ModelState, WeightEndpoint):
             state, saved = self.state_to_save(), Checkpointer(path, grid, {}, keep, self.ties, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             saved.save(self.step, state, values, wait=True)
-        self.watchers.saw("on_checkpoint", self.step, Path(path) / folder_name(self.step))
+        self.watchers.notify("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.

@@ -275,9 +275,9 @@ class Pipeline:
         """The ranks that end a step together when one of them fails."""
         return self.grid.control
 
-    def _make_recorder(self, place: str | None) -> Recorder:
-        """The recorder of this rank; `place` names its pipeline where there are several."""
-        return Recorder(self.grid.pp_rank, place=place)
+    def _make_recorder(self, coordinates: str | None) -> Recorder:
+        """The recorder of this rank; `coordinates` name its pipeline where there are several."""
+        return Recorder(self.grid.pp_rank, coordinates=coordinates)
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""

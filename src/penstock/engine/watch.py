@@ -48,7 +48,7 @@ class Watchers:
             self.callbacks.append(made)
             self.pipeline.is_watched = True
 
-    def saw(self, event: str, *values: Any) -> bool:
+    def notify(self, event: str, *values: Any) -> bool:
         """Call the method of that name of this rank's callbacks; all ranks do so at one point.
 
         Returns whether one of them returned True.

@@ -39,14 +39,10 @@ class Randomness:
     microbatch: int
     device: torch.device
 
-    def unit_seed(self, unit: str) -> int:
-        """The seed from which the unit of that name draws."""
-        text = f"{self.seed}/{self.step}/{self.place}/{self.microbatch}/{unit}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
     def begin(self, unit: str) -> None:
-        """Set torch's generators to the unit's seed."""
-        value = self.unit_seed(unit)
+        """Set torch's generators to the seed of the unit of that name."""
+        text = f"{self.seed}/{self.step}/{self.place}/{self.microbatch}/{unit}"
+        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
         for generator in _generators(self.device):
             generator.manual_seed(value)
 

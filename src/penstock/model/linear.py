@@ -127,14 +127,16 @@ class WeightCasts:
         try:
             yield
         finally:
-            self._unpack()
+            self.renew()
             self._kept = before
 
     def renew(self) -> None:
         """Drop all copies, because the weights have changed."""
         if self._kept is not None:
             self._kept = {}
-        self._unpack()
+        for layer in self._packed:
+            layer.packed = None
+        self._packed.clear()
 
     def pack(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Pack the weights that layers of the module multiply inputs of this dtype with, jointly where they may be.
@@ -147,11 +149,6 @@ class WeightCasts:
             if (packed := layers[0].matmul.packed(*_joint_values(layers))) is not None:
                 _put(packed, layers)
                 self._packed += layers
-
-    def _unpack(self) -> None:
-        for layer in self._packed:
-            layer.packed = None
-        self._packed.clear()
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in that dtype; the weight itself if it has that dtype already."""

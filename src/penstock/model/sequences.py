@@ -190,8 +190,9 @@ class Sequences(SharedByLayers):
     cu_seqlens: Tensor
     #: [T] int64, for the rotary positions
     positions: Tensor
-    #: the longest of `lengths`, known without asking the device
+    #: the longest of `lengths`, and their sum, known without asking the device
     max_length: int
+    num_tokens: int
     #: under context parallelism, the positions on each rank; everything else describes this rank's part, where a
     #: sequence may have the length 0
     spread: Spread | None = None
@@ -220,7 +221,7 @@ class Sequences(SharedByLayers):
         elif tuple(positions.shape) != (num_tokens,):
             raise ValueError(f"positions have shape {tuple(positions.shape)}, but the lengths add up to {num_tokens}")
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths))
+        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), num_tokens)
 
     @classmethod
     def of_spread(cls, spread: Spread, device: torch.device | str = "cpu") -> "Sequences":
@@ -230,7 +231,8 @@ class Sequences(SharedByLayers):
         # A rank may have no token at all.
         positions = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for runs in parts for run in runs)])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), spread)
+        positions = positions.to(device, torch.int64)
+        return cls(lengths, starts.to(device), positions, max(lengths), len(positions), spread)
 
     def with_aux_losses(self, aux_losses: AuxLosses) -> "Sequences":
         """These sequences with a record for auxiliary losses."""
@@ -249,8 +251,3 @@ class Sequences(SharedByLayers):
         if self.read_rows is None:
             return values
         return values.new_zeros((self.num_tokens, *values.shape[1:])).index_copy_(0, self.read_rows, values)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences together."""
-        return sum(self.lengths)

@@ -341,7 +341,6 @@ class GradientBuckets:
 
     def gather(self) -> None:
         """Start to give every rank the parameters that others have stepped; they may be read after `settle`."""
-        self.settle()
         for bucket in self.buckets:
             reduction = bucket.reduction
             if not reduction.sharded or reduction.group is None or reduction.lent:

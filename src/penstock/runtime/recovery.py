@@ -132,7 +132,7 @@ class Recovery:
     #: put back after a failure
     state: StepState
     #: this rank's coordinates, for messages; empty where there is one pipeline
-    place: str = ""
+    coordinates: str = ""
     #: rung by the failure of any rank
     alarm: Alarm = field(default_factory=Alarm, init=False)
     #: the reason why no further step can be taken; None as long as one can
@@ -271,7 +271,7 @@ class Recovery:
         assert self._store is not None
         if self.alarm.failure is not None or self._store.add(f"{self._generation}/claims", 1) > 1:
             return
-        place = self.place and f" ({self.place})"
+        place = self.coordinates and f" ({self.coordinates})"
         what = "; ".join([words_of(error), *layer_notes(error)])[:_MOST_QUOTED]
         failure = Failure(
             self._rank,

@@ -206,10 +206,10 @@ class GraphSegment:
     #: the edges of the outputs that can have a gradient; None for one that has no graph
     roots: Sequence[GradientEdge | None]
 
-    def backward(self, grads: Grads | None) -> Lane[Grads]:
+    def backward(self, grads: Grads | None) -> Grads:
         """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
 
-        An input that the outputs do not depend on has the gradient zero. Nothing is launched, so the lane never yields.
+        An input that the outputs do not depend on has the gradient zero.
         """
         if grads is None:
             roots = [root for root in self.roots if root is not None]
@@ -219,7 +219,6 @@ class GraphSegment:
         return tuple(
             [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves if leaf is not None]
         )
-        yield
 
 
 def _can_have_gradient(tensor: Tensor) -> bool:
@@ -228,7 +227,7 @@ def _can_have_gradient(tensor: Tensor) -> bool:
 
 @dataclass(slots=True, weakref_slot=True)
 class Tape:
-    """A microbatch's segments in forward order, each with a lane `backward`, and the gradients that I left for W."""
+    """A microbatch's segments in forward order, each with a `backward`, and the gradients that I left for W."""
 
     segments: list[Any] = field(default_factory=list)
     weight_gradients: list[PendingGradient] = field(default_factory=list)
@@ -539,7 +538,7 @@ class Stage:
         Returns the gradients of those tensors of the stage's input that can have one.
         """
         fill = self.exchanges and not split
-        deferred = None
+        deferred: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.weight_gradients is not None and (split or fill):
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
         grads = None if grad is None else grad.tensors
@@ -548,7 +547,12 @@ class Stage:
         try:
             while tape.segments:
                 entry = tape.segments.pop()
-                if owes_turn and not isinstance(entry, GraphSegment):
+                if isinstance(entry, GraphSegment):
+                    # It launches nothing, so that it is no lane.
+                    with deferred():
+                        grads = entry.backward(grads)
+                    continue
+                if owes_turn:
                     owes_turn = False
                     if fill:
                         self.weight_backward(tape)

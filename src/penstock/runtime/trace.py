@@ -22,9 +22,8 @@ from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWa
 # ---- Names in torch's profiler: of actions and layers, recorded only while a profiler is active
 
 
-def profiler_is_active() -> bool:
-    """True while a profiler of torch's records this thread."""
-    return torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+"""True while a profiler of torch's records this thread."""
 
 
 def named_handler(name: str, handler: Callable[[Record], Any]) -> Callable[[Record], Generator[Any, None, None]]:
@@ -127,7 +126,7 @@ class Recorder:
     #: this rank's number in its pipeline
     rank: int
     #: names the pipeline where there are several
-    place: str | None = None
+    coordinates: str | None = None
     #: the running step's number, or the last one's
     step: int = field(default=0, init=False)
     #: the message or collective that this rank is waiting for
@@ -259,7 +258,7 @@ class Recorder:
 
     def where(self) -> str:
         """One sentence: the action this rank is in, what it waits for, from whom, and for how long."""
-        place = "" if self.place is None else f" ({self.place})"
+        place = "" if self.coordinates is None else f" ({self.coordinates})"
         record, here = self._current, f"rank {self.rank}{place}, step {self.step}"
         if self._together is not None:
             what, ranks = self._together

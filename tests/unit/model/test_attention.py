@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Sequences
-from penstock.model.attention.kernels import packed_attention
+from penstock.model.attention.kernels import AttentionKernel
 from tests.attention_reference import masked_attention
 
 PACKINGS = [(1,), (6,), (4, 4, 4), (5, 1, 9), (3, 3, 8, 8, 3)]
@@ -28,7 +28,7 @@ def test_output_and_gradients_equal_the_masked_reference(
 ) -> None:
     qkv = inputs(sum(lengths), 4, num_kv_heads, torch.float64)
     weights = torch.linspace(-1, 1, sum(lengths) * 32, dtype=torch.float64).view(-1, 4, 8)
-    out = packed_attention(*qkv, Sequences.from_lengths(lengths), window)
+    out = AttentionKernel(4, num_kv_heads, 8, window).packed(*qkv, Sequences.from_lengths(lengths))
     expected = masked_attention(*qkv, lengths, window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(out, qkv, weights)
@@ -39,7 +39,7 @@ def test_output_and_gradients_equal_the_masked_reference(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_are_as_good_as_their_rounding(dtype: torch.dtype) -> None:
     qkv = inputs(15, 4, 2, dtype)
-    out = packed_attention(*qkv, Sequences.from_lengths((5, 1, 9)), None)
+    out = AttentionKernel(4, 2, 8).packed(*qkv, Sequences.from_lengths((5, 1, 9)))
     assert out.dtype == dtype
     q, k, v = (x.double() for x in qkv)
     exact = masked_attention(q, k, v, (5, 1, 9), None)
@@ -50,11 +50,11 @@ def test_sixteen_bit_inputs_are_as_good_as_their_rounding(dtype: torch.dtype) ->
 def test_a_token_never_sees_another_sequence() -> None:
     q, k, v = inputs(12, 2, 2, torch.float32)
     sequences = Sequences.from_lengths((4, 3, 5))
-    before = packed_attention(q, k, v, sequences, None)
+    before = AttentionKernel(2, 2, 8).packed(q, k, v, sequences)
     with torch.no_grad():
         for x in (q, k, v):
             x[4:7] = torch.nan
-    after = packed_attention(q, k, v, sequences, None)
+    after = AttentionKernel(2, 2, 8).packed(q, k, v, sequences)
     assert torch.equal(before[:4], after[:4])
     assert torch.equal(before[7:], after[7:])
     assert after[4:7].isnan().all()
@@ -62,9 +62,10 @@ def test_a_token_never_sees_another_sequence() -> None:
 
 def test_results_depend_on_the_microbatch_alone() -> None:
     q, k, v = inputs(16, 4, 2, torch.float32)
-    runs = [packed_attention(q, k, v, Sequences.from_lengths((6, 6, 4)), 3) for _ in range(2)]
+    kernel, sequences = AttentionKernel(4, 2, 8, 3), Sequences.from_lengths((6, 6, 4))
+    runs = [kernel.packed(q, k, v, sequences) for _ in range(2)]
     q, k, v = (x.detach().clone() for x in (q, k, v))
-    runs.append(packed_attention(q, k, v, Sequences.from_lengths((6, 6, 4)), 3))
+    runs.append(kernel.packed(q, k, v, sequences))
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 

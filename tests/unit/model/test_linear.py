@@ -24,7 +24,7 @@ from penstock.model import (
     share_casts,
 )
 from penstock.model.cpu import onednn
-from penstock.model.cpu.onednn import PaddedMatmul, fastest_matmul
+from penstock.model.cpu.onednn import OneDnnMatmul, PaddedMatmul, fastest_matmul
 from penstock.model.lanes import recomputed
 from penstock.model.linear import TORCH, Matmul, switch_linears
 from penstock.settings import ModelConfig
@@ -345,10 +345,10 @@ def test_a_row_of_an_output_has_the_same_bits_among_any_number_of_rows() -> None
 
 
 def test_where_onednn_adds_up_by_the_number_of_rows_it_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def by_rows(self: OneDnnMatmul, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         return F.linear(x, weight_OI, bias_O) * (1 + 1e-6 * len(x))
 
-    monkeypatch.setattr(onednn, "_onednn_output", by_rows)
+    monkeypatch.setattr(OneDnnMatmul, "output", by_rows)
     onednn._rows_are_apart.cache_clear()
     try:
         chosen = fastest_matmul()

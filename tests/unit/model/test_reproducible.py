@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from penstock import Engine, EngineOptions, Layout, ModelConfig
 from penstock.model import Draw, Sequences, cross_entropy_sum, decoder_units, draw_tokens, token_log_probs
-from penstock.model.attention.kernels import packed_attention
+from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu import fixed_tiles, gate
 from penstock.model.cpu.blocked_cache import BlockedAttention
 from penstock.model.cpu.reproducible import make_reproducible
@@ -42,7 +42,7 @@ def test_attention_by_tiles_has_the_values_and_gradients_of_attention(
     q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
     sequences = Sequences.from_lengths(lengths)
     tiled = fixed_tiles.TiledAttention(heads, groups, width).packed(q, k, v, sequences)
-    plain = packed_attention(q, k, v, sequences, None)
+    plain = AttentionKernel(heads, groups, width).packed(q, k, v, sequences)
     grad = torch.randn_like(plain)
     # Sums of up to 300 terms around 1, in another order.
     torch.testing.assert_close(tiled, plain, rtol=1e-5, atol=1e-5)

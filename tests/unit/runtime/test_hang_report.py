@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def recorder_of(layout: Layout, process: int) -> Recorder:
     """The recorder of one process, as an engine makes it and a watchdog completes it; each has a host of its own."""
     grid = Grid(layout, torch.device("cpu"), process)
-    recorder = Recorder(grid.pp_rank, place=str(grid.place))
+    recorder = Recorder(grid.pp_rank, coordinates=str(grid.place))
     members = tuple(Process(rank, f"host{rank}", f"10.0.0.{rank}", 1) for rank in range(layout.world_size))
     recorder.processes = Processes(process, members, grid.pp_ranks)
     return recorder

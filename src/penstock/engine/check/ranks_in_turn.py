@@ -21,9 +21,11 @@ from penstock.engine.arguments import UnitSource
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
+from penstock.engine.optimizer.optimizer import Update
 from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import Done, GroupHere
+from penstock.engine.training.aux_losses import AuxLossReport
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import Trainer
 from penstock.engine.watch import Watchers
@@ -222,6 +224,8 @@ class PipelineInTurn(Pipeline):
     #: all of them, and which this is
     _ranks: RanksInTurn
     _rank: int
+    #: what the last program gave on the last stage, by microbatch
+    losses: list[Tensor]
 
     def __init__(
         self, ranks: RanksInTurn, rank: int, units: UnitSource, hidden_size: int, options: EngineOptions
@@ -238,30 +242,33 @@ class PipelineInTurn(Pipeline):
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return LinkInTurn(self._ranks.hub, self._rank, self._ranks.turns)
 
-
-class TrainerInTurn(Trainer):
-    """A trainer that notes what the program of its last step has computed, before gradients are summed or clipped."""
-
-    #: this rank's losses by microbatch, and its gradients by full name
-    losses: list[Tensor]
-    computed: dict[str, Tensor]
-
     def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
         self.losses = super().run(executor, feeds)
+        return self.losses
+
+
+class TrainerInTurn(Trainer):
+    """A trainer that notes the gradients that the program of its last step has left, before ties are summed."""
+
+    #: by full name
+    computed: dict[str, Tensor]
+
+    def step_weights(self, *arguments: Any) -> tuple[Update, AuxLossReport]:
         views = (view for buckets in self.gradients.values() for view in buckets.gradients.items())
         self.computed = {name: view.clone() for name, view in views}
-        return self.losses
+        return super().step_weights(*arguments)
 
 
 class EngineInTurn(Engine):
     """The engine of one of the ranks that share this process, with the step of a `PlainLoop`."""
 
-    #: notes what it computes
+    #: note what they compute
+    pipeline: PipelineInTurn
     trainer: TrainerInTurn
     # As of any engine.
     grid: Grid
     watchers: Watchers
-    #: what the program of the last step has computed, see `TrainerInTurn`
+    #: what the program of the last step has computed
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     #: the loss, and its weight
@@ -284,4 +291,4 @@ class EngineInTurn(Engine):
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         """Take the next step."""
         self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)
-        self.losses, self.gradients = self.trainer.losses, self.trainer.computed
+        self.losses, self.gradients = self.pipeline.losses, self.trainer.computed

@@ -62,6 +62,11 @@ class ParameterGroups:
         index = self._index(name, parameter)
         return index if self.config.factory is not None else 2 * index + matrices_apart(name, parameter)
 
+    @property
+    def usual(self) -> int:
+        """The number of the group of matrices that no pattern matches."""
+        return len(self.rules) - (1 if self.config.factory is not None else 2)
+
     def freezes(self, name: str, parameter: nn.Parameter) -> bool:
         """True if the settings freeze the parameter."""
         return self.patterns[self._index(name, parameter)].frozen

@@ -144,7 +144,7 @@ class Optimizer:
     #: the number of the group of matrices that no pattern matches
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
-    _steppers: list[FlatStepper | TorchStepper | SetAside]
+    _steppers: list[FlatStepper | TorchStepper]
     #: the state of this rank's frozen parameters, which whoever makes the optimizer gives it
     aside: SetAside
     #: gradients that this rank counts in the norm, by the order of their names
@@ -182,13 +182,13 @@ class Optimizer:
         self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
         self.rates = Rates(self.groups.rules, self.config.scheduler)
         self.may_fail = any(rule.kind.stepper is None for rule in self.groups.rules)
-        self._usual = len(self.groups.rules) - (1 if self.config.factory is not None else 2)
+        self._usual = self.groups.usual
         self.aside = SetAside({})
         blocks = [
             Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
             for bucket, master in zip(self._stepped, self._masters, strict=True)
         ]
-        self._steppers = [self.aside, *_steppers_for(self.groups.rules, blocks, is_split=group is not None)]
+        self._steppers = _steppers_for(self.groups.rules, blocks, is_split=group is not None)
 
     @property
     def loss_scale(self) -> float:
@@ -256,7 +256,7 @@ class Optimizer:
         """
         self.take_edits()
         states: dict[StateName, OwnedState] = {}
-        for stepper in self._steppers:
+        for stepper in (self.aside, *self._steppers):
             states |= stepper.state() if stored is None else stepper.expect(stored)
         for bucket, master in zip(self._stepped, self._masters, strict=True):
             if master.dtype != bucket.parameters.dtype:
@@ -346,7 +346,7 @@ class Optimizer:
     def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on from `progress`, and give 16-bit parameters their masters' values."""
         self._take_numbers(progress)
-        for stepper in self._steppers:
+        for stepper in (self.aside, *self._steppers):
             stepper.continue_from(self._num_updates, self.since)
         self._publish_masters()
 

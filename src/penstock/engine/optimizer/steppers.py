@@ -393,9 +393,6 @@ class SetAside:
         """The parameters of which it keeps something."""
         return {name for _, name in self._kept}
 
-    def step(self, values: Sequence[Values]) -> None:
-        """Leave them."""
-
     def state(self) -> dict[StateName, OwnedState]:
         return dict(self._kept)
 
@@ -410,11 +407,3 @@ class SetAside:
 
     def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
         self._kept, self._expected = self._kept if self._expected is None else self._expected, None
-
-    def snapshot(self) -> Callable[[], None]:
-        return lambda: None
-
-    @property
-    def state_bytes(self) -> int:
-        """None of the device's."""
-        return 0

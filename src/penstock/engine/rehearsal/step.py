@@ -166,8 +166,8 @@ class RehearsedPipeline(Pipeline):
         self.place, self.batch = place, batch
         super().__init__(units, hidden_size, layout, options)
 
-    def _make_recorder(self, place: str | None) -> Recorder:
-        return MeteredRecorder(self.place.meter, self.grid.pp_rank, place)
+    def _make_recorder(self, coordinates: str | None) -> Recorder:
+        return MeteredRecorder(self.place.meter, self.grid.pp_rank, coordinates)
 
     def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         return self.batch.cut or super()._choose_cut(units, hidden_size)
@@ -197,8 +197,8 @@ class MeteredRecorder(Recorder):
     #: hears of each action's end
     _meter: Meter
 
-    def __init__(self, meter: Meter, rank: int, place: str | None) -> None:
-        super().__init__(rank, place=place)
+    def __init__(self, meter: Meter, rank: int, coordinates: str | None) -> None:
+        super().__init__(rank, coordinates=coordinates)
         self._meter = meter
 
     def end(self, record: Record) -> None:
@@ -395,7 +395,8 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.place.meter.guarded(never_read):
-            trainer.run(executor, feeds)
+            trainer.prepare()
+            pipeline.run(executor, feeds)
         trainer.step_weights(feeds, loss_scale, 1, optimizer.rates.at(1))
     return feeds
 

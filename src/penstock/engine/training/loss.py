@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.data import NO_LABEL, PackedBatch
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.metrics import Metric, note_metrics, reduce_metrics
+from penstock.engine.training.metrics import Metric, note_metrics
 from penstock.model import (
     Logits,
     Numbers,
@@ -172,13 +172,13 @@ class StepLoss:
     #: the divisor, or how it follows from the weights; None where losses are only added up
     normalize: Normalize | str | float | None = None
     #: name -> the microbatches' parts, on this rank
-    _metrics: dict[str, list[Metric]] = field(default_factory=dict)
+    metrics: dict[str, list[Metric]] = field(default_factory=dict)
     #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
     _outputs: dict[int, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Forget what a step has left that failed."""
-        self._metrics.clear()
+        self.metrics.clear()
         self._outputs.clear()
 
     @cached_property
@@ -236,7 +236,7 @@ class StepLoss:
             )
         if isinstance(beside, Mapping):
             metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
-            note_metrics(self._metrics, metrics)
+            note_metrics(self.metrics, metrics)
             beside = {name: value for name, value in beside.items() if name not in metrics} or None
         self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
         return loss
@@ -290,16 +290,9 @@ class StepLoss:
         sums = (0.0, 0.0)
         # Ranks of a tp group have the same ones, which count once.
         if not pipeline.grid.tp_rank:
-            sums = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self._metrics)))
+            sums = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self.metrics)))
         loss, num_names = pipeline.sum_over_ranks("add up the loss", *sums)
         return loss, int(num_names)
-
-    def reduced(self, pipeline: Pipeline, num_names: int) -> dict[str, float]:
-        """The metrics by name, the same on every rank; without `num_names` no rank sends anything.
-
-        Raises: see `reduce_metrics`.
-        """
-        return reduce_metrics(pipeline, self._metrics) if num_names else {}
 
 
 def _is_mean(loss: Any) -> bool:

@@ -193,9 +193,9 @@ def source_of(
     if isinstance(batch, list | tuple):
         if not batch:
             raise BatchError("batch", "an empty list; give at least one microbatch")
-        if spec is not None and len(batch) < spec.at_least:
+        if spec is not None and len(batch) < (spec.num or 1):
             raise SplitError(
-                f"micro_batches asks for {spec.at_least} microbatches, but the list has {len(batch)}; give as many"
+                f"micro_batches asks for {spec.num} microbatches, but the list has {len(batch)}; give as many"
             )
         kind, batch = MicrobatchList, tuple(batch)
     elif batch is END:
@@ -321,6 +321,14 @@ class MicrobatchSource:
         if self.loss is not None and self.loss.divisor is not None:
             check_total(rank_totals, self.pipeline.layout.dp)
 
+    def _digests(self, batches: Sequence[PackedBatch], counts: SplitCounts) -> dict[str, int]:
+        """The part of a report in which ranks that share batches are compared; none where nobody shares them."""
+        if self.pipeline.grid.batch_control is None:
+            return {}
+        digest = crc32(repr((counts, [batch.digest() for batch in batches])).encode())
+        contents = crc32(repr([batch.contents_digest() for batch in batches]).encode())
+        return {"digest": digest, "contents": contents if batches[0].data is not None else 0}
+
     def _weigh(self, microbatch: PackedBatch) -> None:
         if self.pipeline.holds_last_stage and self.loss is not None:
             self.weights.append(self.loss.weight(microbatch, len(self.weights)))
@@ -349,21 +357,19 @@ class SplitBatch(MicrobatchSource):
     """A batch, split into microbatches of nearly equal load."""
 
     def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
-        batch, counts = self.batch, count(self.batch, self.spec)
-        digest = crc32(repr((counts, batch.digest())).encode())
-        report = replace(known, num_tokens=batch.num_tokens, digest=digest, contents=batch.contents_digest())
-        report = replace(report, **vars(counts))
+        counts = count(self.batch, self.spec)
+        report = replace(known, num_tokens=self.batch.num_tokens, **vars(counts), **self._digests([self.batch], counts))
         try:
             num = num or agree([counts], self.spec)
         except SplitError:
             # So it is with the counts of all ranks, which then refuse it alike.
             return report
-        self.split, self.weights = split(batch, self.spec, num), []
-        self._check(batch, self.split.microbatches)
+        self.split, self.weights = split(self.batch, self.spec, num), []
+        self._check(self.batch, self.split.microbatches)
         for microbatch in self.split.microbatches:
             self._weigh(microbatch)
         lengths = [microbatch.num_tokens for microbatch in self.split.microbatches]
-        digest = crc32(repr((digest, lengths)).encode())
+        digest = crc32(repr((report.digest, lengths)).encode())
         return replace(report, num_microbatches=num, weight=sum(self.weights), digest=digest)
 
 
@@ -378,17 +384,14 @@ class MicrobatchList(MicrobatchSource):
         for number, microbatch in enumerate(microbatches):
             self._check_made(microbatch, f"microbatch {number} of {num}")
             self._weigh(microbatch)
-        self.split = split_of(microbatches)
-        digest = crc32(repr([microbatch.digest() for microbatch in microbatches]).encode())
-        contents = crc32(repr([microbatch.contents_digest() for microbatch in microbatches]).encode())
+        self.split, counts = split_of(microbatches), SplitCounts(num, num, num, 1)
         return replace(
             known,
             num_tokens=sum(microbatch.num_tokens for microbatch in microbatches),
-            digest=digest,
-            contents=contents if microbatches[0].data is not None else 0,
             num_microbatches=num,
             weight=sum(self.weights),
-            **vars(SplitCounts(num, num, num, 1)),
+            **vars(counts),
+            **self._digests(microbatches, counts),
         )
 
 
@@ -415,7 +418,7 @@ class DrawnMicrobatches(MicrobatchSource):
     _to_its_numbers: Callable[[], None] = field(default=lambda: None, init=False)
 
     def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
-        num, has_iterator = self.spec.at_least, self.batch is not None
+        num, has_iterator = self.spec.num or 1, self.batch is not None
         counts = vars(SplitCounts(num, num, num, 1))
         return replace(known, drawn=True, has_iterator=has_iterator, digest=num, num_microbatches=num, **counts)
 

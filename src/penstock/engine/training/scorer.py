@@ -24,6 +24,7 @@ from penstock.engine.training.loss import (
     labelled_rows,
     reads_labelled_rows,
 )
+from penstock.engine.training.metrics import reduce_metrics
 from penstock.engine.training.microbatches import (
     END,
     MicrobatchSource,
@@ -131,7 +132,7 @@ def evaluate(
                     outputs += step_loss.outputs()
                     loss += total
                     weight += sum(microbatches.rank_totals)
-    metrics = step_loss.reduced(pipeline, num_metrics)
+    metrics = reduce_metrics(pipeline, step_loss.metrics) if num_metrics else {}
     return EvaluationLoss(loss / check_total([weight], num_dp, "all batches"), metrics, tuple(outputs))
 
 

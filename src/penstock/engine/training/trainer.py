@@ -26,6 +26,7 @@ from penstock.engine.training.loss import (
     StepLoss,
     scalar_loss,
 )
+from penstock.engine.training.metrics import reduce_metrics
 from penstock.engine.training.microbatches import (
     BatchReport,
     MicrobatchSource,
@@ -35,7 +36,7 @@ from penstock.engine.training.microbatches import (
 from penstock.model import Numbers
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.parallel.host import gather_json, meet
-from penstock.runtime import Executor, Feed, PipelineError
+from penstock.runtime import Feed, PipelineError
 from penstock.runtime.errors import build_on_all_ranks
 from penstock.schedule import Action, Op, Program
 from penstock.settings import Normalize, Precision
@@ -230,19 +231,22 @@ class Trainer:
         with recovery.joined():
             loss_scale, step_loss = self.optimizer.loss_scale, self._step_loss(loss_fn, loss_weight_fn, normalize)
             source = partial(self._source, batch, micro_batches, step_loss, number)
+            was_changed = [own.requires_grad for own in self._parameters.values()] != self._required
+            report = BatchReport(stop=self.stop_requested, refit=was_changed)
             pipeline.recorder.begin_step(number)
-            with agree_on_microbatches(pipeline, call, source, self._report()) as microbatches:
+            with agree_on_microbatches(pipeline, call, source, report) as microbatches:
                 self._follow_freezing(microbatches.reports)
                 with recovery.announcing():
                     executor = pipeline.executor(microbatches.num, training=True)
                     feeds = self.feeds(microbatches, step_loss, loss_scale, number, executor.program)
-                    losses = self.run(executor, feeds)
+                    self.prepare()
+                    losses = pipeline.run(executor, feeds)
                     rates = self.optimizer.rates.at(number)
                     # Each rank gives its part when it is through its program: so now none can fail in it any more.
                     loss, num_metrics = step_loss.total(pipeline, losses)
                     microbatches.add_up_drawn()
                 # What is wrong with them every rank raises alike, so nobody announces it.
-                metrics = step_loss.reduced(pipeline, num_metrics)
+                metrics = reduce_metrics(pipeline, step_loss.metrics) if num_metrics else {}
                 update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
         pipeline.step, step_time_s = number, time.perf_counter() - start
         return TrainResult(
@@ -276,11 +280,6 @@ class Trainer:
             self._loss = last = StepLoss(loss_fn, loss_weight_fn, normalize)
         last.begin()
         return last
-
-    def _report(self) -> BatchReport:
-        """This rank's part of the agreement beside its batch."""
-        changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
-        return BatchReport(stop=self.stop_requested, refit=changed)
 
     def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
         """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
@@ -327,22 +326,20 @@ class Trainer:
         feeds = microbatches.feeds(feed, number, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
 
-    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
-        """Run the program: every forward, backward, transfer and reduction; returns the losses on the last stage."""
-        self._check_tied()
-        for buckets in self.gradients.values():
-            buckets.zero_()
-        self.pipeline.set_training(True)
-        return self.pipeline.run(executor, feeds)
+    def prepare(self) -> None:
+        """Zero the gradients, and put the units into training mode.
 
-    def _check_tied(self) -> None:
-        """Raises: PipelineError naming a tied parameter that has parted from its owner beside it."""
+        Raises: PipelineError naming a tied parameter that has parted from its owner beside it.
+        """
         for copy, owner in self.pipeline.loans.items():
             if self._parameters[copy].untyped_storage()._cdata != self._parameters[owner].untyped_storage()._cdata:
                 raise PipelineError(
                     f"{copy} is tied to {owner}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
                 )
+        for buckets in self.gradients.values():
+            buckets.zero_()
+        self.pipeline.set_training(True)
 
     def step_weights(
         self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]

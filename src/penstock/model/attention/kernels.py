@@ -63,8 +63,22 @@ class AttentionKernel:
     run = staticmethod(attention_of_run)
 
     def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
-        """Causal attention [T, H, K] within each sequence."""
-        return packed_attention(q_THK, k_TGK, v_TGK, sequences, self.window, self.run)
+        """Causal attention [T, H, K] within each sequence, over the last `window` tokens of each token, or all.
+
+        Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
+        """
+        has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
+        if has_kernel and (kernel := _variable_length_kernel()) is not None:
+            starts, longest = sequences.cu_seqlens, sequences.max_length
+            seen, grouped = (-1 if self.window is None else self.window - 1, 0), q_THK.shape[1] != k_TGK.shape[1]
+            return kernel(q_THK, k_TGK, v_TGK, starts, starts, longest, longest, window_size=seen, enable_gqa=grouped)
+        runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
+        if len(runs) == 1:
+            return self.run(q_THK, k_TGK, v_TGK, runs[0], self.window, sequences)
+        # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
+        sizes = [length * count for length, count in runs]
+        parts = zip(runs, q_THK.split(sizes), k_TGK.split(sizes), v_TGK.split(sizes), strict=True)
+        return torch.cat([self.run(q, k, v, run, self.window, sequences) for run, q, k, v in parts])
 
     def new_cache(self, size: CacheSize) -> KVCache:
         """A layer's keys and values, in the order in which `cached` reads them."""
@@ -127,34 +141,6 @@ class AttentionKernel:
         is_grouped = len(k_GLK) != q_LHK.shape[1]
         out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
         return out_HLK.transpose(0, 1).to(q_LHK.dtype)
-
-
-def packed_attention(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THK: Tensor,
-    sequences: Sequences,
-    window: int | None,
-    attention_of_run: Callable[..., Tensor] = attention_of_run,
-) -> Tensor:
-    """Causal attention [T, H, K] within each sequence, over a token's last `window` tokens (itself included) or all.
-
-    Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
-    """
-    has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
-    kernel = _variable_length_kernel() if has_kernel else None
-    if kernel is not None:
-        starts, longest = sequences.cu_seqlens, sequences.max_length
-        left = -1 if window is None else window - 1
-        grouped = q_THK.shape[1] != k_THK.shape[1]
-        return kernel(q_THK, k_THK, v_THK, starts, starts, longest, longest, window_size=(left, 0), enable_gqa=grouped)
-    runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
-    if len(runs) == 1:
-        return attention_of_run(q_THK, k_THK, v_THK, runs[0], window, sequences)
-    # split, not slices: its gradient is one concatenation, while that of a slice is a zero tensor of full size.
-    sizes = [length * count for length, count in runs]
-    parts = zip(runs, q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes), strict=True)
-    return torch.cat([attention_of_run(q, k, v, run, window, sequences) for run, q, k, v in parts])
 
 
 @cache

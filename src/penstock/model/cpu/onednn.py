@@ -29,7 +29,13 @@ class OneDnnMatmul(Matmul):
     """
 
     def output(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        return _onednn_output(x, weight_OI, bias_O) if _has_onednn(x) else super().output(x, weight_OI, bias_O)
+        if not _has_onednn(x):
+            return super().output(x, weight_OI, bias_O)
+        if x.shape[:-1].numel() != 1:
+            return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, *_NOTHING_MORE)
+        # A single row would be computed differently, so it is computed twice.
+        twice = x.reshape(1, -1).repeat(2, 1)
+        return torch.ops.mkldnn._linear_pointwise(twice, weight_OI, bias_O, *_NOTHING_MORE)[0].view(*x.shape[:-1], -1)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
         if grad_TO.dtype is not torch.float32 or grad_TO.device.type != "cpu":
@@ -101,12 +107,3 @@ def _has_onednn(x: Tensor) -> bool:
     return x.device.type == "cpu" and (
         x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-
-
-def _onednn_output(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """oneDNN's output, in which a row depends only on that row of x."""
-    if x.shape[:-1].numel() != 1:
-        return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, *_NOTHING_MORE)
-    # A single row would be computed differently, so it is computed twice.
-    twice = x.reshape(1, -1).repeat(2, 1)
-    return torch.ops.mkldnn._linear_pointwise(twice, weight_OI, bias_O, *_NOTHING_MORE)[0].view(*x.shape[:-1], -1)

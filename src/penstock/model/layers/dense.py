@@ -195,23 +195,22 @@ def rotary(head_dim: int, theta: float, scaling: RopeScaling) -> Rotary:
 def rotate(x_THK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Queries or keys rotated by their positions, computed in fp32 and returned in the input's dtype."""
     if not torch.is_grad_enabled():
-        return _turn(x_THK, *tables)
-
-    def forward(x_THK: Tensor, *tables: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return _turn(x_THK, *tables), tables
-
-    def backward(grad_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad_THK, cos_T1K, -sin_T1K), None, None
-
-    return with_gradient(forward, backward, x_THK, *tables)
+        return _turn(x_THK, *tables)[0]
+    return with_gradient(_turn, _turn_back, x_THK, *tables)
 
 
-def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
+def _turn(x_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The rotated rows, and what their gradient needs."""
     # An fp32 table promotes a 16-bit x; addcmul_ works in place, so its factor must be promoted explicitly.
     turned_THK, swapped_THK = x_THK * cos_T1K, x_THK.roll(x_THK.shape[-1] // 2, -1)
     if turned_THK.dtype is x_THK.dtype:
-        return turned_THK.addcmul_(swapped_THK, sin_T1K)
-    return turned_THK.addcmul_(swapped_THK.to(turned_THK.dtype), sin_T1K).to(x_THK.dtype)
+        return turned_THK.addcmul_(swapped_THK, sin_T1K), (cos_T1K, sin_T1K)
+    turned_THK.addcmul_(swapped_THK.to(turned_THK.dtype), sin_T1K)
+    return turned_THK.to(x_THK.dtype), (cos_T1K, sin_T1K)
+
+
+def _turn_back(grad_THK: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> tuple[Tensor, None, None]:
+    return _turn(grad_THK, cos_T1K, -sin_T1K)[0], None, None
 
 
 class DecoderUnit(nn.Module):
