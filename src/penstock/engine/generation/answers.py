@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock import schedule
 
 NOT_FINITE = "are not finite: a weight or an activation is NaN or infinite, so no token can be drawn"
-"""The end of the sentence on logits of which no token can be drawn."""
+"""Ends the error message about logits from which no token can be drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +26,10 @@ class Padded:
 
 @dataclass(frozen=True, eq=False)
 class GenerateResult:
-    """All answers, by prompt and sample, the same on every rank of the pipeline, and what they took.
+    """All answers by prompt and sample, equal on every rank of the pipeline, and the time that they took.
 
-    Of a call that was interrupted, unfinished ones have no ending. wall_s: from the first header to the last. busy_s,
-    num_forwards: of each pipeline rank. After an interruption these are of the part since then.
+    After an interruption, unfinished answers have no ending, and the figures cover the time since the last one. wall_s:
+    from the first header to the last. busy_s, num_forwards: of each pipeline rank.
     """
 
     sequences: tuple[schedule.Sequence, ...]
@@ -67,11 +67,7 @@ class GenerateResult:
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
 
     def padded(self, pad_token: int | None = None) -> Padded:
-        """The answers as tensors, filled up with `pad_token` on the right.
-
-        Raises:
-            ValueError: they are of different lengths, and no pad token is given.
-        """
+        """The answers as tensors, padded on the right. Raises: ValueError if lengths differ without a pad token."""
         lengths = [sequence.num_tokens for sequence in self.sequences]
         longest = max(lengths, default=0)
         if pad_token is None and any(length < longest for length in lengths):
@@ -92,7 +88,7 @@ class GenerateResult:
 
 @runtime_checkable
 class Decodes(Protocol):
-    """Anything that makes text of token ids, such as a tokenizer of transformers."""
+    """A decoder of token ids, such as a tokenizer of transformers."""
 
     def decode(self, tokens: list[int], /) -> Any: ...
 
@@ -104,18 +100,18 @@ _MAX_HELD_TOKENS = 8
 
 @dataclass(eq=False)
 class AnswerText:
-    """The text of one answer, token by token.
+    """The text of one answer, token by token, up to the first stop string.
 
-    tokenizer: None leaves the text empty. stop: texts of which the first to appear ends the answer and is cut off.
+    tokenizer: None leaves the text empty. stop: strings that end the answer and are cut off.
     """
 
     #: None if answers are shown as token ids
     tokenizer: Decodes | None
-    #: the texts that end it
+    #: strings that end the answer
     stop: Sequence[str] = ()
     #: the text so far
     text: str = field(default="", init=False)
-    #: True once it holds one of the texts that end it
+    #: True once the text has reached one of them
     stopped: bool = field(default=False, init=False)
     #: the tokens so far
     _tokens: list[int] = field(default_factory=list, init=False)
@@ -129,7 +125,7 @@ class AnswerText:
         """Add a token; returns the text that can be shown from now on."""
         if self.tokenizer is None or self.stopped:
             return ""
-        # Added once it has been decoded, since a tokenizer may fail.
+        # The token is added after decoding, since a tokenizer may fail.
         before = self.tokenizer.decode(self._tokens[self._begin : self._end])
         now = self.tokenizer.decode([*self._tokens[self._begin :], token])
         self._tokens.append(token)
@@ -138,7 +134,7 @@ class AnswerText:
             return ""
         self.text += now[len(before) :]
         self._begin, self._end = self._end, len(self._tokens)
-        self._cut()
+        self._end_at_stop()
         # The end of the text may begin a stop string.
         longest = 0 if self.stopped else min(max(map(len, self.stop), default=1) - 1, len(self.text))
         ends = (length for length in range(longest, 0, -1) if any(s.startswith(self.text[-length:]) for s in self.stop))
@@ -149,13 +145,13 @@ class AnswerText:
         if self.tokenizer is not None:
             before = self.tokenizer.decode(self._tokens[self._begin : self._end])
             self.text += self.tokenizer.decode(self._tokens[self._begin :])[len(before) :]
-            self._cut()
+            self._end_at_stop()
         return self._show(0)
 
-    def _cut(self) -> None:
-        places = [place for stop in self.stop if (place := self.text.find(stop)) >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
+    def _end_at_stop(self) -> None:
+        starts = [start for stop in self.stop if (start := self.text.find(stop)) >= 0]
+        if starts:
+            self.text, self.stopped = self.text[: min(starts)], True
 
     def _show(self, num_held: int) -> str:
         shown, self._shown = self._shown, max(self._shown, len(self.text) - num_held)

@@ -28,7 +28,7 @@ _GPU = (250.0, 2.0, 0.0)
 
 
 def cut_to_decode(arguments: EngineArguments, num_rows: int, num_tokens: float) -> EngineArguments:
-    """Cut the stages anew, to decode `num_rows` rows of `num_tokens` tokens on average equally fast.
+    """The arguments with a cut whose stages decode `num_rows` rows of `num_tokens` tokens on average equally fast.
 
     A cut by hand stays. No token depends on the cut.
     """
@@ -42,7 +42,7 @@ def cut_to_decode(arguments: EngineArguments, num_rows: int, num_tokens: float) 
 
 
 def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: int, num_tokens: float) -> list[float]:
-    """The time of each unit for a slot's step, in that of reading a byte of weights."""
+    """The time of each unit for one token of a slot's rows; one is the time of reading a byte of weights."""
     rows_per_reading, cached_element, small_operations = _CPU if options.device == "cpu" else _GPU
     num_bytes = bytes_of_weight(options.precision, options.quantize)
     times: list[float] = []
@@ -51,10 +51,10 @@ def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: in
             module = unit.build()
         looked_up = sum(part.weight.numel() for part in module.modules() if isinstance(part, Embedding | nn.Embedding))
         multiplied = unit.num_parameters - looked_up
-        # Of experts, each row multiplies by some.
-        of_one_row = min(multiplied, unit.flops_per_token / 2)
-        reading = min(multiplied, num_rows * of_one_row)
-        multiplying = num_rows * of_one_row / rows_per_reading
+        # A row multiplies by the weights of some experts only.
+        weights_per_row = min(multiplied, unit.flops_per_token / 2)
+        reading = min(multiplied, num_rows * weights_per_row)
+        multiplying = num_rows * weights_per_row / rows_per_reading
         attending = 0.0
         if elements := _cached_elements(module, options):
             attending = num_rows * num_tokens * elements * cached_element + small_operations
@@ -63,7 +63,7 @@ def decode_times(units: Sequence[UnitSpec], options: EngineOptions, num_rows: in
 
 
 def _cached_elements(module: nn.Module, options: EngineOptions) -> int:
-    """The elements of a token in a unit's cache; 0 for other libraries' caches, which grow and do not say how."""
+    """Elements that a token takes in a unit's cache; 0 for other libraries' caches, whose size is not known."""
     dtype = cache_dtype(parameter_dtype(options.precision), options.device)
     size = CacheSize(1, 1, dtype, torch.device("meta"))
     cache = module.new_cache(size) if isinstance(module, CachedUnit) else None

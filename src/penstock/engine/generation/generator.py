@@ -1,4 +1,14 @@
-"""Generation with a pipeline: ranks agree on the prompts, the ring of stages decodes, and all ranks get the answers."""
+"""Generation with a pipeline: ranks agree on the prompts, the ring of stages decodes, and all ranks get the answers.
+
+A prompt becomes tokens in the order of these files. `Generator.generate` is given prompts and `GenerateOptions`
+(options.py). `_agree` reads the prompts (prompts.py), compares them with those of other ranks, and makes a
+`schedule.Sequence` for each answer. `_begin` gives the sequences to the `Scheduler` of the first rank
+(schedule/generation/scheduler.py), and hooks in the user's functions (listeners.py). `_run` starts a `DecodeLoop`
+(runtime/decode/loop.py): batch after batch, the scheduler chooses sequences, the stages compute with their KV caches
+(runtime/decode/graphs.py), and each sequence gets its next token; other ranks learn of a batch from its header
+(runtime/decode/relay.py). At the end all ranks have the answers, as a `GenerateResult` (answers.py). A server's loop
+takes its sequences from a `RequestQueue` (requests.py) instead.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +43,24 @@ from penstock.settings import Precision
 from penstock.settings.declare import check_argument
 
 _KEPT_RECORDS = 1024
-"""Records of a generation without end; a longer trace would only take memory."""
+"""Records kept of a server's generation; a longer trace would only take memory."""
 
 
 class Generator:
     """Generates on a pipeline's stages, with the weights as they are."""
 
-    #: stages, grid, transport and recorder
+    #: the model, cut into stages
     _pipeline: Pipeline
     #: local stages with their KV caches, kept from call to call
     decoders: Decoders
-    #: the running or last generation, whose thread may take batches from other ranks ahead
+    #: the running or last decode loop, whose thread may take headers ahead
     _loop: DecodeLoop | None
     #: the generation that was interrupted, with its options; None if the last one was not
     _interrupted: tuple[Generation, GenerateOptions] | None
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._loop, self._interrupted = pipeline, None, None
-        # Of a bidirectional model, the stages of the first copy generate.
+        # In a bidirectional model the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
@@ -61,7 +71,7 @@ class Generator:
 
     @cached_property
     def ring(self) -> Ring:
-        """Links to the other ranks; all of them open the channels of headers and tokens at the first call."""
+        """The links to the other ranks; all ranks open the channels of headers and tokens at the first call."""
         pipeline, cpu = self._pipeline, torch.device("cpu")
         host = pipeline.open_transport(host_channels(pipeline.placement), cpu)
         return Ring(
@@ -74,17 +84,6 @@ class Generator:
             alarm=pipeline.recovery.alarm,
         )
 
-    def release(self) -> None:
-        """Free the memory of KV caches and graphs; the next call allocates anew, and none can be resumed."""
-        self._interrupted = None
-        self.decoders.release()
-
-    def close(self) -> None:
-        """Free memory, and stop helper threads."""
-        self.release()
-        if "ring" in vars(self):
-            self.ring.host.close()
-
     def generate(self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners) -> GenerateResult:
         """Answers to the prompts, on the stages and weights as they are; see `Engine.generate`."""
         recovery = self._pipeline.recovery
@@ -93,49 +92,96 @@ class Generator:
             sequences = self._agree(prompts, params, options, listeners)
             with recovery.announcing():
                 generation = self._begin(sequences, options, listeners)
-            return self._go_on(generation, options)
+            return self._decode(generation, options)
 
-    def resume(self, keep_caches: bool) -> GenerateResult:
-        """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
-        with self._pipeline.recovery.joined():
-            interrupted, self._interrupted = self._interrupted, None
-            if interrupted is None:
-                raise PipelineError("there is no generation to resume; the last one was not interrupted")
-            generation, options = interrupted
-            if generation.scheduler is not None and not keep_caches:
-                generation.scheduler.read_again()
-            return self._go_on(generation, options)
+    def _agree(
+        self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
+    ) -> list[schedule.Sequence]:
+        """The sequences to generate, once all ranks of the pipeline are known to have the same prompts and parameters.
 
-    def serve(self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions) -> None:
-        """Answer the requests of a queue until it is closed, on the stages and weights as they are.
-
-        All ranks of the one pipeline call it together, the rank of the first stage with the queue. `shape` has the
-        answers that are computed at the same time, each of at most `max_length` tokens with its prompt.
-
-        Raises:
-            ValueError: the layout has more than pipeline ranks, or the model cannot generate.
-            StepError: on all ranks, when one has failed.
-            TransportError: a peer did not send or receive in time.
+        Pipelines that share experts have prompts of their own, and must have as many slots.
         """
-        pipeline, layout = self._pipeline, self._pipeline.layout
-        if layout.world_size != layout.pp:
-            raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
-        with pipeline.recovery.joined():
-            self._check_begin()
-            for stage in pipeline.stages.values():
-                stage.check_cached()
-            pipeline.set_training(False)
-            pipeline.recorder.keep(_KEPT_RECORDS)
-            with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
-                generation = Generation((), shape)
-                if requests is not None:
-                    generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
-                self._run(generation, options, max_length)
-                # As after a failed call: here the requests have failed one by one.
-                self.decoders.release()
+        pipeline, grid = self._pipeline, self._pipeline.grid
 
-    def _go_on(self, generation: Generation, options: GenerateOptions) -> GenerateResult:
-        """Compute until the end of a call or its next interruption."""
+        def check() -> tuple[tuple[Any, ...], list[Any]]:
+            check_argument("options", options, GenerateOptions)
+            listeners.check(pipeline.layout)
+            self._check_first_stage()
+            stages, limits = list(pipeline.stages.values()), pipeline.units[0].limits
+            token_lists, samplings = read_prompts(prompts, params, stages, limits)
+            num_answers = sum(sampling.num_samples for sampling in samplings)
+            for number in sorted(options.skip):
+                if not 0 <= number < num_answers:
+                    raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
+            if options.tokenizer is None and any(sampling.stop for sampling in samplings):
+                raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
+            agrees_on_interrupt = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
+            text = repr((token_lists, samplings, sorted(options.skip), agrees_on_interrupt))
+            digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            num_slots = options.num_slots or pipeline.layout.pp
+            return (token_lists, samplings, digest, num_slots), [grid.dp_rank, digest, num_slots]
+
+        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
+
+        def gather(value: Any) -> list[Any]:
+            with pipeline.recorder.collective("agree on the prompts", group):
+                return gather_json(value, group)
+
+        (token_lists, samplings, digest, num_slots), views = shown_to_all_ranks(
+            check,
+            gather,
+            otherwise=PipelineError,
+            message="rank {rank} of those that generate together cannot: {error}",
+        )
+        for rank, (dp_rank, rank_digest, rank_slots) in enumerate(views):
+            if dp_rank == grid.dp_rank and rank_digest != digest:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given other prompts or parameters"
+                )
+            if rank_slots != num_slots:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given num_slots={rank_slots}, not {num_slots}"
+                )
+        return schedule.Sequence.all_of(token_lists, samplings)
+
+    def _check_first_stage(self) -> None:
+        """Check that the first stage lies on the rank that takes requests. Raises: ValueError."""
+        if first_rank := self._pipeline.placement.rank_of(0):
+            raise ValueError(
+                f"generation begins on pipeline rank 0, but the schedule places the first stage on rank {first_rank}; "
+                "give that rank's process the number 0"
+            )
+
+    def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
+        ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
+        interrupt = listeners.interrupt
+        interrupts: Callable[[], object] | None = interrupt
+        if interrupt is not None and layout.tp * layout.cp > 1 and grid.batch_control is not None:
+            # Among ranks that share layers the first asks for all.
+            asked_here = interrupt if grid.tp_rank == grid.cp_rank == 0 else None
+            interrupts = AgreedInterrupt(asked_here, unique_number(grid.batch_control), ring.alarm)
+        shape = options.shape(len(sequences) - len(options.skip), layout.pp)
+        if ring.rank > 0:
+            return Generation(sequences, shape)
+
+        def any_goes_on(goes_on: bool) -> bool:
+            """True if any of the pipelines in lockstep has work left; the ranks of their first stages call it."""
+            num_left = torch.tensor([int(goes_on)], device=ring.device)
+            with ring.recorder.collective("agree on whether to go on", grid.ep_group):
+                dist.all_reduce(num_left, group=grid.ep_group)
+            return bool(num_left)
+
+        scheduler = Scheduler(
+            sequences, shape, options.refill, options.longest_first, any_goes_on if ring.lockstep else None
+        )
+        scheduler.stop(options.skip)
+        texts = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
+        listens = texts or listeners.on_token is not None or listeners.on_answer is not None
+        listen = partial(listeners.report, scheduler, texts) if listens else None
+        return Generation(sequences, shape, scheduler, listen, interrupts=interrupts)
+
+    def _decode(self, generation: Generation, options: GenerateOptions) -> GenerateResult:
+        """Decode until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
         with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
@@ -144,8 +190,8 @@ class Generator:
             group = pipeline.grid.pp_control
             with pipeline.recorder.collective("hand out the sequences", group):
                 loop.share_answers(group)
-                reports = gather_json([loop.busy_s, loop.wall_s, loop.num_forwards], group)
-        busy_s, wall_s, num_forwards = zip(*reports, strict=True)
+                timings = gather_json([loop.busy_s, loop.wall_s, loop.num_forwards], group)
+        busy_s, wall_s, num_forwards = zip(*timings, strict=True)
         answers = tuple(loop.generation.sequences)
         result = GenerateResult(answers, wall_s[0], busy_s, num_forwards, loop.num_rounds)
         # A listener may have failed on one of the ranks that hold the same stages alone.
@@ -163,35 +209,8 @@ class Generator:
                 raise ValueError(f"the logits of sequence {answer.number} {NOT_FINITE}")
         return result
 
-    def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
-        ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
-        ask = listeners.interrupt
-        interrupts: Callable[[], object] | None = ask
-        if ask is not None and layout.tp * layout.cp > 1 and grid.batch_control is not None:
-            # Of ranks that share layers the first asks for all.
-            first = ask if grid.tp_rank == grid.cp_rank == 0 else None
-            interrupts = AgreedInterrupt(first, unique_number(grid.batch_control), ring.alarm)
-        shape = options.shape(len(sequences) - len(options.skip), layout.pp)
-        if ring.rank > 0:
-            return Generation(sequences, shape)
-
-        def any_goes_on(goes_on: bool) -> bool:
-            """True if any of the pipelines in lockstep has work left; called on the ranks of their first stages."""
-            num_left = torch.tensor([int(goes_on)], device=ring.device)
-            with ring.recorder.collective("agree on whether to go on", grid.ep_group):
-                dist.all_reduce(num_left, group=grid.ep_group)
-            return bool(num_left)
-
-        ask_others = any_goes_on if ring.lockstep else None
-        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, ask_others)
-        scheduler.stop(options.skip)
-        stops = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
-        listens = stops or listeners.on_token is not None or listeners.on_answer is not None
-        listen = partial(listeners.report, scheduler, stops) if listens else None
-        return Generation(sequences, shape, scheduler, listen, interrupts=interrupts)
-
     def _run(self, generation: Generation, options: GenerateOptions, longest: int) -> DecodeLoop:
-        """Take part in a generation until it is over; a row of the cache has room for `longest` tokens."""
+        """Run this rank's decode loop to its end; a row of the cache has room for `longest` tokens."""
         pipeline = self._pipeline
         pipeline.recorder.begin_step(pipeline.step)
         self.decoders.reserve(generation.shape.num_rows, longest)
@@ -208,61 +227,54 @@ class Generator:
             raise
         return loop
 
-    # ---- before the loop
+    # ---- other beginnings, and the end
 
-    def _check_begin(self) -> None:
-        """Raises: ValueError unless the first stage is where requests come from."""
-        if home := self._pipeline.placement.rank_of(0):
-            raise ValueError(
-                f"generation begins on pipeline rank 0, but the schedule places the first stage on rank {home}; give "
-                "that rank's process the number 0"
-            )
+    def resume(self, keep_caches: bool) -> GenerateResult:
+        """Go on with the call that was interrupted last; see `Engine.resume`. All ranks of the pipeline call it."""
+        with self._pipeline.recovery.joined():
+            interrupted, self._interrupted = self._interrupted, None
+            if interrupted is None:
+                raise PipelineError("there is no generation to resume; the last one was not interrupted")
+            generation, options = interrupted
+            if generation.scheduler is not None and not keep_caches:
+                generation.scheduler.read_again()
+            return self._decode(generation, options)
 
-    def _agree(
-        self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
-    ) -> list[schedule.Sequence]:
-        """The sequences to generate, once all ranks of the pipeline have been given the same.
+    def serve(self, requests: RequestQueue | None, shape: RingShape, max_length: int, options: GenerateOptions) -> None:
+        """Answer the requests of a queue until it is closed, on the stages and weights as they are.
 
-        Pipelines that share experts, with prompts of their own, agree on the number of slots as well.
+        All ranks of the one pipeline call it together, the rank of the first stage with the queue. `shape` has the
+        answers that are computed at the same time, each of at most `max_length` tokens with its prompt.
+
+        Raises:
+            ValueError: the layout has more than pipeline ranks, or the model cannot generate.
+            StepError: on all ranks, when one has failed.
+            TransportError: a peer did not send or receive in time.
         """
-        pipeline, grid = self._pipeline, self._pipeline.grid
+        pipeline, layout = self._pipeline, self._pipeline.layout
+        if layout.world_size != layout.pp:
+            raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
+        with pipeline.recovery.joined():
+            self._check_first_stage()
+            for stage in pipeline.stages.values():
+                stage.check_cached()
+            pipeline.set_training(False)
+            pipeline.recorder.keep(_KEPT_RECORDS)
+            with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
+                generation = Generation((), shape)
+                if requests is not None:
+                    generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
+                self._run(generation, options, max_length)
+                # As after a failed call: here the requests have failed one by one.
+                self.decoders.release()
 
-        def check() -> tuple[tuple[Any, ...], list[Any]]:
-            check_argument("options", options, GenerateOptions)
-            listeners.check(pipeline.layout)
-            self._check_begin()
-            checked = read_prompts(prompts, params, list(pipeline.stages.values()), pipeline.units[0].limits)
-            num_answers = sum(sampling.num_samples for sampling in checked[1])
-            for number in sorted(options.skip):
-                if not 0 <= number < num_answers:
-                    raise ValueError(f"skip names the answer {number}; there are {num_answers}, counted from 0")
-            if options.tokenizer is None and any(sampling.stop for sampling in checked[1]):
-                raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
-            asks = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
-            described = repr((checked, sorted(options.skip), asks))
-            digest = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
-            num_slots = options.num_slots or pipeline.layout.pp
-            return (checked, digest, num_slots), [grid.dp_rank, digest, num_slots]
+    def release(self) -> None:
+        """Free the memory of KV caches and graphs; the next call allocates anew, and none can be resumed."""
+        self._interrupted = None
+        self.decoders.release()
 
-        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
-
-        def gather(value: Any) -> list[Any]:
-            with pipeline.recorder.collective("agree on the prompts", group):
-                return gather_json(value, group)
-
-        (checked, digest, num_slots), views = shown_to_all_ranks(
-            check,
-            gather,
-            otherwise=PipelineError,
-            message="rank {rank} of those that generate together cannot: {error}",
-        )
-        for rank, (dp_rank, their_digest, their_slots) in enumerate(views):
-            if dp_rank == grid.dp_rank and their_digest != digest:
-                raise PipelineError(
-                    f"rank {rank} of those that generate together was given other prompts or parameters"
-                )
-            if their_slots != num_slots:
-                raise PipelineError(
-                    f"rank {rank} of those that generate together was given num_slots={their_slots}, not {num_slots}"
-                )
-        return schedule.Sequence.all_of(*checked)
+    def close(self) -> None:
+        """Free memory, and stop helper threads."""
+        self.release()
+        if "ring" in vars(self):
+            self.ring.host.close()

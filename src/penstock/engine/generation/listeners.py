@@ -23,7 +23,7 @@ Interrupt = Callable[[], object]
 
 @dataclass(frozen=True, eq=False)
 class Listeners:
-    """A user's functions, called during a generation; see `Generator.generate`."""
+    """The functions that a user gives to `Engine.generate`, which explains them."""
 
     on_token: OnToken | None = None
     on_answer: OnAnswer | None = None
@@ -41,9 +41,9 @@ class Listeners:
             )
 
     def report(self, scheduler: Scheduler, texts: Mapping[int, AnswerText], grown: Iterable[schedule.Sequence]) -> None:
-        """Report new tokens, and sequences that they have ended; stop those that a listener or a stop string ends.
+        """Call the listeners with new tokens and finished answers; stop sequences that they or a stop string end.
 
-        texts: number of a sequence with stop strings -> its text, up to the first of them.
+        texts: sequence number -> its text, for sequences with stop strings.
         """
         for sequence in grown:
             if sequence.ending is Ending.NOT_FINITE:
@@ -61,15 +61,15 @@ class Listeners:
 
 @dataclass(eq=False)
 class AgreedInterrupt:
-    """Lets ranks that share layers interrupt after the same round: one of them asks, and all act on its answer.
+    """Interrupts ranks that share layers after the same round: one of them asks the user, and all act on the answer.
 
-    Each of them decides every batch for itself, so they must end after the same one; the first writes its answer to the
-    store where the processes met, and may already be a round ahead.
+    Each of these ranks schedules for itself, so all must end after the same batch. The rank that asks writes the answer
+    to the store where the processes met, and may already be a round ahead.
     """
 
-    #: the user's function, on the rank that asks; None where the answer is read
+    #: the user's function, on the rank that asks; None on ranks that read the answer
     ask: Interrupt | None
-    #: the number of this generation, the same on these ranks and on no others
+    #: number of this generation, which these ranks share with no others
     number: int
     #: rings when the rank that asks may not answer any more
     alarm: Alarm
@@ -78,7 +78,7 @@ class AgreedInterrupt:
 
     @property
     def _key(self) -> str:
-        """The place of the newest answer: after which round, and 1 to interrupt."""
+        """The key of the newest answer: its round, and 1 to interrupt."""
         return f"penstock/interrupts/{self.number}"
 
     def __call__(self) -> bool:
@@ -98,6 +98,6 @@ class AgreedInterrupt:
             time.sleep(_ASK_AGAIN_S)
 
     def forget(self) -> None:
-        """Take the answer out of the store, once all of these ranks have ended; the rank that asks does so."""
+        """Delete the answer from the store, on the rank that asks, once all of these ranks have ended."""
         if self.ask is not None:
             default_store().delete_key(self._key)

@@ -15,27 +15,26 @@ from penstock.settings import RingConfig
 
 @dataclass(frozen=True)
 class GenerateOptions(RingConfig):
-    """The way in which sequences go round the ring.
+    """The options of `Engine.generate`: how sequences go round the ring.
 
-    No option changes a token, but that another `prefill_tokens` cuts prompts otherwise, which may round attention
-    otherwise unless the engine is reproducible.
+    No option changes a token, with one exception: `prefill_tokens` cuts prompts, which may change the rounding of
+    attention unless the engine is reproducible.
 
     Args:
-        num_slots: groups of sequences under way at the same time; None for one a pipeline rank.
-        rows_per_slot: sequences of a slot; None for all there are, at most `max_rows_per_slot`.
-        max_rows_per_slot: that limit; each row has a place in the KV cache.
-        prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at its multiples.
-        refill: gives a free row to the next sequence at once; else only when all rows of its slot are free.
-        packed: makes a copy of the weights for the time of the call, in the order in which they are read fastest; for
-            fp32 on CPUs, where reading them takes most of the time. Elsewhere no copy is made.
-        longest_first: begins with the sequences that may become longest; else all begin in the order given.
-        decode: how rows compute one token each: "live-rows", those that are live alone; "all-rows", over shapes that
-            never change; "graphs", the same, captured where there is CUDA. None for graphs where there is CUDA and for
-            the live rows elsewhere. A model that cannot decode over fixed shapes (experts, layers of other
-            libraries or shared by several ranks) decodes its live rows, and under autocast nothing is captured.
-        skip: answers, by their number in the result, that are not made; they come back stopped and without a token.
-            So a call can be continued whose other answers are then what they would have been.
-        tokenizer: makes the text in which stop strings are looked for; that of `SamplingParams.stop` needs one.
+        num_slots: groups of sequences under way at the same time; None for one per pipeline rank.
+        rows_per_slot: sequences of a slot; None for all sequences, at most `max_rows_per_slot`.
+        max_rows_per_slot: limit of `rows_per_slot`; each row has a place in the KV cache.
+        prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at multiples of it.
+        refill: gives a free row to the next sequence at once; False waits until all rows of the slot are free.
+        packed: copies fp32 weights on a CPU for the time of the call, in the order in which they are read fastest.
+        longest_first: begins with the sequences that may become longest; False keeps the order of the prompts.
+        decode: the rows that compute a token each: "live-rows"; "all-rows", whose shapes never change; or "graphs",
+            all rows in CUDA graphs. None chooses graphs on CUDA and live rows elsewhere. A model that cannot decode
+            fixed shapes (experts, other libraries' layers, layers shared by several ranks) decodes its live rows, and
+            under autocast nothing is captured.
+        skip: numbers of answers in the result that are not made: they come back stopped, without a token, and change no
+            other answer. So a call can be made again for the rest.
+        tokenizer: makes the text in which the stop strings of `SamplingParams.stop` are looked for.
 
     Raises:
         ValueError: a count is below one, or the form is unknown.

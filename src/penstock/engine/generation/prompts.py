@@ -19,7 +19,7 @@ Prompts = Sequence[Sequence[int]]
 def read_prompts(
     prompts: Any, params: Any, stages: Sequence[Stage], limits: Limits | None
 ) -> tuple[Prompts, list[SamplingParams]]:
-    """The prompts as lists, and one of `params` for each. Raises: ValueError for what cannot be generated."""
+    """The prompts as lists, with a `SamplingParams` for each. Raises: ValueError for what cannot be generated."""
     check_argument("prompts", prompts, Sequence)
     token_lists: list[list[int]] = []
     for number, prompt in enumerate(prompts):
@@ -46,9 +46,9 @@ def read_prompts(
 def check_prompts(
     prompts: Prompts, params: Sequence[SamplingParams], limits: Limits | None, names: Sequence[str] | None = None
 ) -> None:
-    """Refuse prompts that a model of these limits cannot continue; None where the limits are not known.
+    """Refuse prompts that a model with these limits cannot continue.
 
-    names: what each prompt is called in messages; left out, they count from 0.
+    limits: None if they are unknown. names: of the prompts in messages; left out, their numbers from 0.
 
     Raises:
         ValueError: naming the prompt, or the setting, and what would be possible.

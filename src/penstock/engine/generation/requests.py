@@ -26,9 +26,9 @@ class QueueError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """One new token of an answer, with the text that can be shown from now on; the last one bears the ending.
+    """One new token of an answer with the text that it completes; the last token bears the ending.
 
-    Where that is NOT_FINITE, token and text mean nothing. failure: why the tokenizer cannot write the answer's text.
+    With the ending NOT_FINITE token and text mean nothing. failure: why the tokenizer cannot write the text.
     """
 
     number: int
@@ -40,18 +40,18 @@ class TokenDelta:
 
 @dataclass(eq=False)
 class RequestQueue:
-    """The requests of one generation that does not end before it is closed."""
+    """The requests of one generation, which goes on until the queue is closed."""
 
-    #: answers that are computed at the same time, and those that may wait beside them
+    #: answers that are computed at the same time, and answers that may wait
     num_rows: int
     max_waiting: int
     #: makes text of tokens; None leaves texts empty
     tokenizer: Decodes | None
-    #: called with what the answers have grown by, in the thread that computes; it must return soon
+    #: called with new tokens in the thread that computes; it must return soon
     publish: Callable[[list[TokenDelta]], object]
-    #: held to read or change what follows, and notified when something has come
+    #: guards the attributes below; notified of requests and cancellations
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
-    #: sequences that no batch has heard of yet, and numbers of those that are to end
+    #: sequences and cancelled numbers that the scheduler does not have yet
     _submitted: list[schedule.Sequence] = field(default_factory=list, init=False)
     _stopped: list[int] = field(default_factory=list, init=False)
     #: number -> its text so far, for each unfinished answer
@@ -79,8 +79,8 @@ class RequestQueue:
         Raises:
             QueueError: too many answers are waiting, or no requests are taken any more.
         """
-        of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        sequences = schedule.Sequence.all_of(prompts, of_each)
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        sequences = schedule.Sequence.all_of(prompts, params)
         with self._changed:
             if self._closed is not None:
                 raise QueueError(self._closed)
@@ -88,14 +88,14 @@ class RequestQueue:
                 raise QueueError(f"{len(self._texts)} answers are waiting or running, as many as there may be")
             first, prompt = self._next_sequence, self._next_prompt
             self._next_sequence, self._next_prompt = first + len(sequences), prompt + len(prompts)
-            taken = [
+            numbered = [
                 replace(sequence, number=first + sequence.number, prompt=prompt + sequence.prompt)
                 for sequence in sequences
             ]
-            self._submitted += taken
-            self._texts |= {sequence.number: AnswerText(self.tokenizer, sequence.params.stop) for sequence in taken}
+            self._submitted += numbered
+            self._texts |= {sequence.number: AnswerText(self.tokenizer, sequence.params.stop) for sequence in numbered}
             self._changed.notify()
-        return [sequence.number for sequence in taken]
+        return [sequence.number for sequence in numbered]
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End these answers, if they have not ended yet; nothing more is published of them."""
@@ -113,7 +113,7 @@ class RequestQueue:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Answers that wait, and answers that have a row of the KV cache."""
+        """Number of answers that wait, and of answers that have a row of the KV cache."""
         with self._changed:
             running = min(self._num_running, len(self._texts))
             return len(self._texts) - running, running
@@ -121,10 +121,7 @@ class RequestQueue:
     # ---- in the thread that computes
 
     def admit(self, scheduler: Scheduler) -> bool:
-        """Pass on what has come since the last batch; waits a while if nothing is left to compute.
-
-        Returns whether requests may still come.
-        """
+        """Give the scheduler new requests and cancellations; waits a while if it is idle. True if more may come."""
         with self._changed:
             if scheduler.is_idle and not self._submitted and self._closed is None:
                 self._changed.wait(_IDLE_S)
