@@ -1,4 +1,4 @@
-"""The extra state of layers: what their modules declare by `get_extra_state`, beside parameters and buffers."""
+"""The extra state of layers: the state beside parameters and buffers that modules declare by `get_extra_state`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from penstock.runtime import Stage
 from penstock.runtime.layer_state import has_extra_state
 
 _KEY = "_extra_state"
-"""Ends its name in a state dict, as torch has it."""
+"""Ends the name of extra state in torch's state dicts."""
 
 
 @dataclass(eq=False)
 class ExtraState:
-    """The extra state of this rank's modules, by its name in the whole model's state dict.
+    """The extra state of this rank's modules, by name in the whole model's state dict.
 
-    In a checkpoint each is a text, and the tensors within it are numbered beside it: ``layers.1._extra_state.0``.
+    A checkpoint stores each value as JSON text, and the tensors in it beside that, as ``layers.1._extra_state.0``.
     """
 
     #: this rank's stages
     _stages: Iterable[Stage]
-    #: what is being loaded, until it is taken
+    #: tensors that a checkpoint is loaded into, until `take`
     _room: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def _modules(self) -> list[tuple[str, nn.Module, bool]]:
-        """The modules that declare such state with its name; true for those of a bidirectional model's first copy."""
+        """Name of extra state, its module, and True if it belongs to the first copy of a bidirectional model."""
         return [
             (".".join(filter(None, (unit_name, path, _KEY))), module, not stage.suffix)
             for stage in self._stages
@@ -45,18 +45,18 @@ class ExtraState:
         ]
 
     def values(self) -> dict[str, Any]:
-        """Each module's extra state as it is now; None is left out."""
+        """The extra state of each module now; modules that return None are left out."""
         values = {name: module.get_extra_state() for name, module, is_first in self._modules if is_first}
         return {name: value for name, value in values.items() if value is not None}
 
     def take_values(self, values: Mapping[str, Any]) -> None:
-        """Set those of this rank's modules, each from a copy of its own."""
+        """Set the extra state of this rank's modules from copies of the values."""
         for name, module, _ in self._modules:
             if name in values:
                 module.set_extra_state(copy.deepcopy(values[name]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it for a checkpoint. Raises: ValueError naming what cannot be saved."""
+        """The tensors that a checkpoint stores. Raises: ValueError for extra state that cannot be saved."""
         tensors_by_name: dict[str, Tensor] = {}
         for name, value in self.values().items():
             try:
@@ -68,21 +68,21 @@ class ExtraState:
         return tensors_by_name
 
     def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
-        """Room for what the checkpoint has of it, and for what this rank's modules need of it."""
+        """Empty tensors for this rank's extra state in the checkpoint, and for state that must be there."""
         names = {name for name, *_ in self._modules}
         self._room = {
             record.of: torch.empty(record.part.full_shape, dtype=getattr(torch, record.dtype))
             for record in checkpoint.tensors.values()
             if f"{record.of.partition(f'.{_KEY}')[0]}.{_KEY}" in names
         }
-        # Modules without anything to say, such as those of a precision that is not used, were not saved once.
+        # Older checkpoints lack modules whose extra state is empty.
         needed = [name for name, value in self.values().items() if not _is_empty(value)]
         return {name: torch.empty(0, dtype=torch.uint8) for name in needed} | self._room
 
     def take(self) -> None:
-        """Set what was loaded into the room; tensors lie in host memory.
+        """Set the extra state that was loaded into the tensors of `expect`, in host memory.
 
-        Raises: KeyError, TypeError or ValueError for what was never saved.
+        Raises: KeyError, TypeError or ValueError for contents that were never saved.
         """
         room, self._room = self._room, {}
         for name in room.keys() & {name for name, *_ in self._modules}:

@@ -1,4 +1,4 @@
-"""The state of a model under training: all that checkpoints, exports and a user's own loop read and write of it."""
+"""The state of a model under training, as checkpoints, exports and a user's own loop read and write it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.settings.declare import check_argument, nearest
 
 @dataclass(eq=False)
 class ModelState:
-    """This rank's weights, gradients and optimizer state by the parameters' full names, and the record of a step."""
+    """This rank's weights, gradients and optimizer state, by the parameters' full names."""
 
     #: the model, cut into stages over the grid of processes
     pipeline: Pipeline
@@ -39,13 +39,13 @@ class ModelState:
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Parameters and buffers that are copies: full name -> that of the one that counts in checkpoints."""
+        """Copies among parameters and buffers: full name -> the original's, under which checkpoints store both."""
         copies = {name: name.removesuffix(SECOND_COPY) for name in self.buffers() if name.endswith(SECOND_COPY)}
         return {**self.pipeline.ties.originals, **copies}
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """Parameters of which this rank holds a part: full name -> which part."""
+        """The parts of divided parameters that this rank holds, by full name."""
         return self.pipeline.sharding.shards
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -63,7 +63,7 @@ class ModelState:
     def gradient(self, name: str) -> Tensor:
         """The gradient of one of this rank's parameters, as the last step left it (a view).
 
-        Where the optimizer's step is divided among ranks (`zero`), only the elements that this rank steps are summed.
+        If ranks divide the optimizer's step (`zero`), only the elements that this rank steps are summed over ranks.
         """
         gradients: dict[str, Tensor] = {}
         for buckets in self.trainer.gradients.values():
@@ -74,7 +74,7 @@ class ModelState:
         return gradients[name]
 
     def state(self, optimizer: bool = True) -> dict[str, LocalTensor]:
-        """This rank's part of the parameters, buffers and the optimizer's state, by full name: copy into it to load."""
+        """This rank's part of parameters, buffers and optimizer state by full name, as views to load into."""
         self.pipeline.options.check_unpacked("the state")
         state: dict[str, LocalTensor] = {}
         for name, values in (self.parameters() | self.buffers()).items():
@@ -89,7 +89,7 @@ class ModelState:
         Raises: ValueError on all ranks if one has an optimizer or a module with state that no checkpoint can hold.
         """
         grid = self.pipeline.grid
-        # Ranks that see other parts of a batch may each have another; as of buffers, the first one's is saved.
+        # Ranks that see other parts of a batch may differ in extra state; the first one's is saved, as with buffers.
         is_first = grid.dp_rank == grid.cp_rank == grid.tp_rank == 0
 
         def state() -> dict[str, LocalTensor]:
@@ -98,25 +98,27 @@ class ModelState:
         return on_all_ranks(state, partial(gather_json, group=grid.control), ValueError, message="{error}")
 
     def state_to_load(self, checkpoint: CheckpointInfo) -> dict[str, LocalTensor]:
-        """`state`, with room for what the checkpoint has of the optimizer's state and of the layers' extra state.
+        """`state`, and empty tensors for the checkpoint's optimizer state and extra state of this rank.
 
-        Raises: DamagedCheckpoint if there cannot be as much of it; ValueError if it is another optimizer's.
+        Raises: DamagedCheckpoint if a tensor is larger than the files; ValueError for another optimizer's state.
         """
-        most = sum(int(file["size_bytes"]) for file in checkpoint.files.values())
+        total_bytes = sum(int(file["size_bytes"]) for file in checkpoint.files.values())
         for record in checkpoint.tensors.values():
-            if math.prod(record.part.shape) > most:
-                raise DamagedCheckpoint(f"checkpoint {checkpoint.path} holds {most} bytes, but {record.of} is {record}")
+            if math.prod(record.part.shape) > total_bytes:
+                raise DamagedCheckpoint(
+                    f"checkpoint {checkpoint.path} holds {total_bytes} bytes, but {record.of} is {record}"
+                )
         if self.pipeline.grid.rank == 0:
             warn_of_attributes(checkpoint)
         state = self.state(optimizer=False) | self.pipeline.extra_state.expect(checkpoint)
         if not self.pipeline.options.learns:
             return state
         engine = checkpoint.extra.get("engine") if isinstance(checkpoint.extra, dict) else None
-        saved, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
-        if saved and saved != kinds:
+        saved_kinds, kinds = engine and engine["optimizer"].get("kinds"), self.trainer.optimizer.kinds
+        if saved_kinds and saved_kinds != kinds:
             raise ValueError(
-                f"checkpoint {checkpoint.path} has the state of {saved}, but this engine's optimizer is {kinds}; load "
-                "it with the optimizer that it was saved with"
+                f"checkpoint {checkpoint.path} has the state of {saved_kinds}, but this engine's optimizer is {kinds}; "
+                "load it with the optimizer that it was saved with"
             )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self.parameters().items():
@@ -130,16 +132,16 @@ class ModelState:
         for record in checkpoint.tensors.values():
             if not record.of.startswith(STATE):
                 continue
-            (kind, owner), shape = state_name(record.of), record.part.full_shape
-            for name in [owner] if is_of_all(owner) else names.get(owner, ()):
-                is_like = kind != FORM and shape == shapes.get(name)
-                stored[kind, name] = getattr(torch, record.dtype), None if is_like else shape
+            (kind, parameter), shape = state_name(record.of), record.part.full_shape
+            for name in [parameter] if is_of_all(parameter) else names.get(parameter, ()):
+                has_its_shape = kind != FORM and shape == shapes.get(name)
+                stored[kind, name] = getattr(torch, record.dtype), None if has_its_shape else shape
         return state | _local_state(self.trainer.optimizer.owned_state(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
-        """Memory that this rank's parameters, gradients and optimizer take, counted by storage: buckets are flat."""
+        """Bytes of this rank's parameters, gradients and optimizer state, each storage counted once."""
         trainer = self.trainer
-        buckets = [bucket for of_stage in trainer.gradients.values() for bucket in of_stage.buckets]
+        buckets = [bucket for stage_buckets in trainer.gradients.values() for bucket in stage_buckets.buckets]
         storages = [parameter.untyped_storage() for parameter in self.parameters().values()]
         return StateBytes(
             sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
@@ -148,20 +150,20 @@ class ModelState:
         )
 
     def progress(self) -> dict[str, Any]:
-        """The numbers that a resumed run needs beside `state`, as JSON values; the same on every rank."""
+        """The step and the optimizer's counters, as JSON values: with `state` all that a resumed run needs."""
         return {"step": self.step, "optimizer": self.trainer.optimizer.progress()}
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Go on from there, after the tensors of `state` have been loaded."""
+        """Go on from `progress`, after the tensors of `state` have been loaded."""
         self.pipeline.extra_state.take()
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.load_progress(progress["optimizer"])
 
     def check_call(self, call: str, **arguments: tuple[Any, Any]) -> None:
-        """Begin a method of this name, which all ranks call: refuse arguments of other types than those beside them.
+        """Begin the method `call` on all ranks: check that they are in the same one, and its arguments' types.
 
-        Raises: ValueError; DifferentCalls if a rank is in another method; on all ranks alike. PipelineError after
-        `close`, TransportError if a rank does not come in time.
+        arguments: name -> (value, type). Raises: ValueError for a wrong type, DifferentCalls if ranks are in different
+        methods, on all ranks alike; PipelineError after `close`; TransportError if a rank does not come in time.
         """
 
         def check() -> tuple[None, str]:
@@ -181,7 +183,7 @@ class ModelState:
 
 
 def _local_state(owned: Mapping[str, OwnedState], shards: Mapping[str, Shard]) -> dict[str, LocalTensor]:
-    """The optimizer state that this rank steps (see `Optimizer.owned_state`), by name, as views."""
+    """The state of `Optimizer.owned_state` by name, as views of this rank's slices."""
     tensors: dict[str, LocalTensor] = {}
     for name, state in owned.items():
         if state.place is None:

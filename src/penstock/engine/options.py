@@ -30,23 +30,23 @@ from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, w
 
 @dataclass(frozen=True)
 class EngineOptions(Settings):
-    """The settings of a run that do not belong to the model or the layout.
+    """The options of an engine: the settings of a run that belong neither to the model nor to the layout.
 
-    Those that are not listed below bear the names of a run's settings, which the page of settings explains.
+    Options that are not listed below are settings of a run, which the page of settings explains.
 
     Args:
-        schedule: the schedule to run, with its cut; a name alone will do, or a user's own: a function of the numbers of
-            ranks and microbatches that gives a `Schedule`, or the `Schedule` itself. It is proved before it runs.
-        optimizer: the optimizer's settings and schedules; its name, or a function that makes a torch.optim.Optimizer
-            from parameter groups, will do.
-        measure_lengths: lengths of a typical microbatch's sequences: units are measured on them before the cut, on the
-            first rank, and `auto` searches an order for their times; None for the units' estimated work.
-        learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no
-            fp32 masters and no state of an optimizer.
-        read_only: True for weights that nothing will change, load or save any more: on a CPU they are packed for their
-            products as they are read, in the place of the parameters. Only with learns=False, and so is quantize.
-        adapter: a LoraConfig of peft, a folder in its format, or the settings of a run: then these LoRA adapters are
-            trained, and nothing else.
+        schedule: the schedule to run, with its cut: a `ScheduleConfig`, a name, a `Schedule`, or a function of the
+            numbers of ranks and microbatches that gives one. It is proved before it runs.
+        optimizer: the optimizer with its learning rate and groups: an `OptimizerConfig`, a name, or a function that
+            makes a torch.optim.Optimizer from parameter groups.
+        measure_lengths: lengths of a typical microbatch's sequences. The first rank times the units on them, which
+            decides the cut, and the order if the schedule is `auto`. None uses the units' estimated work.
+        learns: False for an engine that only scores and generates. It keeps weights alone: no gradients, no fp32
+            masters and no optimizer state.
+        read_only: True for weights that nothing will change, load or save any more: on a CPU they are packed for
+            matrix multiplication as they are read, in place of the parameters. This and quantize need learns=False.
+        adapter: LoRA adapters, which alone are then trained: a LoraConfig of peft, a folder in its format, or the
+            adapter settings of a run.
 
     >>> options = EngineOptions("zb-h1", precision="bf16", optimizer=OptimizerConfig(LearningRate(3e-4)))
     >>> options.choice.name, options.optimizer.learning_rate(1)
@@ -81,13 +81,13 @@ class EngineOptions(Settings):
 
     def _check(self) -> None:
         if self.packs_for_good:
-            setting_given = f"quantize = {self.quantize}" if self.quantize is not Quantize.NONE else "read_only"
+            setting = f"quantize = {self.quantize}" if self.quantize is not Quantize.NONE else "read_only"
             if self.learns:
-                raise ConfigError(f"{setting_given} leaves no weights to train; give learns=False as well")
+                raise ConfigError(f"{setting} leaves no weights to train; give learns=False as well")
             if self.adapter is not None or self.precision is Precision.BF16_AUTOCAST:
                 what = "an adapter" if self.adapter is not None else "precision bf16-autocast"
                 raise ConfigError(
-                    f"{setting_given} packs weights as they are, and {what} needs them itself; leave out one of them"
+                    f"{setting} packs weights as they are, and {what} needs them itself; leave out one of them"
                 )
         if self.num_kept_microbatches and self.recompute in ("none", ()):
             raise ConfigError(
@@ -106,11 +106,11 @@ class EngineOptions(Settings):
 
     @property
     def packs_for_good(self) -> bool:
-        """True if packed weights take the place of parameters."""
+        """True if packed weights replace the parameters."""
         return self.read_only or self.quantize is not Quantize.NONE
 
     def check_unpacked(self, act: str) -> None:
-        """Refuse an act that needs the parameters themselves. Raises: ValueError where they have been packed."""
+        """Refuse an act that needs the parameters themselves. Raises: ValueError if they are packed."""
         if self.packs_for_good:
             raise ValueError(
                 f"{act} needs this engine's weights, which it has packed for good; make one without "
@@ -120,40 +120,40 @@ class EngineOptions(Settings):
     @classmethod
     def of(cls, config: RunConfig) -> "EngineOptions":
         """The options of an engine for a run."""
-        # Whatever is declared as a setting of the run is that setting's value; none is copied by hand.
-        ours = [setting for setting in walk_settings(cls()) if len(setting.path) == 1 and setting.name in SETTINGS]
-        same = {setting.path[0]: value_of(config, SETTINGS[setting.name].path) for setting in ours}
+        # An option that is declared as a setting of the run has that setting's value; none is copied by hand.
+        options = [setting for setting in walk_settings(cls()) if len(setting.path) == 1 and setting.name in SETTINGS]
+        values = {setting.path[0]: value_of(config, SETTINGS[setting.name].path) for setting in options}
         sections = {"schedule": config.schedule, "optimizer": config.optimizer.over(config.train.steps)}
-        # Those of a full microbatch.
+        # The sequences of a full microbatch.
         num_sequences = -(-config.data.num_sequences // config.parallel.dp // config.train.num_microbatches)
         lengths = (config.data.sequence_length,) * num_sequences if config.schedule.measure else None
-        return cls(**same, **sections, adapter=config.adapter, measure_lengths=lengths)
+        return cls(**values, **sections, adapter=config.adapter, measure_lengths=lengths)
 
     @property
     def choice(self) -> ScheduleChoice:
-        """The schedule, whichever way it was given."""
+        """The schedule, in whichever form it was given."""
         return replace(ScheduleChoice.of(self.schedule), num_kept=self.num_kept_microbatches)
 
     @property
     def cut(self) -> tuple[int, ...] | str | None:
-        """Units of each stage, by hand, as numbers or letters; None for the cut with the fastest slowest rank."""
+        """The numbers or letters of each stage's units; None for the cut whose slowest rank is fastest."""
         return self.choice.settings.cut
 
 
-# What users give an engine, and other libraries take so.
-_OF_A_STEP = {"criterion", "loss", "loss_fn", "loss_weight_fn"}
+# Arguments of a step, which other libraries take when they make an engine.
+_STEP_ARGUMENTS = {"criterion", "loss", "loss_fn", "loss_weight_fn"}
 
 
 def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
-    """The options with some replaced, by name. Raises: ConfigError for a name that none has; names the nearest one."""
+    """The options with changes by name. Raises: ConfigError for an unknown name, with the nearest known one."""
     options = options or EngineOptions()
-    known = [field.name for field in fields(options)]
-    if _OF_A_STEP & changes.keys():
-        option = min(_OF_A_STEP & changes.keys())
+    names = [field.name for field in fields(options)]
+    if _STEP_ARGUMENTS & changes.keys():
+        option = min(_STEP_ARGUMENTS & changes.keys())
         raise ConfigError(
             f"an engine has no option {option!r}: a loss, and its weights, are given with each batch, as in "
             "train_batch(batch, loss_fn, loss_weight_fn)"
         )
-    if unknown := sorted(changes.keys() - known):
-        raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], known)!r}")
+    if unknown := sorted(changes.keys() - names):
+        raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], names)!r}")
     return replace(options, **changes) if changes else options

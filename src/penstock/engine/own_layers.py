@@ -1,4 +1,4 @@
-"""A user's own layers: as units, and what they ask for of a microbatch by name."""
+"""A user's own layers: their units, and the arguments of their `forward` that come from a microbatch by name."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _COPY_OF = "_penstock_copy_of"
 
 @checked
 def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpec, ...]:
-    """A user's own layers as units (see `Engine.from_layers`); their linear layers can defer weight gradients.
+    """The units of a user's own layers, whose linear layers can then defer weight gradients.
 
-    Raises: ValueError, as there.
+    Raises: ValueError, as `Engine.from_layers`.
     """
     if not len(layers):
         raise ValueError("a model needs at least one layer")
     modules: list[nn.Module] = []
     makers: dict[int, Callable[..., nn.Module]] = {}
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         if isinstance(layer, partial):
-            # What the others know of it: names, shapes and dtypes.
-            makers[number] = partial(_made, layer, number)
-            layer = makers[number]()
+            # Other ranks need its names, shapes and dtypes.
+            makers[index] = partial(_make_layer, layer, index)
+            layer = makers[index]()
             if real := [name for name, parameter in layer.named_parameters() if not parameter.is_meta]:
                 raise ValueError(
-                    f"layer {number} is made on the rank that holds it, but its {real[0]!r} exists already; make the "
+                    f"layer {index} is made on the rank that holds it, but its {real[0]!r} exists already; make the "
                     "parameter in the layer, or give the layer itself"
                 )
-        modules.append(_prepared(layer, number))
-    units, tied = [], _tied(modules)
-    for number, layer in enumerate(modules):
+        modules.append(_prepare(layer, index))
+    units, ties = [], _tie(modules)
+    for index, layer in enumerate(modules):
         num_parameters = sum(p.numel() for p in layer.parameters())
         # A lookup costs next to nothing; anything else multiplies by each of its weights once.
         num_looked_up = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Embedding))
@@ -68,98 +68,99 @@ def units_of_layers(layers: Sequence[nn.Module | partial[Any]]) -> tuple[UnitSpe
             limits = Limits(layer.num_embeddings, sys.maxsize, bounds_labels=False, reads_positions=False)
         units.append(
             UnitSpec(
-                f"layers.{number}",
-                makers.get(number, lambda made=layer: made),
-                partial(_become, makers[number]) if number in makers else lambda module, seed: None,
+                f"layers.{index}",
+                makers.get(index, lambda layer=layer: layer),
+                partial(_become, makers[index]) if index in makers else lambda module, seed: None,
                 num_parameters,
                 flops_per_token,
                 is_own=True,
                 limits=limits,
-                tied=tied[number],
+                tied=ties[index],
             )
         )
     return tuple(units)
 
 
-def _prepared(layer: Any, number: int) -> nn.Module:
-    """A layer as a module whose linear layers can defer weight gradients."""
+def _prepare(layer: Any, index: int) -> nn.Module:
+    """Let a layer's linear layers defer weight gradients. Raises: ValueError if it is no module."""
     if not isinstance(layer, nn.Module):
-        raise ValueError(f"layer {number} is {type_in_words(layer)}; layers are torch.nn.Modules")
+        raise ValueError(f"layer {index} is {type_in_words(layer)}; layers are torch.nn.Modules")
     switch_linears(layer)
-    # A user has compiled it, or a part of it.
+    # The user has compiled the layer or a part of it.
     if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in layer.modules()):
         keep_linears_eager(layer)
     return layer
 
 
-def _made(maker: partial[Any], number: int, seed: int | None = None) -> nn.Module:
-    """A layer that its maker makes: a new one whose random numbers are those of the seed, or one without values."""
+def _make_layer(maker: partial[Any], index: int, seed: int | None = None) -> nn.Module:
+    """A new layer with random numbers of the seed; without a seed, one without values, on the meta device."""
     cpu = torch.device("cpu")
     with kept_random_state(cpu), torch.device("meta") if seed is None else cpu:
-        Randomness(seed or 0, 0, 0, 0, cpu).begin(f"new layers.{number}")
+        Randomness(seed or 0, 0, 0, 0, cpu).begin(f"new layers.{index}")
         try:
             layer = maker()
         except Exception as error:
             without = " without values" if seed is None else ""
-            raise ValueError(f"layer {number} cannot be made{without} by {maker.func}: {error}") from error
-    return _prepared(layer, number)
+            raise ValueError(f"layer {index} cannot be made{without} by {maker.func}: {error}") from error
+    return _prepare(layer, index)
 
 
 def _become(make: Callable[[int], nn.Module], module: nn.Module, seed: int) -> None:
     """Turn a layer without values into a new one."""
-    real = make(seed)
+    new = make(seed)
     vars(module).clear()
-    vars(module).update(vars(real))
+    vars(module).update(vars(new))
 
 
-def _tied(modules: list[nn.Module]) -> list[dict[str, str]]:
-    """For each layer, the parameters that earlier layers hold too -> their full names there; it gets copies of them.
+def _tie(modules: list[nn.Module]) -> list[dict[str, str]]:
+    """Give each layer copies of the parameters that earlier layers hold too; returns copy -> original for each layer.
 
-    On another rank such a copy begins with the owner's values, and the gradients of both are summed; beside its owner
-    it uses the owner's storage.
+    On another rank a copy begins with the original's values, and the gradients of both are summed. Beside its original
+    it uses the original's storage.
     """
-    owners: dict[nn.Parameter, str] = {}
+    originals: dict[nn.Parameter, str] = {}
     ties: list[dict[str, str]] = []
     for i, module in enumerate(modules):
-        # A copy that an engine made before knows what it is a copy of.
+        # A copy made by an earlier engine knows its original.
         named = {name: getattr(parameter, _COPY_OF, parameter) for name, parameter in module.named_parameters()}
-        shared = {name: owners[parameter] for name, parameter in named.items() if parameter in owners}
+        shared = {name: originals[parameter] for name, parameter in named.items() if parameter in originals}
         if shared and any(module is earlier for earlier in modules[:i]):
             if next(module.buffers(), None) is not None:
                 raise ValueError(f"layer {i} is layer {modules.index(module)} again, with buffers; give two modules")
             modules[i] = module = copy.deepcopy(module)
         elif shared:
-            _have_own({part for earlier in modules[:i] for part in earlier.modules()}, module)
+            _copy_shared_modules({part for earlier in modules[:i] for part in earlier.modules()}, module)
         for name in shared:
             if not hasattr(module.get_parameter(name), _COPY_OF):
-                copied = in_place_of(named[name], named[name].detach().clone())
-                setattr(copied, _COPY_OF, named[name])
-                place, _, key = name.rpartition(".")
-                setattr(module.get_submodule(place), key, copied)
-        owners |= {parameter: f"layers.{i}.{name}" for name, parameter in named.items() if name not in shared}
+                parameter_copy = in_place_of(named[name], named[name].detach().clone())
+                setattr(parameter_copy, _COPY_OF, named[name])
+                path, _, key = name.rpartition(".")
+                setattr(module.get_submodule(path), key, parameter_copy)
+        originals |= {parameter: f"layers.{i}.{name}" for name, parameter in named.items() if name not in shared}
         ties.append(shared)
     return ties
 
 
-def _have_own(earlier: set[nn.Module], layer: nn.Module) -> None:
-    """Replace submodules with parameters that earlier layers hold by copies, which are then tied."""
-    parts, made = list(layer.modules()), dict[int, Any]()
+def _copy_shared_modules(earlier: set[nn.Module], layer: nn.Module) -> None:
+    """Replace submodules that earlier layers hold by copies, whose parameters are then tied."""
+    parts, shared_tensors = list(layer.modules()), dict[int, Any]()
     for part in parts:
         # Tensors that are no parameters stay shared.
-        made |= {id(tensor): tensor for tensor in (*part.buffers(), *vars(part).values()) if isinstance(tensor, Tensor)}
+        values = (*part.buffers(), *vars(part).values())
+        shared_tensors |= {id(value): value for value in values if isinstance(value, Tensor)}
     for part in parts:
         if part not in earlier:
             for name, child in part._modules.items():
                 if child in earlier and next(child.parameters(), None) is not None:
-                    part._modules[name] = copy.deepcopy(child, made)
+                    part._modules[name] = copy.deepcopy(child, shared_tensors)
 
 
-# ---- What they ask for by name
+# ---- Their arguments
 
 
 @dataclass(eq=False)
 class OwnLayers:
-    """This rank's layers that are called by the names of their parameters: what they ask for of a microbatch."""
+    """This rank's layers that are called by the names of their parameters, and the keys of the batch that they take."""
 
     #: the name of the model's first unit, which is given the tokens alone
     _first: str
@@ -167,7 +168,7 @@ class OwnLayers:
     _stages: Mapping[int, Stage]
     #: the device of the batch's keys
     _device: torch.device
-    #: the keys for which no layer lacked anything, and true if this rank had metadata alone
+    #: the keys of the last batch that was checked, and True if this rank had its metadata alone
     _checked: tuple[frozenset[str], bool] | None = None
 
     @cached_property
@@ -176,7 +177,7 @@ class OwnLayers:
         return [call for stage in self._stages.values() for call in stage.calls]
 
     @cached_property
-    def _wanted(self) -> frozenset[str]:
+    def _keys(self) -> frozenset[str]:
         return frozenset[str]().union(*(call.parameters.keys for call in self.calls))
 
     @cached_property
@@ -186,24 +187,24 @@ class OwnLayers:
     @property
     def are_plain(self) -> bool:
         """True if all take and give the plain stream with its sequences, and ask for no more."""
-        return not (self._wanted or self._are_open or any(call.parameters.required for call in self.calls))
+        return not (self._keys or self._are_open or any(call.parameters.required for call in self.calls))
 
     def given(self, part: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
-        """All that this rank's units ask for of their microbatch by name, of which `part` is this rank's."""
-        wanted = sorted(self._wanted.intersection(part.keys))
-        return Given({key: part[key].to(self._device) for key in wanted}, randomness, numbers)
+        """The arguments that this rank's units take by name; `part` is this rank's part of the microbatch."""
+        keys = sorted(self._keys.intersection(part.keys))
+        return Given({key: part[key].to(self._device) for key in keys}, randomness, numbers)
 
     def prepare_for(self, batch: PackedBatch) -> None:
-        """Refuse a batch that they cannot take, as far as that is known before they run.
+        """Refuse a batch without a key that a layer needs, unless an earlier layer may give it.
 
         Raises:
-            ValueError: a layer of this rank needs more; names the layer.
+            ValueError: names the layer and the key.
         """
-        if (form := (frozenset(batch.keys), batch.data is None)) == self._checked:
+        if (keys_and_data := (frozenset(batch.keys), batch.data is None)) == self._checked:
             return
         for call in self.calls:
             call.lacks = call.lacking(batch.keys)
-            # What a user's own layer gives may be what the next one needs, which is known once it has run.
+            # An earlier layer may give what this one lacks, which is known once that has run.
             if call.lacks and (call.name == self._first or not self._are_open):
                 raise ValueError(call.lacks)
             if batch.data is None and (keys := sorted(call.parameters.keys.intersection(batch.keys))):
@@ -214,7 +215,7 @@ class OwnLayers:
                     "divides the rows itself, each document sees the others of its microbatch",
                     call.name,
                 )
-        self._checked = form
+        self._checked = keys_and_data
 
 
 def _attends_to_all_rows(call: UnitCall, keys: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Callbacks: a user's own objects that see each step, evaluation and checkpoint, and the end; and early stopping."""
+"""Callbacks, which see each step, evaluation and checkpoint of an engine: early stopping, and trackers of numbers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 @dataclass(eq=False)
 class Watchers:
-    """The callbacks of an engine (see `Engine.watch`), in the order in which they were added; every rank calls its own.
+    """The callbacks of an engine on this rank (see `Engine.watch`), in the order in which they were added.
 
-    One that raises on some rank ends the call on all.
+    If one of them raises, the call ends on all ranks.
     """
 
-    #: knows whether other ranks have any
+    #: told of callbacks, so that other ranks learn of them
     pipeline: Pipeline
     #: the callbacks, in order
     callbacks: list[Any] = field(default_factory=list)
@@ -41,19 +41,17 @@ class Watchers:
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks. Raises: ConfigError for one without any of the methods."""
         for callback in callbacks:
-            made = load_object(callback) if isinstance(callback, str) else callback
-            made = made() if isinstance(made, type) else made
-            if not any(callable(getattr(made, event, None)) for event in EVENTS):
+            instance = load_object(callback) if isinstance(callback, str) else callback
+            instance = instance() if isinstance(instance, type) else instance
+            if not any(callable(getattr(instance, event, None)) for event in EVENTS):
                 raise ConfigError(f"{callback!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
-            self.callbacks.append(made)
+            self.callbacks.append(instance)
             self.pipeline.is_watched = True
 
     def notify(self, event: str, *values: Any) -> bool:
-        """Call the method of that name of this rank's callbacks; all ranks do so at one point.
+        """Call the method `event` of the callbacks, on all ranks at one point; True if one of them returned True.
 
-        Returns whether one of them returned True.
-
-        Raises: CallbackError on all ranks, where one raised on some; the exception itself on a rank that is alone.
+        Raises: CallbackError on all ranks if a callback raised on one; the exception itself on a rank that is alone.
         """
         grid, recorder = self.pipeline.grid, self.pipeline.recorder
         if grid.control is None:
@@ -74,21 +72,21 @@ class Watchers:
             return on_all_ranks(act, gather, CallbackError, message="{error}")
 
     def call(self, event: str, *values: Any) -> bool:
-        """Call the callbacks on this rank alone; returns whether one of them asks the run to stop."""
-        asked = False
+        """Call the callbacks on this rank alone; True if one of them returned True."""
+        is_asked_to_stop = False
         for callback in self.callbacks:
             method = getattr(callback, event, None)
-            # All are called, whatever those before them ask for.
-            asked |= method is not None and method(*values) is True
-        return asked
+            # All are called, even if an earlier one asks to stop.
+            is_asked_to_stop |= method is not None and method(*values) is True
+        return is_asked_to_stop
 
 
 @checked
 @dataclass(eq=False)
 class EarlyStop:
-    """Stops once `patience` evaluations in a row have not lowered the loss by more than `min_delta`.
+    """Stops after `patience` evaluations in a row that have not lowered the loss by more than `min_delta`.
 
-    Every rank has the same losses, so all stop at the same evaluation.
+    All ranks see the same losses, so they stop at the same evaluation.
 
     >>> stop = EarlyStop(patience=2)
     >>> [stop.on_evaluation(step, loss) for step, loss in enumerate([3.0, 2.0, 2.5, 2.0])]
@@ -99,7 +97,7 @@ class EarlyStop:
 
     #: evaluations without improvement that end the run
     patience: int
-    #: what counts as an improvement
+    #: the least decrease of the loss that counts as an improvement
     min_delta: float = 0.0
     #: the lowest loss so far
     best: float = field(default=math.inf, init=False)
@@ -113,11 +111,11 @@ class EarlyStop:
 
     @property
     def stopped(self) -> bool:
-        """True once the patience is at its end."""
+        """True after `patience` evaluations without improvement."""
         return self.num_worse >= self.patience
 
     def on_evaluation(self, step: int, loss: float) -> bool:
-        """Note the loss of an evaluation; returns whether to stop."""
+        """Note the loss of an evaluation; True to stop."""
         if loss < self.best - self.min_delta or (self.best == math.inf and math.isfinite(loss)):
             self.best, self.num_worse = float(loss), 0
         else:
@@ -134,25 +132,25 @@ class EarlyStop:
         self.num_worse = int(state["num_worse"])
 
 
-def step_numbers(taken: TrainResult) -> dict[str, float | int | bool]:
+def step_numbers(result: TrainResult) -> dict[str, float | int | bool]:
     """The numbers of a step that every tracker writes, by name."""
-    seconds = taken.step_time_s
+    seconds = result.step_time_s
     return {
-        "loss": taken.loss,
-        "grad_norm": taken.grad_norm,
-        "learning_rate": taken.learning_rate,
-        "loss_scale": taken.loss_scale,
-        "success": taken.success,
-        "num_tokens": taken.num_tokens,
-        "tokens_per_s": taken.num_tokens / seconds if seconds else 0.0,
-        "idle_share": taken.idle_share,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "loss_scale": result.loss_scale,
+        "success": result.success,
+        "num_tokens": result.num_tokens,
+        "tokens_per_s": result.num_tokens / seconds if seconds else 0.0,
+        "idle_share": result.idle_share,
         "step_time_s": seconds,
-        **taken.aux_losses.metrics(),
-        **taken.metrics,
+        **result.aux_losses.metrics(),
+        **result.metrics,
     }
 
 
-# ---- Trackers: each writes the same numbers of a run, by step and name, somewhere else; one rank has them
+# ---- Trackers: destinations of a run's numbers, on one rank
 
 
 PROMETHEUS_FILE = "metrics.prom"
@@ -173,8 +171,8 @@ class Tracker(Protocol):
 class PrometheusFile:
     """The latest value of each number as a gauge ``penstock_<name>``, in a file for Prometheus's textfile collector.
 
-    The file is replaced in one go, so that a reader never sees half of it. A number that is not finite is written as
-    Prometheus spells it.
+    The file is replaced at once, so that a reader never sees half of it. Prometheus has words of
+    its own for NaN and infinities.
     """
 
     #: the file, in a folder that exists
@@ -188,7 +186,6 @@ class PrometheusFile:
         lines = []
         for name, value in self._values.items():
             gauge = f"penstock_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
-            # Python's words for what is not finite are other ones.
             spelt = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))
             lines += [f"# TYPE {gauge} gauge", f"{gauge} {spelt}"]
         new = self._path.with_suffix(".new")
@@ -197,7 +194,7 @@ class PrometheusFile:
             os.replace(new, self._path)
 
     def close(self) -> None:
-        """Leave the file as it is: the collector goes on reading it."""
+        """Leave the file, which the collector goes on reading."""
 
 
 class WandbTracker:
@@ -269,9 +266,9 @@ class Trackers:
         for tracker in self.trackers:
             tracker.close()
 
-    def on_step(self, taken: TrainResult) -> None:
+    def on_step(self, result: TrainResult) -> None:
         """Write the numbers of a step."""
-        self.write(taken.step, step_numbers(taken))
+        self.write(result.step, step_numbers(result))
 
     def on_evaluation(self, step: int, loss: EvaluationLoss) -> None:
         """Write the numbers of an evaluation."""
