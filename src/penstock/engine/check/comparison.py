@@ -36,16 +36,16 @@ from penstock.settings.declare import words_of
 
 @dataclass(eq=False)
 class Check:
-    """One check: the parts, the batch, and how many steps and microbatches there are."""
+    """One check: parts and a batch, computed by a plain loop and in each `Way`."""
 
     parts: OwnParts
     batch: PackedBatch
     layout: Layout
     num_steps: int
-    #: numbers of microbatches: the usual one, and another
+    #: the number of microbatches, and another one to compare with
     num_microbatches: int
     other_num: int
-    #: what the plain loop computes
+    #: the quantities of the plain loop
     plain: Observed = field(default_factory=Observed)
     #: full names of the parameters
     parameters: frozenset[str] = frozenset()
@@ -58,12 +58,12 @@ class Check:
 
     @property
     def watched(self) -> set[str]:
-        """The layers whose outputs are compared: not those of which one module stands in several places."""
-        num_places = Counter(map(id, self.parts.layers))
+        """The names of layers whose outputs are compared: all but a module that stands in several places."""
+        num_uses = Counter(map(id, self.parts.layers))
         return {
             part.name if isinstance(part, UnitSpec) else f"layers.{i}"
             for i, part in enumerate(self.parts.layers)
-            if num_places[id(part)] == 1
+            if num_uses[id(part)] == 1
         }
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
@@ -104,7 +104,7 @@ class Check:
         ranks.turns.run(work)
 
     def compare(self, way: Way, plain: Observed, run: Callable[[Observed], object]) -> Difference | None:
-        """The first place where what `run` computes parts from the plain loop; None if there is none."""
+        """The first difference between the quantities that `run` computes and the plain loop's; None if they agree."""
         observed, error = Observed(), None
         try:
             run(observed)
@@ -112,17 +112,17 @@ class Check:
             error = caught
         steps = {place.step for place in observed.values}
         for place, expected in plain.values.items():
-            is_there = place in observed.values
-            if is_there and has_equal_bits(expected, observed.values[place]):
+            was_computed = place in observed.values
+            if was_computed and has_equal_bits(expected, observed.values[place]):
                 continue
-            if not is_there and (error or place.step not in steps or place.kind is Quantity.OUTPUT):
+            if not was_computed and (error or place.step not in steps or place.kind is Quantity.OUTPUT):
                 continue
-            values = difference_in_words(expected, observed.values[place]) if is_there else "it is not there"
+            values = difference_in_words(expected, observed.values[place]) if was_computed else "it is not there"
             if place.kind is Quantity.GRADIENT and place.name in observed.reached:
                 values += f"; rank {observed.reached[place.name]}, which does not hold it, reaches it, too"
             what = f"{place.kind.value} {place.name}".strip() + " differs"
-            number = None if place.microbatch < 0 else place.microbatch
-            return Difference(way, place.step, number, what, values, self._causes(way, place, observed.reached))
+            microbatch = None if place.microbatch < 0 else place.microbatch
+            return Difference(way, place.step, microbatch, what, values, self._causes(way, place, observed.reached))
         if error is None:
             return None
         causes = self._causes(way, Point(1, Quantity.OUTPUT, -1, ""), {})
@@ -132,7 +132,7 @@ class Check:
         return Difference(way, step, None, "the engine fails", values, causes)
 
     def _causes(self, way: Way, place: Point, reached: Mapping[str, int]) -> tuple[Cause, ...]:
-        """Usual causes of a difference there, the likeliest first."""
+        """The usual causes of a difference at a place, the likeliest first."""
         is_parameter = place.kind is Quantity.STATE and place.name in self.parameters
         match way:
             case Way.AGAIN:
@@ -149,72 +149,72 @@ class Check:
         return Cause.LEFT_BEHIND, Cause.CALLS, Cause.IN_PLACE
 
     def differences(self) -> Iterator[Difference]:
-        """The first place of each way that parts from the plain loop; after one in stages there is no other."""
+        """The first difference of each way; after a difference in stages no other way is tried."""
         self.run_plain(self.parts.copied(), self.num_microbatches, self.num_steps, self.plain)
         with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
-            for way, look in self._ways(Path(folder)).items():
-                if (difference := look()) is not None:
+            for way, first_difference in self._ways(Path(folder)).items():
+                if (difference := first_difference()) is not None:
                     yield difference
                     if way in (Way.AGAIN, Way.STAGES, Way.APART):
                         return
 
     def _ways(self, folder: Path) -> dict[Way, Callable[[], Difference | None]]:
-        """All ways in their order, each as a function that looks for its first difference."""
+        """All ways in order, each with a function that gives its first difference."""
         num, steps, layout = self.num_microbatches, range(1, self.num_steps + 1), self.layout
 
-        def staged(way: Way, layout: Layout, steps: range, **changes: Any) -> Callable[[], Difference | None]:
+        def in_stages(way: Way, layout: Layout, steps: range, **changes: Any) -> Callable[[], Difference | None]:
             return partial(self.compare, way, self.plain, partial(self.run_engine, layout, num, steps, **changes))
 
         def with_fewer() -> Difference | None:
             plain = self.run_plain(self.parts.copied(), self.other_num, 1, Observed())
             return self.compare(Way.SPLIT, plain, partial(self.run_engine, layout, self.other_num, steps[:1]))
 
-        ways = {Way.AGAIN: self._again, Way.STAGES: staged(Way.STAGES, layout, steps, folder=folder)}
+        ways = {Way.AGAIN: self._again, Way.STAGES: in_stages(Way.STAGES, layout, steps, folder=folder)}
         apart = Layout(pp=min(len(self.parts.layers), _MOST_STAGES))
         # Stages of one layer share nothing; layers that are tied may lie together.
         if apart.pp > layout.pp and not any(unit.tied for unit in self.parts.copied().units()):
-            ways[Way.APART] = staged(Way.APART, apart, steps, schedule=ScheduleConfig())
+            ways[Way.APART] = in_stages(Way.APART, apart, steps, schedule=ScheduleConfig())
         return ways | {
-            Way.RESUMED: staged(Way.RESUMED, layout, steps[1:], folder=folder),
-            Way.RECOMPUTED: staged(Way.RECOMPUTED, layout, steps, recompute="full"),
+            Way.RESUMED: in_stages(Way.RESUMED, layout, steps[1:], folder=folder),
+            Way.RECOMPUTED: in_stages(Way.RECOMPUTED, layout, steps, recompute="full"),
             Way.SPLIT: with_fewer,
             Way.SUMS: self._sums,
         }
 
     def _again(self) -> Difference | None:
-        """Compare a second plain loop, while the layers that were given have other values: copies do not read them."""
+        """Compare a second plain loop, while the original layers have other values: copies must not read those."""
         layers = [layer for layer in self.parts.layers if isinstance(layer, nn.Module)]
         tensors = {id(tensor): tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
         floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
         if self.strangers:
-            ours = any(tensor is stranger for tensor in floats for stranger in self.strangers)
+            is_original = any(tensor is stranger for tensor in floats for stranger in self.strangers)
             values = f"it is of {list(self.strangers[0].shape)}"
-            cause = Cause.ELSEWHERE if ours else Cause.UNTRAINED
+            cause = Cause.ELSEWHERE if is_original else Cause.UNTRAINED
             return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
-        again = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
+        second_loop = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
         before = [tensor.detach().clone() for tensor in floats]
         for tensor in floats:
             tensor.data.add_(1.0)
         try:
-            return self.compare(Way.AGAIN, self.plain, again)
+            return self.compare(Way.AGAIN, self.plain, second_loop)
         finally:
             for tensor, values in zip(floats, before, strict=True):
                 tensor.data.copy_(values)
 
     def _sums(self) -> Difference | None:
-        """Compare the batch's loss, weight and outputs in evaluation with those of another number of microbatches."""
-        (loss, weight, rows), (other_loss, other_weight, others) = map(
+        """Compare the batch's loss, weight and outputs in evaluation for both numbers of microbatches."""
+        (loss, weight, rows), (other_loss, other_weight, other_rows) = map(
             self._evaluated, (self.num_microbatches, self.other_num)
         )
         differs = partial(Difference, Way.SUMS, 1, None)
         if not math.isclose(weight, other_weight, rel_tol=1e-6):
             values = f"{weight:.9g} and {other_weight:.9g}"
             return differs("the sum of loss_weight_fn differs", values, (Cause.NO_SUM,))
-        # Layers that draw random numbers in evaluation too give others in other microbatches.
+        # Layers that draw random numbers in evaluation too depend on the number of microbatches.
         if self._evaluated(self.num_microbatches, self.parts.options.seed + 1)[0] != loss:
             return None
-        if rows is not None and others is not None:
-            spread = float((rows - others).abs().max() / rows.abs().max().clamp_min(1e-12))
+        if rows is not None and other_rows is not None:
+            spread = float((rows - other_rows).abs().max() / rows.abs().max().clamp_min(1e-12))
             if spread > _ROUNDING:
                 what, values = "what the last layer gives for a sequence differs", f"by {spread:.3g} of the largest"
                 return differs(what, values, (Cause.MIXED, Cause.UNDECLARED))
@@ -224,24 +224,24 @@ class Check:
         return None
 
     def _evaluated(self, num: int, seed: int | None = None) -> tuple[float, float, Tensor | None]:
-        """A batch's loss and weight in evaluation mode, and the last layer's rows, if they are those of tokens."""
-        parts, parted, outputs = self.parts.copied(), self.split(num), list[Any]()
+        """The batch's loss and weight in evaluation mode, and the last layer's rows if it gives one for each token."""
+        parts, batch_split, outputs = self.parts.copied(), self.split(num), list[Any]()
         seed = parts.options.seed if seed is None else seed
         parts = replace(parts, options=replace(parts.options, seed=seed))
-        loop, microbatches = parts.plain_loop(), parted.microbatches
+        loop, microbatches = parts.plain_loop(), batch_split.microbatches
         list(loop.modules.values())[-1].register_forward_hook(lambda module, arguments, output: outputs.append(output))
         losses = loop.losses_of(microbatches, 1, training=False)
         weight = math.fsum(float(parts.loss_weight_fn(microbatch)) for microbatch in microbatches)
         shapes = [output.shape[:1] if isinstance(output, Tensor) else None for output in outputs]
         are_rows = shapes == [(microbatch.num_tokens,) for microbatch in microbatches]
-        rows = merge([output.detach().double() for output in outputs], parted) if are_rows else None
+        rows = merge([output.detach().double() for output in outputs], batch_split) if are_rows else None
         return math.fsum(map(float, losses)) * weight, weight, rows
 
 
 _MOST_STAGES = 8
-"""Stages of one layer each; each is a thread."""
+"""The most stages of one layer each; each is a thread."""
 _ROUNDING = 1e-3
-"""The part of a value by which sums in another order may differ."""
+"""The relative difference that sums in another order may have."""
 
 
 _CHANGE_BITS = ("compile", "adapter", "quantize", "measure_lengths")
@@ -283,7 +283,7 @@ def check(
 
 
 def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: int) -> CheckReport:
-    """The check of parts on a batch; see `check`. Raises: ValueError, and whatever the parts raise in a plain loop."""
+    """Check parts on a batch; see `check`. Raises: ValueError, and whatever the parts raise in a plain loop."""
     if layout.world_size != layout.pp or layout.pp < 2:
         raise ValueError(f"a check runs pipeline stages alone, two or more, not {layout}; give Layout(pp=2)")
     if steps < 2:
@@ -293,8 +293,8 @@ def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: in
         raise ValueError(f"a check needs a batch with data, of 2 items or more to split; this one has {num_items}")
     num = min(4, num_items)
     other = num - num // 2
-    made = replace(parts, options=_comparable(parts.options))
-    differences = tuple(Check(made, batch, layout, steps, num, other).differences())
+    parts = replace(parts, options=_comparable(parts.options))
+    differences = tuple(Check(parts, batch, layout, steps, num, other).differences())
     compared = (
         f"{steps} steps in {layout.pp} stages as in a plain loop, after a save and load, under activation "
         f"checkpointing, and with {num} and {other} microbatches"
@@ -303,11 +303,11 @@ def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: in
 
 
 def _comparable(options: EngineOptions) -> EngineOptions:
-    """The options with which bits are compared: on the CPU where no device is named. Raises: ValueError."""
-    usual = EngineOptions()
-    if others := [name for name in _CHANGE_BITS if getattr(options, name) != getattr(usual, name)]:
-        value = getattr(options, others[0])
-        raise ValueError(f"a check compares bits, which {others[0]} = {value!r} changes; leave it out")
+    """The options with which bits are compared: on the CPU unless a device is named. Raises: ValueError."""
+    defaults = EngineOptions()
+    if changing := [name for name in _CHANGE_BITS if getattr(options, name) != getattr(defaults, name)]:
+        value = getattr(options, changing[0])
+        raise ValueError(f"a check compares bits, which {changing[0]} = {value!r} changes; leave it out")
     if options.precision in (Precision.FP16, Precision.BF16_AUTOCAST):
         raise ValueError(f"precision = {options.precision} cannot be checked; possible are fp32, fp64 and bf16")
     device = "cpu" if options.device == "auto" else options.device
@@ -315,9 +315,9 @@ def _comparable(options: EngineOptions) -> EngineOptions:
 
 
 def compare_run(config: RunConfig, num_stages: int, steps: int, num_layers: int) -> CheckReport:
-    """The check of a run's model, cut down to its first layers, with weights of its seed, on made-up tokens.
+    """Check a run's model, cut down to its first layers, with weights of its seed, on made-up tokens.
 
-    Raises: ValueError where the settings cannot go together, or the model cannot be checked.
+    Raises: ValueError if the settings cannot go together, or the model cannot be checked.
     """
     settings = check_run(with_pretrained(config))
     shape = replace(settings.model, pretrained=None, num_layers=min(settings.model.num_layers, num_layers))
@@ -335,6 +335,6 @@ def compare_run(config: RunConfig, num_stages: int, steps: int, num_layers: int)
 
 
 _LENGTHS = (24, 17, 31, 20, 28, 19)
-"""Those of the made-up documents; so few of their tokens have no label that the last layer computes all rows."""
+"""Lengths of the made-up documents. So few of their tokens lack a label that the last layer computes all rows."""
 _VOCAB_SIZE = 256
-"""The tokens of a model that takes the number from its tokenizer."""
+"""The vocabulary of a model whose settings leave it to the tokenizer."""

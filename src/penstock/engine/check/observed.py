@@ -20,7 +20,7 @@ from penstock.engine.checkpoint.manifest import random_state
 
 
 class Quantity(enum.Enum):
-    """A kind of number that is compared, in the order in which a step computes them."""
+    """A kind of quantity that is compared, in the order in which a step computes them."""
 
     OUTPUT = "the output of"
     LOSS = "the loss"
@@ -30,7 +30,7 @@ class Quantity(enum.Enum):
 
 
 class Point(NamedTuple):
-    """The place of a number: in steps and microbatches (-1 for none), and of which layer or tensor it is."""
+    """The place of a quantity: step, kind, microbatch (-1 for none), and layer or tensor."""
 
     step: int
     kind: Quantity
@@ -40,20 +40,20 @@ class Point(NamedTuple):
 
 @dataclass(eq=False)
 class Observed:
-    """All that one way has computed, in the order of a plain loop."""
+    """All quantities that one way has computed, in the order of a plain loop."""
 
-    #: a digest of each output, the other numbers themselves
+    #: digests of outputs; losses, gradients and state themselves
     values: dict[Point, Any] = field(default_factory=dict)
-    #: parameters that a rank has reached without holding them, with that rank
+    #: parameter that a rank has reached without holding it -> that rank
     reached: dict[str, int] = field(default_factory=dict)
-    #: the width of what the first of the layers gives
+    #: width of the first layer's output
     width: int = 0
     _step: int = 0
-    #: by layer, how often it was called in this step
+    #: layer -> its calls in this step
     _calls: Counter[str] = field(default_factory=Counter)
 
     def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-        """Note what the layers of these names give from now on, microbatch after microbatch."""
+        """Note the outputs of the layers of these names from now on, microbatch after microbatch."""
 
         def note(name: str, module: nn.Module, arguments: Any, output: Any) -> None:
             self.values[Point(self._step, Quantity.OUTPUT, self._calls[name], name)] = _digest(output)
@@ -65,23 +65,23 @@ class Observed:
             modules[name].register_forward_hook(partial(note, name))
 
     def take(self, loop: PlainLoop | EngineInTurn, microbatches: Sequence[PackedBatch], step: int) -> None:
-        """Take a step; note what it has computed, and the state that it left, as torch's `state_dict` has it."""
+        """Take a step; note its losses and gradients, and the `state_dict` and random numbers that it leaves."""
         self._step, self._calls = step, Counter()
         loop.take_step(microbatches)
-        for number, loss in enumerate(loop.losses):
-            self.values[Point(self._step, Quantity.LOSS, number, "")] = loss.detach().clone()
+        for microbatch, loss in enumerate(loop.losses):
+            self.values[Point(self._step, Quantity.LOSS, microbatch, "")] = loss.detach().clone()
         for name, gradient in loop.gradients.items():
             self.values[Point(self._step, Quantity.GRADIENT, -1, name)] = gradient
         for layer, module in loop.modules.items():
-            for key, state in module.state_dict().items():
-                value = state.detach().clone() if isinstance(state, Tensor) else _digest(state)
+            for key, entry in module.state_dict().items():
+                value = entry.detach().clone() if isinstance(entry, Tensor) else _digest(entry)
                 self.values[Point(self._step, Quantity.STATE, -1, f"{layer}.{key}")] = value
         state = random_state()
         self.values[Point(self._step, Quantity.RANDOM, -1, "")] = _digest([state["torch"], state.get("cuda")])
 
 
 def _digest(value: Any) -> int:
-    """A number that tells apart values of different bits: tensors, numbers, text, and containers of them."""
+    """A digest of the bits of tensors, numbers, text, and containers of them."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest = zlib.crc32(str((value.dtype, tuple(value.shape))).encode())

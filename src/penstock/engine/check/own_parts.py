@@ -35,7 +35,7 @@ class OwnParts:
     options: EngineOptions
 
     def copied(self) -> OwnParts:
-        """Copies of all, in which whatever they have in common is one thing again. Raises: ValueError."""
+        """Copies, which share among themselves what the originals share. Raises: ValueError if one cannot be copied."""
         optimizer, memo = self.options.optimizer, dict[int, Any]()
         parts = [list(self.layers), self.loss_fn, self.loss_weight_fn, optimizer.factory, optimizer.scheduler]
         for function in _functions(parts):
@@ -47,32 +47,32 @@ class OwnParts:
                 f"a layer, the loss or the optimizer cannot be copied: {words_of(error)}; a check works on copies, by "
                 "copy.deepcopy"
             ) from error
-        made = replace(optimizer, factory=factory, scheduler=scheduler)
-        return OwnParts(layers, loss_fn, weight_fn, replace(self.options, optimizer=made))
+        optimizer = replace(optimizer, factory=factory, scheduler=scheduler)
+        return OwnParts(layers, loss_fn, weight_fn, replace(self.options, optimizer=optimizer))
 
     @cached_property
     def device(self) -> torch.device:
-        """The device on which all is computed, here and by all ranks."""
+        """The device of the plain loop and of all ranks."""
         return agree_on_device(self.options.device, lambda view: [view], 0)
 
     def units(self) -> Sequence[UnitSpec]:
-        """The layers as the engine takes them. Raises: ValueError, as `Engine.from_layers`."""
+        """The units of the layers. Raises: ValueError, as `Engine.from_layers`."""
         units = [layer for layer in self.layers if isinstance(layer, UnitSpec)]
         return units or units_of_layers(self.layers)  # pyright: ignore[reportArgumentType]  # all are, or none
 
     def plain_loop(self) -> PlainLoop:
-        """A plain loop over these very layers."""
+        """A plain loop over these layers themselves."""
         return PlainLoop(self.units(), self.loss_fn, self.loss_weight_fn, self.options, self.device)
 
     def engine(self, ranks: RanksInTurn, rank: int, hidden_size: int, changes: Mapping[str, Any]) -> EngineInTurn:
-        """One rank's engine of these very layers."""
+        """One rank's engine of these layers themselves."""
         options = replace(self.options, **changes)
         pipeline = PipelineInTurn(ranks, rank, self.units(), hidden_size, options)
         return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)
 
 
 def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions among parts, and those that modules have as attributes, hooks among them."""
+    """The functions among parts, and among the attributes and hooks of modules."""
     for part in parts:
         if isinstance(part, FunctionType):
             yield part
@@ -86,13 +86,13 @@ def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
 
 
 def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """A function whose variables are copies, as another process has; `deepcopy` gives the function itself."""
+    """A copy of a function and of the variables that it closes over; `deepcopy` gives the function itself."""
     if function.__closure__ is None or id(function) in memo:
         return memo.get(id(function), function)
     cells = tuple(CellType() for _ in function.__closure__)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, made
-    vars(made).update(vars(function))
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, new
+    vars(new).update(vars(function))
     for cell, old_cell in zip(cells, function.__closure__, strict=True):
         try:
             value = old_cell.cell_contents
@@ -102,5 +102,5 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType
         except ValueError:
             continue  # a variable without a value
         except (TypeError, RuntimeError):
-            cell.cell_contents = old_cell.cell_contents  # what cannot be copied, such as a file, is the same for all
-    return made
+            cell.cell_contents = old_cell.cell_contents  # something that cannot be copied, such as a file
+    return new

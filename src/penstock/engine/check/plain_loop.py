@@ -24,17 +24,17 @@ from penstock.parallel import GradientBuckets, sum_tied
 
 
 class PlainLoop:
-    """A user's own layers, which learn by a plain loop in one process."""
+    """The training of a user's own layers by a plain loop in one process."""
 
     #: the layers by name, in order
     modules: dict[str, nn.Module]
     #: parameters by full name
     parameters: dict[str, nn.Parameter]
-    #: what each microbatch of the last step added to its loss
+    #: each microbatch's share of the last step's loss
     losses: list[Tensor]
     #: the gradients of the last step by full name, before clipping
     gradients: dict[str, Tensor]
-    #: tensors that the last loss has reached and that require a gradient, but are no parameter of a layer
+    #: tensors with a gradient of the last loss that are no parameter of a layer
     strangers: list[Tensor]
     #: steps taken
     _num_steps: int
@@ -44,9 +44,9 @@ class PlainLoop:
     _device: torch.device
     #: see `UnitSpec.present`
     _present: Callable[[Tensor], Any] | None
-    #: by layer, the parameters of its `forward`
-    _asked: dict[str, Parameters]
-    #: gradients, the parameters that are tied, and the optimizer of all
+    #: layer -> the parameters of its `forward`
+    _signatures: dict[str, Parameters]
+    #: gradients, ties between parameters, and the optimizer of all
     _buckets: GradientBuckets
     _ties: Ties
     _optimizer: Optimizer
@@ -68,12 +68,12 @@ class PlainLoop:
             for key, parameter in module.named_parameters()
         }
         self._present = units[-1].present
-        self._asked = {name: Parameters.of(module) for name, module in self.modules.items()}
+        self._signatures = {name: Parameters.of(module) for name, module in self.modules.items()}
         self._ties = Ties.of(units, self.parameters, 1)
-        groups = ParameterGroups(options.optimizer, self._ties.originals)
-        freeze(self.parameters, groups)
-        self._buckets = GradientBuckets(list(self.parameters.items()), group_of=groups.number)
-        self._optimizer = Optimizer([self._buckets], groups, ties=self._ties.originals)
+        parameter_groups = ParameterGroups(options.optimizer, self._ties.originals)
+        freeze(self.parameters, parameter_groups)
+        self._buckets = GradientBuckets(list(self.parameters.items()), group_of=parameter_groups.number)
+        self._optimizer = Optimizer([self._buckets], parameter_groups, ties=self._ties.originals)
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         """Take the next step."""
@@ -85,44 +85,44 @@ class PlainLoop:
         sum_tied(self._ties.tied, gradients, None)
         self._optimizer.step(self._num_steps)
 
-    def losses_of(self, microbatches: Sequence[PackedBatch], number: int, training: bool = True) -> list[Tensor]:
-        """Each microbatch's part of the loss of the step of that number; in training gradients are added up."""
+    def losses_of(self, microbatches: Sequence[PackedBatch], step: int, training: bool = True) -> list[Tensor]:
+        """Each microbatch's share of the loss of a step; in training their gradients are accumulated."""
         factor = 1.0 / sum(float(self._loss.loss_weight_fn(microbatch)) for microbatch in microbatches)
         losses = list[Tensor]()
-        known = list(self.parameters.values())
+        parameters = list(self.parameters.values())
         for module in self.modules.values():
             module.train(training)
         with kept_random_state(self._device), torch.set_grad_enabled(training):
-            for position, microbatch in enumerate(microbatches):
-                numbers = Numbers(position, len(microbatches), number)
+            for index, microbatch in enumerate(microbatches):
+                numbers = Numbers(index, len(microbatches), step)
                 loss = self._loss(self._output(microbatch, numbers, training), microbatch, numbers) * factor
                 losses.append(loss.detach())
                 if training:
-                    self.strangers = [tensor for tensor in _leaves(loss) if not any(tensor is p for p in known)]
+                    self.strangers = [leaf for leaf in _leaves(loss) if not any(leaf is p for p in parameters)]
                     loss.backward()
         return losses
 
     def _output(self, microbatch: PackedBatch, numbers: Numbers, training: bool) -> Any:
         """The last layer's output for a microbatch."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
-        given_by_name = Given(
+        named_values = Given(
             {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
         )
         randomness = Randomness(self._seed, numbers.step - training, 0, numbers.microbatch, self._device)
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)
-            args, named = self._asked[name].arguments(x, sequences, given_by_name)
+            args, named = self._signatures[name].arguments(x, sequences, named_values)
             x = module(*args, **named)
         return x if self._present is None else self._present(x)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors in which the loss's backward leaves gradients."""
-    seen, left = set[Any](), [loss.grad_fn]
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
+    """The tensors that get a gradient in the loss's backward."""
+    seen, nodes = set[Any](), [loss.grad_fn]
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
-            left += [further for further, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
             if (leaf := getattr(node, "variable", None)) is not None:
                 yield leaf

@@ -39,24 +39,24 @@ from penstock.settings import Groups, Layout
 
 
 class RankLeft(RuntimeError):
-    """Another rank has failed, so that this one waits in vain."""
+    """Another rank has failed, for which this one waits."""
 
 
 class Turns:
-    """Lets the ranks of one process run one at a time, each as far as it can go without the others."""
+    """The turns of the ranks of one process: one runs at a time, as far as it can go without the others."""
 
-    #: by rank, set while it is that rank's turn
+    #: rank -> event that is set during its turn
     _turns: list[threading.Event]
-    #: for each rank that is not done, whether it can go on
+    #: unfinished rank -> returns True if it can go on
     _ready: dict[int, Callable[[], bool]]
-    #: the first error of a rank; all others end then
+    #: the first error of a rank, which ends all others
     _error: BaseException | None
 
     def __init__(self, num_ranks: int) -> None:
         self._turns = [threading.Event() for _ in range(num_ranks)]
 
     def run(self, work: Callable[[int], object]) -> None:
-        """Run each rank's work to its end. Raises: the first error of a rank, which ends all."""
+        """Run `work(rank)` of each rank to its end. Raises: the first error of a rank, which ends all."""
         num_ranks, state = len(self._turns), random_state()
         self._ready, self._error = {rank: lambda: True for rank in range(num_ranks)}, None
 
@@ -91,40 +91,40 @@ class Turns:
             raise RankLeft(f"another rank failed: {self._error}")
 
     def _hand_over(self, rank: int) -> None:
-        """Let the next rank run that can; after an error each, so that it ends."""
+        """Let the next rank run that can go on; after an error each in turn, so that it ends."""
         self._turns[rank].clear()
         order = sorted(self._ready, key=lambda other: (other - rank - 1) % len(self._turns))
-        able = [other for other in order if self._error is not None or self._ready[other]()]
-        if order and not able:
+        runnable = [other for other in order if self._error is not None or self._ready[other]()]
+        if order and not runnable:
             self._error = RankLeft("no rank can go on: each waits for another")
         if order:
-            self._turns[(able or order)[0]].set()
+            self._turns[(runnable or order)[0]].set()
 
 
-# ---- What ranks send each other
+# ---- Messages and collectives between the ranks
 
 
 @dataclass(eq=False)
 class _CallsInTurn:
-    """The collectives of a group, as torch.distributed calls them on one rank; each has ended once it is launched."""
+    """The collectives of a group as torch.distributed calls them on one rank; each has ended when its call returns."""
 
-    #: the turns of all ranks, those of the group by their numbers in the layout, and this one's place among them
+    #: the turns of all ranks, the group's ranks in the layout, and this rank's index in the group
     turns: Turns
     ranks: tuple[int, ...]
-    place: int
-    #: by collective, what the ranks that have come to it bring
-    brought: list[dict[int, Tensor]]
+    index: int
+    #: collective -> the values of the ranks that have entered it, by index
+    values: list[dict[int, Tensor]]
     #: this rank's collectives so far
-    _number: int = 0
+    _num_entered: int = 0
 
     def _exchange(self, value: Tensor) -> list[Tensor]:
         """All ranks' values for the next collective, in the order of the group."""
-        if self._number == len(self.brought):
-            self.brought.append({})
-        values = self.brought[self._number]
-        self._number += 1
-        values[self.place] = value.clone()
-        self.turns.wait_until(lambda: len(values) == len(self.ranks), self.ranks[self.place])
+        if self._num_entered == len(self.values):
+            self.values.append({})
+        values = self.values[self._num_entered]
+        self._num_entered += 1
+        values[self.index] = value.clone()
+        self.turns.wait_until(lambda: len(values) == len(self.ranks), self.ranks[self.index])
         return [values[other] for other in range(len(self.ranks))]
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *options: Any) -> Done:
@@ -134,7 +134,7 @@ class _CallsInTurn:
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Done:
         values = torch.stack(self._exchange(tensors[0]))
-        # Sums are in the order of ranks, so that all have the same bits.
+        # Summed in the order of ranks, so that all have the same bits.
         is_max = options.reduceOp == dist.ReduceOp.MAX
         tensors[0].copy_(values.amax(0) if is_max else values.sum(0, dtype=values.dtype))
         return Done()
@@ -148,7 +148,7 @@ class _CallsInTurn:
 class _ArrivalInTurn:
     """A posted receive, which lets other ranks run until its message is there."""
 
-    #: the receipt of the queue, and who waits for it
+    #: the receipt of the queue, and the rank that waits for it
     receipt: Receipt
     turns: Turns
     rank: int
@@ -163,7 +163,7 @@ class _ArrivalInTurn:
 
 @dataclass(eq=False)
 class LinkInTurn(InProcessTransport):
-    """Messages between ranks that run in turn; each arrives in memory of its own, as from another process."""
+    """The messages between ranks that run in turn; each arrives in new memory, as from another process."""
 
     #: the turns of all ranks
     turns: Turns
@@ -187,44 +187,44 @@ class RanksInTurn:
     device: torch.device
     turns: Turns = field(init=False)
     hub: InProcessHub = field(default_factory=InProcessHub)
-    #: by group, see `_CallsInTurn`
-    _brought: defaultdict[str, list[dict[int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    #: group -> `_CallsInTurn.values`
+    _values: defaultdict[str, list[dict[int, Tensor]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.layout.world_size)
 
     def grid(self, rank: int) -> Grid:
         """The place of a rank, and its groups."""
-        everyone = self.layout.groups("pp")
-        control = self._group("control", everyone, rank)
+        all_ranks = self.layout.groups("pp")
+        control = self._group("control", all_ranks, rank)
         return Grid(
             self.layout,
             self.device,
             rank,
             control=control,
-            # A checkpoint is written by a thread of its own, which must not share a group.
-            background=self._group("background", everyone, rank),
+            # The thread that writes a checkpoint needs a group of its own.
+            background=self._group("background", all_ranks, rank),
             pp_control=control,
             batch_control=control,
             model_control=control,
-            mirror_group=self._group("mirror", mirrored(everyone), rank),
+            mirror_group=self._group("mirror", mirrored(all_ranks), rank),
         )
 
     def _group(self, name: str, groups: Groups, rank: int) -> GroupHere | None:
         ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
         if len(ranks) == 1:
             return None
-        name, place = f"{name} {ranks}", ranks.index(rank)
-        return GroupHere(place, len(ranks), name, _CallsInTurn(self.turns, ranks, place, self._brought[name]))
+        name, index = f"{name} {ranks}", ranks.index(rank)
+        return GroupHere(index, len(ranks), name, _CallsInTurn(self.turns, ranks, index, self._values[name]))
 
 
 class PipelineInTurn(Pipeline):
     """The pipeline of one of the ranks that share this process."""
 
-    #: all of them, and which this is
+    #: all of the ranks, and this one
     _ranks: RanksInTurn
     _rank: int
-    #: what the last program gave on the last stage, by microbatch
+    #: losses of the last step by microbatch, on the last stage
     losses: list[Tensor]
 
     def __init__(
@@ -237,7 +237,7 @@ class PipelineInTurn(Pipeline):
         return self._ranks.grid(self._rank)
 
     def _failure_group(self) -> None:
-        """Nobody: an error of one rank ends the turns of all."""
+        """No group: an error of one rank ends the turns of all."""
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         return LinkInTurn(self._ranks.hub, self._rank, self._ranks.turns)
@@ -250,25 +250,25 @@ class PipelineInTurn(Pipeline):
 class TrainerInTurn(Trainer):
     """A trainer that notes the gradients that the program of its last step has left, before ties are summed."""
 
-    #: by full name
-    computed: dict[str, Tensor]
+    #: gradients by full name
+    program_gradients: dict[str, Tensor]
 
     def step_weights(self, *arguments: Any) -> tuple[Update, AuxLossReport]:
         views = (view for buckets in self.gradients.values() for view in buckets.gradients.items())
-        self.computed = {name: view.clone() for name, view in views}
+        self.program_gradients = {name: view.clone() for name, view in views}
         return super().step_weights(*arguments)
 
 
 class EngineInTurn(Engine):
     """The engine of one of the ranks that share this process, with the step of a `PlainLoop`."""
 
-    #: note what they compute
+    #: note the losses and gradients of a step
     pipeline: PipelineInTurn
     trainer: TrainerInTurn
     # As of any engine.
     grid: Grid
     watchers: Watchers
-    #: what the program of the last step has computed
+    #: losses and gradients of the last step
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     #: the loss, and its weight
@@ -291,4 +291,4 @@ class EngineInTurn(Engine):
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         """Take the next step."""
         self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)
-        self.losses, self.gradients = self.pipeline.losses, self.trainer.computed
+        self.losses, self.gradients = self.pipeline.losses, self.trainer.program_gradients

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Cause(enum.Enum):
-    """A usual cause of a difference: what a part of a user's own does, and what it may do instead."""
+    """A usual cause of a difference: a mistake in a user's own part, and what to do instead."""
 
     CHANCE = (
         "two plain loops do not have this in common: random numbers of another source than torch's generators (which "
@@ -70,7 +70,7 @@ class Cause(enum.Enum):
 
 
 class Way(enum.Enum):
-    """A way of computing the steps that is held against the plain loop."""
+    """A way of computing the steps, which is compared with the plain loop."""
 
     AGAIN = "a second plain loop"
     STAGES = "in stages"
@@ -83,14 +83,14 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where one of the engine's ways parts from the plain loop."""
+    """The first difference between one way and the plain loop."""
 
     #: the way that differs
     way: Way
-    #: step, counted from 1, and microbatch, counted from 0, where one is known
+    #: step, counted from 1, and microbatch, counted from 0; None if the microbatch is not known
     step: int
     microbatch: int | None
-    #: what differs, in words such as "the gradient of layers.2.weight differs"
+    #: the quantity that differs, in words such as "the gradient of layers.2.weight differs"
     what: str
     #: both values in a few words, or the engine's own error
     values: str
@@ -104,7 +104,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The findings of a check.
+    """The result of a check.
 
     >>> layers = [torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)]
     >>> batch = PackedBatch.from_documents([torch.arange(n) for n in (5, 3, 6, 4)])
@@ -113,9 +113,9 @@ class CheckReport:
     (True, None)
     """
 
-    #: of each way that was held against the plain loop and parted from it, the first place
+    #: the first difference of each way that differs from the plain loop
     differences: tuple[Difference, ...]
-    #: what was compared, in words
+    #: the comparison, in words
     compared: str
 
     @property
@@ -129,7 +129,7 @@ class CheckReport:
         return self.differences[0] if self.differences else None
 
     def raise_if_different(self) -> None:
-        """For a test of one's own. Raises: AssertionError with the report, if anything differs."""
+        """Raise if anything differs, as a test does. Raises: AssertionError with the report."""
         if self.differences:
             raise AssertionError(str(self))
 
@@ -138,7 +138,7 @@ class CheckReport:
             return f"equal, bit for bit: {self.compared}"
         lines = [str(self.first)]
         causes = () if Cause.REFUSED in self.first.causes else self.first.causes
-        for number, cause in enumerate(causes):
-            lines.append(f"  {'or' if number else 'usual cause'}: {cause.text}")
+        for i, cause in enumerate(causes):
+            lines.append(f"  {'or' if i else 'usual cause'}: {cause.text}")
         lines += map(str, self.differences[1:])
         return "\n".join(lines)
