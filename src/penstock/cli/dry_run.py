@@ -82,11 +82,11 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     # Autocast casts for no GPU that is not there.
     device = "cpu" if config.train.precision is Precision.BF16_AUTOCAST else None
     run = RehearsedRun.of(config, device, data.corpus.vocab_size, data.fullest_lengths())
-    options, units = run.engine.options, decoder_units(shape)
+    options, units = run.arguments.options, decoder_units(shape)
     placement, times = options.choice.placement(ours.pp), _measured(run, config)
     if times is not None:
         cut, choice = timed_cut(units, placement, options, times)
-        run = replace(run, batch=replace(run.batch, cut=(cut, choice)))
+        run = replace(run, batch=replace(run.batch, timed_cut=(cut, choice)))
     else:
         cut, choice = cut_units(units, placement, options), options.choice
     num_microbatches = len(run.batch.parts.microbatches)
@@ -134,11 +134,11 @@ def _stage_plans(
     run: RehearsedRun, cut: Sequence[range], placement: schedule.Placement, rehearsals: Sequence[Rehearsal]
 ) -> list[StagePlan]:
     """The stages, each with what the first rank that holds it keeps."""
-    layout = run.engine.layout
-    units = run.engine.units(ModelGroups())
+    layout = run.arguments.layout
+    units = run.arguments.units(ModelGroups())
     # As the rank with the largest shards holds them.
-    largest = run.engine.units(ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep))
-    work = [unit.work(run.engine.options.label_share) for unit in units]
+    largest = run.arguments.units(ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep))
+    work = [unit.work(run.arguments.options.label_share) for unit in units]
     plans = []
     for number in range(placement.num_stages):
         members = cut[number % len(cut)]
@@ -160,12 +160,14 @@ def _stage_plans(
 
 def _measured(run: RehearsedRun, config: RunConfig) -> Costs | None:
     """The units' times on this machine, if the run would measure them too."""
-    options = run.engine.options
+    options = run.arguments.options
     if options.measure_lengths is None or config.parallel.pp == 1:
         return None
     torch.set_num_threads(config.parallel.num_threads)
     device = torch.device("cuda" if torch.cuda.is_available() and config.parallel.device != "cpu" else "cpu")
-    return times_here(run.engine.units(ModelGroups()), run.engine.hidden_size, options.measure_lengths, options, device)
+    return times_here(
+        run.arguments.units(ModelGroups()), run.arguments.hidden_size, options.measure_lengths, options, device
+    )
 
 
 def show_dry_run(config: RunConfig, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Weights on their way from one engine to another of the same world: no disk, one tensor at a time."""
+"""The transfer of weights from one engine to another in the same world: no disk, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.settings.declare import check_argument
 _ASK_AGAIN_S = 0.002
 
 Slices = Mapping[str, Sequence[tuple[TensorSlice, Tensor]]]
-"""A rank's tensors by the names under which they count: slices with their values, as views; copies stand beside."""
+"""A rank's tensors by their originals' names: slices with their values, as views; tied copies are listed with them."""
 
 
 # ---- an engine as other engines know it
@@ -45,7 +45,7 @@ Slices = Mapping[str, Sequence[tuple[TensorSlice, Tensor]]]
 
 @dataclass(eq=False, repr=False)
 class WeightEndpoint:
-    """An engine as other engines know it: weights leave from it and reach it; each process of the world has one."""
+    """An engine as a source or target of weights; every process of the world has one."""
 
     #: sizes of the grid's axes
     layout: Layout
@@ -53,9 +53,9 @@ class WeightEndpoint:
     options: EngineOptions
     #: the engine's number among all that the world has made
     _number: int
-    #: this process's part of the model; None where it has none
+    #: this process's part of the model; None outside of the layout
     _local: Pipeline | None = None
-    #: the last version that has passed here, where there is no part of the model
+    #: the version of the last transfer, on processes without a part of the model
     _seen: int = field(default=0, init=False)
 
     @cached_property
@@ -64,25 +64,25 @@ class WeightEndpoint:
 
     @cached_property
     def _transfers(self) -> dict[WeightEndpoint, WeightTransfer]:
-        """Another engine -> the way to it."""
+        """Another engine -> the transfer to it."""
         return {}
 
     @property
     def is_here(self) -> bool:
-        """True on the ranks of the engine's layout; elsewhere weights can be sent from it and to it, and no more."""
+        """True on the ranks of the engine's layout; other processes can only take part in `send_weights`."""
         return self._local is not None
 
     @property
     def version(self) -> int:
-        """The version of the weights: the optimizer steps that they have seen, here or where they came from."""
+        """The version of the weights: the optimizer steps taken, here or in the engine that sent them."""
         return self._seen if self._local is None else self._local.step
 
     def send_weights(self, to: WeightEndpoint) -> int:
         """Give another engine this one's weights, buffers and extra state, bit for bit; returns their version.
 
-        All ranks of both engines call it on the one that sends; elsewhere it does nothing. Their layouts and ranks may
-        differ in everything, or be the same. Nothing is written to disk, and a rank holds no more than its parts of
-        both engines and what it sends or receives of one tensor. The engine that receives has `learns=False`.
+        All ranks of both engines call it on the one that sends; elsewhere it does nothing. The two may have any
+        layouts and ranks. Nothing is written to disk, and beyond its parts of both engines a rank holds only what it
+        sends or receives of one tensor. The engine that receives has `learns=False`.
 
         Raises:
             ValueError: the models differ, naming the first tensor; on all ranks alike, with nothing sent.
@@ -127,14 +127,14 @@ class WeightEndpoint:
         return version
 
     def weights_wait(self, to: WeightEndpoint) -> bool:
-        """True if this engine's first rank waits in `send_weights` for the other engine; asked on ranks of that."""
+        """True if this engine's first rank waits in `send_weights`; called on ranks of the engine `to`."""
         if not dist.is_initialized():
             return False
         place = _place(self, to)
         return _visits(place, self._world_ranks[0]) > _visits(place, own_world_rank())
 
     def close(self) -> None:
-        """Leave the ways to other engines."""
+        """Close the transfers to other engines."""
         for transfer in self._transfers.values():
             transfer.close()
         self._transfers.clear()
@@ -144,7 +144,7 @@ class WeightEndpoint:
 
 
 class RemoteEngine(WeightEndpoint):
-    """An engine on other ranks of the world, which make it at the same point: it meets others for weights alone."""
+    """An engine on other ranks of the world, as this process sees it: it takes part in transfers of weights alone."""
 
     def __init__(self, layout: Layout, options: EngineOptions) -> None:
         grid = connect(layout, options.device, timedelta(seconds=options.timeout_s))
@@ -153,7 +153,7 @@ class RemoteEngine(WeightEndpoint):
     if not TYPE_CHECKING:  # attributes that are misspelt are found
 
         def __getattr__(self, name: str) -> Any:
-            """Say why this process has no part of the engine, where it is asked for one."""
+            """Explain that this process has no part of the engine. Raises: PipelineError."""
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise PipelineError(
@@ -162,27 +162,27 @@ class RemoteEngine(WeightEndpoint):
             )
 
 
-# ---- the way from one engine to another
+# ---- the transfer from one engine to another
 
 
 _Piece = tuple[TensorSlice, int, int]
-"""A slice of a tensor that goes from one process to another, part of a slice of each: slice, source, target."""
+"""A slice of a tensor, the process that sends it, and the one that receives it."""
 
 
 class WeightTransfer:
-    """The way of weights from one engine to another; every rank of either makes it at the same point.
+    """The transfer of weights from one engine to another; every rank of either makes it at the same point.
 
-    Raises: TransportError naming ranks that have not come in time.
+    Raises: TransportError naming ranks that did not come in time.
     """
 
-    #: the processes of the engine that sends, of the one that receives, and of both, in order; and this one
+    #: processes of the engine that sends, of the one that receives, and of both in order; and this process
     sources: Sequence[int]
     targets: Sequence[int]
     ranks: Sequence[int]
     rank: int
-    #: carries slices, on host memory; None where one process has both engines alone
+    #: carries slices, on host memory; None if one process has both engines alone
     group: RenewableGroup | None
-    #: name -> the slices that leave this process or arrive on it; None before the first transfer
+    #: name -> slices that this process sends or receives; None before the first transfer
     _pieces: dict[str, list[_Piece]] | None
 
     def __init__(self, source: WeightEndpoint, target: WeightEndpoint) -> None:
@@ -199,7 +199,7 @@ class WeightTransfer:
     def run(
         self, source: Slices, target: Slices, version: int | None, extra: Mapping[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """Copy every tensor of the source into the target's; returns version and extra state of the source's ranks.
+        """Copy the source's tensors into the target's; returns the version and extra state of the source's ranks.
 
         Raises:
             ValueError: the models differ, naming the first tensor; on all ranks alike, before anything is sent.
@@ -220,20 +220,20 @@ class WeightTransfer:
             raise TransportError(
                 f"weights were not sent: a rank of {list(self.ranks)} has ended or did not come in time ({error})"
             ) from error
-        return next(one for one in versions if one is not None), extra
+        return next(value for value in versions if value is not None), extra
 
     def close(self) -> None:
-        """Cut the way, so that nobody waits in it."""
+        """Close the group, so that no rank waits in it."""
         if self.group is not None:
             cut_backends(self.group.backends())
 
     def _meet(self, place: str, timeout_s: float) -> int:
-        """Wait until all ranks have come as often as this one; returns how often.
+        """Wait until all ranks have made this transfer as often as this one; returns how often.
 
-        Raises: TransportError naming those that have not; this one has then not come either.
+        Raises: TransportError naming ranks that have not, after which this rank does not count as there either.
         """
-        number, deadline = _visits(place, self.rank), time.monotonic() + timeout_s
-        while missing := [other for other in self.ranks if _visits(place, other) < number]:
+        num_visits, deadline = _visits(place, self.rank), time.monotonic() + timeout_s
+        while missing := [other for other in self.ranks if _visits(place, other) < num_visits]:
             if time.monotonic() > deadline:
                 _visits(place, self.rank, -1)
                 raise TransportError(
@@ -241,31 +241,32 @@ class WeightTransfer:
                     "send_weights"
                 )
             time.sleep(_ASK_AGAIN_S)
-        return number
+        return num_visits
 
     def _plan(self, by_rank: Mapping[int, Any]) -> dict[str, list[_Piece]]:
-        """This rank's part in each tensor's way, in one order on all ranks. Raises: ValueError if models differ."""
-        sent, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
-        wanted, takers = _tensors({rank: by_rank[rank][1] for rank in self.targets})
-        for name in [*sent, *wanted]:
-            form_sent, form_wanted = sent.get(name), wanted.get(name)
-            if form_sent is None or form_wanted is None:
-                lacks = "sends" if form_sent is None else "receives"
+        """The slices that this rank moves, by name, in one order on all ranks. Raises: ValueError if models differ."""
+        source_forms, holders = _tensors({rank: by_rank[rank][0] for rank in self.sources})
+        target_forms, takers = _tensors({rank: by_rank[rank][1] for rank in self.targets})
+        for name in [*source_forms, *target_forms]:
+            source_form, target_form = source_forms.get(name), target_forms.get(name)
+            if source_form is None or target_form is None:
+                lacks = "sends" if source_form is None else "receives"
                 raise ValueError(
                     f"weights cannot be sent, because the engine that {lacks} has no {name}; both need the same model, "
                     "with the same adapters"
                 )
-            if form_sent != form_wanted:
+            if source_form != target_form:
                 raise ValueError(
-                    f"weights cannot be sent, because {name} is {form_sent} in the engine that sends, and "
-                    f"{form_wanted} in the one that receives; both need the same model in the same precision"
+                    f"weights cannot be sent, because {name} is {source_form} in the engine that sends, and "
+                    f"{target_form} in the one that receives; both need the same model in the same precision"
                 )
         return {
-            name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]] for name in sent
+            name: [piece for piece in _pieces(holders[name], takers[name]) if self.rank in piece[1:]]
+            for name in source_forms
         }
 
     def _extra_state(self, rank_state: Mapping[str, Any]) -> dict[str, Any]:
-        """The extra state that the source's ranks have; of one name that of the first. Tensors lie in host memory."""
+        """The extra state of the source's ranks, from the first rank that has a name. Tensors lie in host memory."""
 
         def sendable() -> tuple[None, list[str]]:
             check_portable(rank_state)
@@ -273,14 +274,14 @@ class WeightTransfer:
 
         _, names = shown_to_all_ranks(sendable, partial(gather_json, group=self.group), TypeError)
         states: dict[str, Any] = {}
-        for number, of_rank in enumerate(names):
-            if not states.keys() >= set(of_rank):
-                states = broadcast_value(rank_state, number, self.group) | states
+        for index, rank_names in enumerate(names):
+            if not states.keys() >= set(rank_names):
+                states = broadcast_value(rank_state, index, self.group) | states
         return states
 
     @torch.no_grad()
     def _move(self, pieces: Sequence[_Piece], held: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
-        """Send and receive the slices of one tensor; memory beyond both engines' is that of what leaves or arrives."""
+        """Send and receive the slices of one tensor; extra memory is that of the slices that leave or arrive."""
         works, leaving, arriving = [], dict[TensorSlice, Tensor](), list[tuple[Tensor, list[Tensor]]]()
         for part, source, target in pieces:
             places = [values[part.within(outer)] for outer, values in into if _contains(outer, part)]
@@ -295,9 +296,9 @@ class WeightTransfer:
                 works.append(self.group.send([_bytes(leaving[part])], self.ranks.index(target), 0))
             else:
                 assert self.group is not None
-                # A slice arrives in its place, if that is a run of host memory.
-                lands = places[0].device.type == "cpu" and places[0].is_contiguous() and not places[0].is_neg()
-                buffer = places[0] if lands else torch.empty(places[0].shape, dtype=places[0].dtype)
+                # A slice is received in place if that is contiguous host memory.
+                in_place = places[0].device.type == "cpu" and places[0].is_contiguous() and not places[0].is_neg()
+                buffer = places[0] if in_place else torch.empty(places[0].shape, dtype=places[0].dtype)
                 works.append(self.group.recv([_bytes(buffer)], self.ranks.index(source), 0))
                 arriving.append((buffer, places))
         for work in works:
@@ -317,19 +318,19 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _place(source: WeightEndpoint, target: WeightEndpoint) -> str:
-    """The beginning of the store's keys under which two engines meet to send weights from one to the other."""
+    """The prefix of the store's keys for transfers from one engine to another."""
     return f"penstock/weights/{source._number}-{target._number}"
 
 
 def _visits(place: str, rank: int, more: int = 0) -> int:
-    """The number of times that a process has come to a place, `more` times included."""
+    """Add `more` to the number of times that a process has entered a transfer, and return it."""
     return default_store().add(f"{place}/{rank}", more)
 
 
 # ---- two models
 
 _View = Mapping[str, tuple[str, Sequence[int], Sequence[Any]]]
-"""A rank's tensors: name -> dtype and whole shape in words, that shape, and its slices' places and shapes."""
+"""A rank's tensors: name -> dtype and whole shape as text, that shape, and its slices' starts and shapes."""
 
 
 def _view(slices_by_name: Slices) -> _View:
@@ -342,7 +343,7 @@ def _view(slices_by_name: Slices) -> _View:
 
 
 def _tensors(by_rank: Mapping[int, _View]) -> tuple[dict[str, str], dict[str, dict[TensorSlice, list[int]]]]:
-    """An engine's tensors: name -> their form in words, and name -> slices with the processes that have them."""
+    """An engine's tensors: name -> dtype and shape as text, and name -> slices with the processes that hold them."""
     forms, holders = {}, {}
     for rank, view in by_rank.items():
         for name, (form, full_shape, parts) in view.items():
@@ -354,11 +355,11 @@ def _tensors(by_rank: Mapping[int, _View]) -> tuple[dict[str, str], dict[str, di
 
 
 def _pieces(
-    holders_by_part: Mapping[TensorSlice, Sequence[int]], wanted: Mapping[TensorSlice, Sequence[int]]
+    holders_by_part: Mapping[TensorSlice, Sequence[int]], targets_by_part: Mapping[TensorSlice, Sequence[int]]
 ) -> Iterable[_Piece]:
-    """One tensor's slices on their way: from the process itself where it has them, else from the holders in turn."""
+    """The slices of one tensor to move: from the target itself if it has them, else from the holders in turn."""
     turn = 0
-    for target_part, targets in wanted.items():
+    for target_part, targets in targets_by_part.items():
         for target in targets:
             for part, holders in holders_by_part.items():
                 common = part.overlap(target_part)

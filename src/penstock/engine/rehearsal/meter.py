@@ -1,7 +1,7 @@
-"""Measures what a rank's actions take: memory by kind, arithmetic and bytes moved, on tensors with data or without.
+"""A meter of a rank's actions: memory by kind, arithmetic and bytes moved, on tensors with data or without.
 
 Every operation passes a dispatch mode. A storage is followed by a weak reference from the operation that made it until
-it is freed, so what is counted is what is alive, whoever holds it.
+it is freed, so it is counted while it is alive, whoever holds it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _LiveStorage:
 
 
 _StorageChange = tuple[_LiveStorage, MemoryKind | None, MemoryKind | None]
-"""A block, and its kind before and after: None before where it was made, None after where it was freed."""
+"""A block, and its kind before and after: None before it is made, None after it is freed."""
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class _MeteredInterval:
 class Meter(TorchDispatchMode):
     """Follows this thread's storages and operations; entered before the tensors to follow are made.
 
-    A `Recorder` also reports to it where each action ends. What an action leaves behind is on a tape, unless it is
-    claimed as something else.
+    A `MeteredRecorder` tells it when each action ends. Storages that an action leaves alive are on a tape, unless they
+    are claimed as another kind.
     """
 
     #: one point for each action that has ended since `restart`
@@ -64,7 +64,7 @@ class Meter(TorchDispatchMode):
     _blocks: dict[int, _LiveStorage]
     #: bytes that are alive, by kind
     _alive: dict[MemoryKind, int]
-    #: what has happened since the last action ended
+    #: changes and counts since the last action ended
     _interval: _MeteredInterval
 
     def __init__(self) -> None:
@@ -73,10 +73,10 @@ class Meter(TorchDispatchMode):
         self._blocks, self._alive = {}, dict.fromkeys(MemoryKind, 0)
         self._interval = _MeteredInterval(dict(self._alive))
 
-    # ---- what others tell
+    # ---- intervals and kinds
 
     def restart(self) -> None:
-        """Forget what was measured; what is alive and was not claimed is neither tape nor transient."""
+        """Forget all measurements; storages that are alive and unclaimed become of the kind OTHER."""
         for block in self._blocks.values():
             if block.kind in (MemoryKind.TAPE, MemoryKind.TRANSIENT):
                 self._move(block, MemoryKind.OTHER)
@@ -140,7 +140,7 @@ class Meter(TorchDispatchMode):
     # ---- storages
 
     def _block_of(self, tensor: Tensor) -> _LiveStorage | None:
-        """The block of a tensor's storage, which is alive from now on if it was not known; None if it has none."""
+        """The block of a tensor's storage, entered here if it is new; None for a tensor without storage."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
@@ -176,7 +176,7 @@ class Meter(TorchDispatchMode):
         self._interval.changes.append((block, before, after))
 
     def _settle(self, rest: MemoryKind) -> BytesByKind:
-        """Begin a new interval. What is alive and has no kind yet is `rest`. Returns bytes at the old one's peak."""
+        """Begin a new interval; transient storages become `rest`. Returns bytes by kind at the old one's peak."""
         interval = self._interval
         for block in {id(block): block for block, _, _ in interval.changes}.values():
             if block.is_alive and block.kind is MemoryKind.TRANSIENT:
@@ -189,13 +189,13 @@ class Meter(TorchDispatchMode):
 
 
 def _at_peak(interval: _MeteredInterval) -> BytesByKind:
-    """Bytes by kind when most was alive; what was made in the interval counts as what it is at the end of it."""
-    total = most = sum(interval.start.values())
+    """Bytes by kind at the peak; storages made in the interval count as the kind that they have at its end."""
+    total = peak = sum(interval.start.values())
     num_until_peak = 0
     for i, (block, before, after) in enumerate(interval.changes):
         total += block.num_bytes * ((after is not None) - (before is not None))
-        if total > most:
-            most, num_until_peak = total, i + 1
+        if total > peak:
+            peak, num_until_peak = total, i + 1
     num_bytes = dict(interval.start)
     for block, *kinds in interval.changes[:num_until_peak]:
         final = block.kind if block.is_alive else MemoryKind.TRANSIENT
@@ -212,7 +212,7 @@ def _some(alive: dict[MemoryKind, int]) -> BytesByKind:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors among an operation's arguments or results, which may lie in lists."""
+    """The tensors among an operation's arguments or results, also in lists."""
     if isinstance(values, Tensor):
         return [values]
     if not isinstance(values, tuple | list):
@@ -227,7 +227,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _touched_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements, each counted once where several are one in memory."""
+    """Bytes of a tensor's memory; elements that are one in memory (stride 0) count once."""
     num_elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         num_elements *= size if stride or not size else 1
@@ -236,7 +236,7 @@ def _touched_bytes(tensor: Tensor) -> int:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """True if the operation moves no data: it gives another view of its input, or memory as it is."""
+    """True if the operation moves no data: it returns a view, or uninitialised memory."""
     schema = func._schema
     shows = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return shows or schema.name.startswith(("aten::empty", "aten::new_empty"))
@@ -246,20 +246,20 @@ def _is_view(func: Any) -> bool:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, of_keys: int = 1, of_values: int = 1) -> float:
-    """The two products of attention, or so many by the widths of keys and of values; heads come before tokens.
+    """Operations of attention: products over the width of keys and over that of values; heads come before tokens.
 
-    Torch's own formula knows no grouped heads before 2.12.
+    Torch's own formula lacks grouped heads before 2.12.
     """
     return 2.0 * q.shape[:-1].numel() * k.shape[2] * (of_keys * q.shape[-1] + of_values * v.shape[-1])
 
 
 def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Scores are computed again; keys, queries and values have their gradients, and so have the scores."""
+    """Operations of attention's backward: the scores again, and gradients of queries, keys, values and scores."""
     return _attention(q, k, v, of_keys=3, of_values=2)
 
 
 def _attention_of_tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> float:
-    """The kernel takes heads after tokens, and packed sequences by their starts."""
+    """Operations of the tiled kernel, which takes heads after tokens, and packed sequences by their starts."""
     if starts is not None:
         return _PACKED_ATTENTION(q, _with_heads_of(q, k), _with_heads_of(q, v), starts, *args, **kwargs)
     return _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -273,7 +273,7 @@ def _attention_of_tiles_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _with_heads_of(q_THK: Tensor, x_TGK: Tensor) -> Tensor:
-    """A tensor of as many heads as queries have, of which only the shape is looked at."""
+    """A tensor with as many heads as the queries, for its shape alone."""
     return x_TGK[:, :1].expand(-1, q_THK.shape[1], -1)
 
 

@@ -46,14 +46,11 @@ from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
 from penstock.settings import ConfigError, Division, Groups, Layout, Normalize, Precision, RunConfig, read_config
 from penstock.settings.declare import checked, words_of
 
-# ---- Finds what a CPU forgives and a device does not: values read back by the host within a step
+# ---- Guards against values that the host reads back within a step, for which a device would wait
 
 
 def read_by_design(func: Any, args: Any, kwargs: Any) -> Any:
-    """A guard for a `Meter` outside of the program, where the engine reads a few values, such as the gradient norm.
-
-    Each is 1.
-    """
+    """A guard for a `Meter` outside of the program, where the engine may read values: each one is 1."""
     if func is not _READ or not isinstance(args[0], FakeTensor):
         return _of_host(func, args)
     return 1.0 if args[0].is_floating_point() else 1
@@ -63,15 +60,15 @@ def never_read(func: Any, args: Any, kwargs: Any) -> Any:
     """A guard for a `Meter` within the program, where no value of a device may be read.
 
     Raises:
-        RehearsalError: one would be.
-        RuntimeError: factors of a product have different types.
+        RehearsalError: a value would be read.
+        RuntimeError: factors of a product have different dtypes.
     """
     if func is _READ and isinstance(args[0], FakeTensor):
-        raise RehearsalError(f"the host reads a value of {_described(args[0])}")
+        raise RehearsalError(f"the host reads a value of {_shape_and_dtype(args[0])}")
     if func in _COPIES:
         source, target = (args[0], kwargs.get("device")) if func is _TO_COPY else (args[1], args[0].device)
         if target is not None and torch.device(target).type == "cpu" != source.device.type:
-            raise RehearsalError(f"{_described(source)} is copied to the host")
+            raise RehearsalError(f"{_shape_and_dtype(source)} is copied to the host")
     if func in _PRODUCTS and len({factor.dtype for factor in args if isinstance(factor, Tensor)}) > 1:
         # Tensors without data are multiplied whatever their types.
         raise RuntimeError(f"{func} of {' and '.join(str(f.dtype) for f in args if isinstance(f, Tensor))}")
@@ -87,20 +84,20 @@ _COPIES = frozenset({_TO_COPY, torch.ops.aten.copy_.default})
 
 
 def _of_host(func: Any, args: Any) -> Any:
-    """The value of a real tensor, which lies in the host's memory; None for all other operations."""
+    """The value that is read from a real tensor in host memory; None for any other operation."""
     if func is not _READ or isinstance(args[0], FakeTensor):
         return None
     with _disable_current_modes():
         return func(*args)
 
 
-def _described(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
 
 
 @contextmanager
 def explained(recorder: Recorder) -> Iterator[None]:
-    """Say of a failure in which action it came, and what it would be on a device.
+    """Within this context a failure names its action, and says what it would be on a device.
 
     Raises:
         RehearsalError: the step would fail, or wait for the device.
@@ -114,7 +111,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
             "until the step has ended"
         ) from error
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        # Releases of PyTorch differ in the type of this error, and in its words but for this one.
+        # Releases of PyTorch differ in the type and text of this error, but all say "devices".
         places = "; the host's tensors are 'cpu', the device's 'meta'" if "devices" in str(error) else ""
         raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {words_of(error)}{places}") from error
 
@@ -129,10 +126,10 @@ class RehearsedBatch:
     lengths: Sequence[int]
     micro_batches: MicroBatchSpec
     loss_fn: LossFn = token_cross_entropy
-    #: of tokens with a label, which are the last ones of each sequence
+    #: share of tokens with a label, which are the last ones of each sequence
     label_share: float = 1.0
-    #: the cut and the schedule of units whose times are known; None for those that the options alone give
-    cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+    #: the cut and the schedule for measured times; None for those of the options
+    timed_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
 
     @cached_property
     def data(self) -> PackedBatch:
@@ -147,11 +144,11 @@ class RehearsedBatch:
 
 
 class RehearsedPipeline(Pipeline):
-    """The pipeline of one rank of a layout whose other ranks are not there; its groups and its transport count."""
+    """The pipeline of one rank without the other ranks; its groups and transport count what they would send."""
 
     #: the rank, its device, and what measures it
     place: RehearsedPlace
-    #: the step that it is made for
+    #: the batch of the rehearsed step
     batch: RehearsedBatch
 
     def __init__(
@@ -170,7 +167,7 @@ class RehearsedPipeline(Pipeline):
         return MeteredRecorder(self.place.meter, self.grid.pp_rank, coordinates)
 
     def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
-        return self.batch.cut or super()._choose_cut(units, hidden_size)
+        return self.batch.timed_cut or super()._choose_cut(units, hidden_size)
 
     def _make_grid(self) -> Grid:
         layout, rank = self.layout, self.place.rank
@@ -185,7 +182,7 @@ class RehearsedPipeline(Pipeline):
         return CountedTransport(self.grid.pp_rank, device, self.place.meter, self.place.traffic)
 
     def _check_whole_model(self) -> None:
-        """Compare nothing: there are no values, and no other rank."""
+        """Nothing to compare: there are no values, and no other rank."""
 
     def _make_stages(self, units_by_stage: Mapping[int, range]) -> dict[int, Stage]:
         return self.place.stages(self.units, units_by_stage, self.boundary, self.options)
@@ -194,7 +191,7 @@ class RehearsedPipeline(Pipeline):
 class MeteredRecorder(Recorder):
     """A recorder that also reports the end of each action to a meter."""
 
-    #: hears of each action's end
+    #: told of each action's end
     _meter: Meter
 
     def __init__(self, meter: Meter, rank: int, coordinates: str | None) -> None:
@@ -214,11 +211,11 @@ class MeteredRecorder(Recorder):
 
 @dataclass(frozen=True, eq=False)
 class RehearsedRun:
-    """A run whose ranks are rehearsed: all that its engine is made of, and its batch."""
+    """A run whose ranks are rehearsed: the arguments of its engine, and its batch."""
 
-    engine: EngineArguments
+    arguments: EngineArguments
     batch: RehearsedBatch
-    #: a step's experts, and how many of them each token goes to; 0 without any
+    #: the model's experts, and how many of them each token goes to; 0 without any
     num_experts: int
     num_active: int
 
@@ -230,9 +227,10 @@ class RehearsedRun:
         vocab_size: int | None = None,
         lengths: Sequence[int] | None = None,
     ) -> RehearsedRun:
-        """The run of settings that have been checked; see `rehearse_run`. vocab_size: that of a tokenizer in use.
+        """The run of settings that have been checked; see `rehearse_run`.
 
-        lengths: of a data-parallel rank's sequences; None for as many of `data.sequence_length` as it has.
+        vocab_size: the tokenizer's, if it is known. lengths: of a data-parallel rank's sequences; None for
+        `data.sequence_length` each.
 
         Raises: ConfigError if transformers' own layers run the model.
         """
@@ -255,16 +253,16 @@ class RehearsedRun:
 
     def rehearse(self, rank: int) -> Rehearsal:
         """One rank's step; see `rehearse`."""
-        ours = self.engine
-        return rehearse(ours.units, ours.hidden_size, ours.layout, ours.options, self.batch, rank)
+        units, hidden_size, layout, options, _ = self.arguments
+        return rehearse(units, hidden_size, layout, options, self.batch, rank)
 
     def peers(self) -> list[int]:
-        """For each rank the first one whose step takes the same bytes.
+        """For each rank the first rank whose step takes as many bytes.
 
-        They hold the same stages and shards of the same sizes, and get as many of a microbatch's tokens. Where an
-        optimizer takes whole parameters, ranks that share its state may step unequally many.
+        Such ranks hold the same stages, shards of equal sizes, and equal parts of a microbatch. If an optimizer steps
+        whole parameters, ranks that share its state may step unequally many.
         """
-        layout, options = self.engine.layout, self.engine.options
+        layout, options = self.arguments.layout, self.arguments.options
         rules = ParameterGroups(options.optimizer).rules if options.optimizer.zero else ()
         owns_whole = any(rule.division is not Division.ELEMENTS for rule in rules)
         sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -278,7 +276,7 @@ class RehearsedRun:
                 groups = ModelGroups.planned(
                     tp=layout.tp, cp=layout.cp, ep=layout.ep, form=options.attention, places=(place.tp, 0, ep_rank)
                 )
-                sizes[shared] = tuple(unit.num_parameters for unit in units_for(self.engine.units, groups, layout))
+                sizes[shared] = tuple(unit.num_parameters for unit in units_for(self.arguments.units, groups, layout))
             divided = () if self._is_even else (place.tp, place.cp, ep_rank)
             owned = (place.dp, place.cp) if owns_whole else ()
             representatives.append(first.setdefault((place.pp, sizes[shared], divided, owned), rank))
@@ -286,8 +284,8 @@ class RehearsedRun:
 
     @property
     def _is_even(self) -> bool:
-        """True if all ranks that share a microbatch, and all experts, get as many of its tokens."""
-        layout = self.engine.layout
+        """True if all ranks that share a microbatch, and all experts, get equally many of its tokens."""
+        layout = self.arguments.layout
         shares = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
         counts = self.batch.lengths if layout.cp > 1 else [parts.num_tokens for parts in self.batch.parts.microbatches]
         return all(
@@ -298,10 +296,10 @@ class RehearsedRun:
 
 @checked
 def rehearse_run(config: RunConfig | str | Path, rank: int = 0, device: str | None = None) -> Rehearsal:
-    """One rank's training step under a run's settings, read from a TOML file or given.
+    """Rehearse one rank's training step of a run, given its settings or their TOML file.
 
-    Every sequence has `data.sequence_length` tokens. device: "cpu" or "cuda"; left out, that of the settings, of which
-    "auto" is "cuda".
+    Every sequence has `data.sequence_length` tokens. device: "cpu" or "cuda"; left out, the settings' (for "auto",
+    "cuda").
 
     Raises:
         ValueError: the settings cannot go together, or the layout has no such rank.
@@ -319,41 +317,41 @@ def rehearse(
     batch: RehearsedBatch,
     rank: int = 0,
 ) -> Rehearsal:
-    """Run one rank's step by the engine's own code, with tensors that have no data, and nobody at the other ends.
+    """Run one rank's step by the engine's own code, on tensors without data and without other ranks.
 
-    What would be read from the tokens is taken as even: each expert gets as many rows as any other. Operations are
-    those of `options.device`, "cpu" or "cuda"; no device is used.
+    Experts are taken to get equally many tokens. Operations are those of `options.device`, "cpu" or "cuda", but no
+    device is used.
 
     Raises:
         ValueError: the layout has no such rank, or the settings cannot be rehearsed.
         RehearsalError: the step would fail on devices; names the action.
     """
     layout.coordinates(rank)
-    on_device = "cpu" if options.device == "cpu" else "cuda"
-    if on_device == "cuda" and options.precision is Precision.BF16_AUTOCAST:
+    device = "cpu" if options.device == "cpu" else "cuda"
+    if device == "cuda" and options.precision is Precision.BF16_AUTOCAST:
         raise ConfigError(
             "a step under autocast cannot be rehearsed for a GPU where there is none; --device cpu is possible, and so "
             'is train.precision = "bf16"'
         )
-    # Whatever is made for a unit's measured times would be measured without data.
+    # Without data there are no times to measure.
     options = replace(options, measure_lengths=None, compile=False)
-    place, parts = RehearsedPlace.of(on_device, rank), batch.parts
+    place, parts = RehearsedPlace.of(device, rank), batch.parts
     meter = place.meter
     with without_values() as mode, meter, meter.guarded(read_by_design):
         pipeline = RehearsedPipeline(place, batch, units, hidden_size, layout, options)
         trainer = Trainer(pipeline)
         if pipeline.own_layers is not None:
             pipeline.own_layers.prepare_for(batch.data)
-        # The batch keeps its values, which the host may read; the mode goes on with these wherever it meets it.
-        known = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
-        meter.claim(MemoryKind.OTHER, known)
+        # The batch keeps its values, which the host may read; the mode uses these fakes wherever it meets its tensors.
+        fakes = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
+        meter.claim(MemoryKind.OTHER, fakes)
         step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
         feeds = _take_step(trainer, _microbatches(pipeline, parts, step_loss), step_loss)
         program, traffic = pipeline.program(len(feeds)), place.traffic
         step = Rehearsal(
             rank=rank,
             place=str(pipeline.grid.place),
-            device=on_device,
+            device=device,
             schedule=program.schedule.name,
             num_microbatches=len(feeds),
             units=(),
@@ -362,15 +360,15 @@ def rehearse(
             collectives=traffic.collectives,
             launches=tuple(traffic.launches),
         )
-        # These are measured and counted anew.
+        # Last, because this restarts the meter.
         costs = rehearsed_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
     return replace(step, units=costs)
 
 
 def claim_state(trainer: Trainer, meter: Meter) -> None:
-    """Report to the meter which tensors are state, and of which kind."""
+    """Tell the meter which tensors are parameters, gradients, optimizer state and buffers."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
-    buckets = [bucket for of_stage in trainer.gradients.values() for bucket in of_stage.buckets]
+    buckets = [bucket for stage_buckets in trainer.gradients.values() for bucket in stage_buckets.buckets]
     states = optimizer.owned_state()
     masters = {name for name in states if name.startswith("optimizer.master.")}
     meter.claim(MemoryKind.OTHER, pipeline.buffers().values())
@@ -381,7 +379,7 @@ def claim_state(trainer: Trainer, meter: Meter) -> None:
 
 
 def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: StepLoss) -> list[Feed]:
-    """The parts of `Trainer.train_batch` that one rank takes, in their order; returns the microbatches."""
+    """The lines of `Trainer.train_batch` that concern one rank, in their order; returns the feeds."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
     loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
@@ -389,7 +387,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
         executor = pipeline.executor(microbatches.num, training=True)
         feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
         if optimizer.may_fail:
-            # One of torch makes its state in the first step; this is a later one.
+            # An optimizer of torch makes its state in the first step; a later one is rehearsed.
             optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
         claim_state(trainer, pipeline.place.meter)
         pipeline.place.meter.restart()
@@ -402,7 +400,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
 
 
 def _microbatches(pipeline: RehearsedPipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
-    """The microbatches on which all ranks would agree if each had a batch like this."""
+    """The microbatches on which all ranks would agree if each had this batch."""
     weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
     return MicrobatchList(
         pipeline,

@@ -1,4 +1,4 @@
-"""The cost of each unit by itself: one microbatch's forward, and its backward, whole and in two parts."""
+"""The cost of each unit alone: one microbatch's forward, and its backward, whole and in two parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.settings import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class RehearsedPlace:
-    """A rank of a layout, the device that it is rehearsed on, and what measures it there."""
+    """A rank of a layout, the device that it is rehearsed on, and the counters of its memory and traffic."""
 
     rank: int
     device: torch.device
@@ -40,19 +40,19 @@ class RehearsedPlace:
     @classmethod
     def of(cls, device: str, rank: int = 0) -> RehearsedPlace:
         """The place for an engine's option `device`."""
-        # A device that no machine needs to have: operations on it take the ways that a GPU's take.
+        # The meta device is on every machine, and its operations take the paths of a GPU's.
         return cls(rank, torch.device("cpu" if device == "cpu" else "meta"))
 
     def stages(
         self,
         units: Sequence[UnitSpec],
-        members: Mapping[int, range],
+        units_by_stage: Mapping[int, range],
         boundary: Boundary,
         options: EngineOptions,
     ) -> dict[int, Stage]:
-        """The stages of these numbers and units, whose tensors have no values; they give each other the plain stream.
+        """As `build_stages`, but with tensors without values and the plain stream between stages.
 
-        Raises: ConfigError for layers of a user's own that have values, which a rehearsal would take from them.
+        Raises: ConfigError for a user's own layers that have values, which a rehearsal would destroy.
         """
         for unit in units:
             module = unit.build() if unit.is_own else nn.Module()
@@ -64,7 +64,7 @@ class RehearsedPlace:
         boundary = replace(boundary, is_open=False)
         units = [replace(unit, initialise=lambda module, seed: None) for unit in units]
         with _disable_current_modes():
-            stages = build_stages(units, members, boundary, options, torch.device("meta"))
+            stages = build_stages(units, units_by_stage, boundary, options, torch.device("meta"))
         for stage in stages.values():
             stage.autocast = autocast_of(options.precision, self.device)
             for _, module in stage.units:
@@ -73,22 +73,22 @@ class RehearsedPlace:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Give a module's tensors, which are on no device, memory on one."""
-    known: dict[Tensor, Tensor] = {}
+    """Move a module's meta tensors to a device, where they get memory."""
+    moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if tensor not in known:
+                if tensor not in moved:
                     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    known[tensor] = in_place_of(tensor, new) if isinstance(tensor, nn.Parameter) else new
-                tensors[name] = known[tensor]  # type: ignore[assignment]
+                    moved[tensor] = in_place_of(tensor, new) if isinstance(tensor, nn.Parameter) else new
+                tensors[name] = moved[tensor]  # type: ignore[assignment]
 
 
 @contextmanager
 def without_values() -> Iterator[FakeTensorMode]:
-    """Within this context tensors have no values; what is kept of one step for the next is made anew."""
+    """Within this context tensors have no values, and cached masks are made anew."""
     forget_masks()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -106,31 +106,31 @@ def rehearsed_costs(
     place: RehearsedPlace,
 ) -> tuple[UnitCost, ...]:
     """The costs of these stages' units for a microbatch, in order; equal units are run once."""
-    known: dict[Hashable, tuple[ActionCost, ...]] = {}
+    costs_by_kind: dict[Hashable, tuple[ActionCost, ...]] = {}
     unit_costs = []
-    for number, stage in stages.items():
-        members = [units[i] for i in cut[number % len(cut)]]
-        for spec, (name, module) in zip(members, stage.units, strict=True):
-            again = recomputes(name, options)
-            kind = _kind(spec.build), again, spec is units[-1]
-            if kind not in known:
+    for index, stage in stages.items():
+        specs = [units[i] for i in cut[index % len(cut)]]
+        for spec, (name, module) in zip(specs, stage.units, strict=True):
+            is_recomputed = recomputes(name, options)
+            kind = _kind(spec.build), is_recomputed, spec is units[-1]
+            if kind not in costs_by_kind:
                 alone = Stage(
-                    number,
+                    index,
                     [(name, module)],
                     stage.boundary,
                     stage.weight_gradients,
                     stage.autocast,
-                    {name} if again else (),
+                    {name} if is_recomputed else (),
                 )
                 tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
-                known[kind] = _costs_alone(alone, replace(feed, tokens=tokens, finish=finish), place)
+                costs_by_kind[kind] = _costs_alone(alone, replace(feed, tokens=tokens, finish=finish), place)
             num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-            unit_costs.append(UnitCost(name, number, num_bytes, known[kind]))
+            unit_costs.append(UnitCost(name, index, num_bytes, costs_by_kind[kind]))
     return tuple(unit_costs)
 
 
 def _kind(build: Any) -> Hashable:
-    """A key that two units share if they do the same: the function that makes them, with equal arguments."""
+    """A key that equal units share: the function that makes them, with its arguments."""
     if isinstance(build, UnitSpec):
         return _kind(build.build)
     if isinstance(build, partial):
@@ -145,14 +145,14 @@ def _kind(build: Any) -> Hashable:
 
 
 def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[ActionCost, ...]:
-    """The costs of F, of a whole backward B, and of its parts I and W, of one unit as a stage of its own."""
+    """The costs of F, of a whole backward B, and of its parts I and W, for one unit as a stage of its own."""
     meter, traffic = place.meter, place.traffic
 
     def alive_bytes() -> int:
         return sum(meter.point("").after.values())
 
     def stream() -> Message:
-        """A message as stages pass it on."""
+        """The plain stream, as stages pass it on."""
         boundary = stage.boundary
         return Message((torch.empty(boundary.shape(feed.num_tokens), dtype=boundary.dtype, device=place.device),))
 
@@ -161,14 +161,14 @@ def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[Actio
         drain(stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
 
     def arriving() -> list[Message]:
-        """The gradient that comes before a backward, which takes it; none where the unit ends the model."""
+        """The gradient that a backward takes out of the list; empty for the model's last unit."""
         return [stream()] if feed.finish is None else []
 
     def backward(tape: Tape, arrived: list[Message], split: bool = False) -> None:
         drain(stage.backward(tape, arrived.pop() if arrived else None, split))
 
     def measured(op: Op, run: Callable[[], object], empty_bytes: int) -> ActionCost:
-        """The cost of an act, given what is alive without a tape."""
+        """The cost of an action; empty_bytes: those alive without a tape."""
         traffic.restart()
         meter.restart()
         before = alive_bytes()
@@ -189,7 +189,7 @@ def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[Actio
         measured(Op.F, partial(forward, tape), empty_bytes),
         measured(Op.B, partial(backward, tape, arriving()), empty_bytes),
     ]
-    # What layers derive from the sequences stays beside the tape.
+    # Tensors that layers derive from the sequences are not part of the tape.
     tape = Tape()
     empty_bytes = alive_bytes()
     forward(tape)
