@@ -102,9 +102,9 @@ class CheckpointReader:
         self._aliases = dict(aliases or {})
 
     def latest(self, quiet: bool = False) -> CheckpointInfo | None:
-        """Find the newest checkpoint that is intact; damaged ones are entered in `refused`, and warned of by name.
+        """Find the newest intact checkpoint; damaged ones are entered in `refused`, with a warning unless `quiet`.
 
-        Each rank verifies some of the files, and all return the same. `quiet`: nobody is warned.
+        Each rank verifies some of the files, and all ranks get the same result.
         """
 
         def names() -> tuple[None, list[str]]:
@@ -132,9 +132,9 @@ class CheckpointReader:
         return None
 
     def existing(self, quiet: bool = False) -> CheckpointInfo:
-        """Find the newest checkpoint that is intact as `latest` does; there must be one.
+        """As `latest`, but there must be an intact checkpoint.
 
-        Raises: MissingFile where there is none at all, DamagedCheckpoint where none is intact; on all ranks.
+        Raises: MissingFile if there is no checkpoint, DamagedCheckpoint if none is intact; on all ranks.
         """
         if (info := self.latest(quiet)) is not None:
             return info
@@ -144,15 +144,15 @@ class CheckpointReader:
         raise MissingFile(f"{self.folder} holds no checkpoint")
 
     def check_used(self, info: CheckpointInfo, tensors: Mapping[str, LocalTensor], ignored: str = "") -> None:
-        """Refuse a checkpoint with tensors that no rank asks for, but for names that begin with `ignored`.
+        """Refuse a checkpoint with tensors that no rank loads, except names that begin with `ignored`.
 
-        Values of parameter groups that are not stepped now, and attributes of layers, which older checkpoints hold,
-        need not be asked for either.
+        Values of parameter groups that are not stepped now, and attributes of layers in older checkpoints, need not be
+        loaded either.
 
         Raises: ValueError naming some of them, on all ranks alike.
         """
-        asked = self._gather(sorted({self._source(name) for name in tensors}))
-        unused = sorted(info.stored.keys() - {name for names in asked for name in names})
+        names_by_rank = self._gather(sorted({self._source(name) for name in tensors}))
+        unused = sorted(info.stored.keys() - {name for names in names_by_rank for name in names})
         may_stay = (f"{ATTRIBUTE}.", f"{ATTRIBUTE}@", *([ignored] if ignored else []))
         unused = [name for name in unused if not name.startswith(may_stay)]
         unused = [name for name in unused if not (name.startswith(STATE) and is_of_all(state_name(name)[1]))]
@@ -174,10 +174,9 @@ class CheckpointReader:
         )
 
     def restore(self, info: CheckpointInfo, act: Callable[[Any], T]) -> T:
-        """Act on the JSON value that this rank saved; of another number of ranks, on rank 0's, which all can take.
+        """Call `act` with the JSON value that this rank saved, or with rank 0's if their number has changed.
 
-        Raises: DamagedCheckpoint where the act finds that value to be another than was ever saved, and the act's own
-        ValueError; on all ranks alike.
+        Raises: DamagedCheckpoint if the value is not what a run saves, and the act's own ValueError; on all ranks.
         """
         rank = self._rank if len(info.rank_values) == self._num_ranks else 0
 
@@ -202,19 +201,19 @@ class CheckpointReader:
         missing = sorted(name for name, source in sources.items() if source not in stored)
         if missing:
             raise ValueError(f"checkpoint {info.path} lacks {len(missing)} of the tensors asked for: {missing[:3]}")
-        wanted: dict[str, list[tuple[Indices, Tensor]]] = {}
+        destinations: dict[str, list[tuple[Indices, Tensor]]] = {}
         for name, source in sources.items():
-            for name_in_file, indices, into in _copies(info, name, stored[source], tensors[name]):
-                wanted.setdefault(name_in_file, []).append((indices, into))
-        unread = set(wanted)
+            for name_in_file, indices, destination in _copies(info, name, stored[source], tensors[name]):
+                destinations.setdefault(name_in_file, []).append((indices, destination))
+        unread = set(destinations)
         for path in (info.path / file for file in sorted(info.files)):
             try:
                 with safe_open(path, framework="pt") as file:
-                    present = wanted.keys() & file.keys()
-                    # One stretch at a time.
+                    present = destinations.keys() & file.keys()
+                    # Only the slices that are copied are in memory.
                     for name in sorted(present):
-                        for indices, into in wanted[name]:
-                            into.copy_(take(file, name, indices))
+                        for indices, destination in destinations[name]:
+                            destination.copy_(take(file, name, indices))
                     unread -= present
             except SafetensorError as error:
                 raise DamagedCheckpoint(f"{path} is no safetensors file ({error})") from None
@@ -225,20 +224,20 @@ class CheckpointReader:
 def _copies(
     info: CheckpointInfo, name: str, stored: Sequence[StoredSlice], local: LocalTensor
 ) -> list[tuple[str, Indices, Tensor]]:
-    """All that must be copied into a rank's tensor, whose precision alone may differ."""
-    every, full_shape = [], stored[0].part.full_shape
+    """The copies into a rank's tensor: name in the file, indices there, and destination; only dtypes may differ."""
+    all_copies, full_shape = [], stored[0].part.full_shape
     for part, values in local_slices(local).items():
         if part.full_shape != full_shape:
             raise ValueError(f"{name} has the shape {part.full_shape}, but checkpoint {info.path} holds {full_shape}")
         for record in (info.tensors[one.name] for one in stored):
             if getattr(torch, record.dtype).is_floating_point != values.is_floating_point():
                 raise ValueError(f"{name} is of {values.dtype}, but checkpoint {info.path} holds {record}")
-        every += copies(stored, part, values)
-    return every
+        all_copies += copies(stored, part, values)
+    return all_copies
 
 
 def take(file: Any, name: str, indices: Indices) -> Tensor:
-    """Part of a tensor of an open file; nothing else is read."""
+    """Read a part of a tensor from an open file."""
     return file.get_slice(name)[indices] if indices else file.get_tensor(name)
 
 
@@ -246,22 +245,21 @@ def take(file: Any, name: str, indices: Indices) -> Tensor:
 
 
 class AnotherRun(ValueError):
-    """The folder holds checkpoints of a run with other settings."""
+    """The folder belongs to a run with other settings."""
 
 
 class Checkpointer(CheckpointReader):
     """Saves and loads the checkpoints of one run, which owns the folder; see `CheckpointReader`.
 
-    Where several ranks have the same slice of a tensor, one of them saves it; they take turns.
+    If several ranks have the same slice of a tensor, one of them saves it; slices are divided evenly.
 
-    Raises: AnotherRun on every rank when the folder belongs to a run of another identity; ValueError.
+    Raises: AnotherRun on every rank if the folder belongs to a run of another identity; ValueError.
     """
 
     #: how many of the newest checkpoints stay
     _keep: int
-    #: True if the folder is within no run's. Then folders around it are made where they are missing (those of a run are
-    #: there, unless somebody has deleted them), and checkpoints of later steps than the one saved are deleted, so that
-    #: the last one saved is the one found
+    #: True for a folder of `Engine.save`, outside of a run's: missing parents are made, and a save deletes checkpoints
+    #: of later steps, so that the last one saved is the newest
     _standalone: bool
     #: stored name -> its latest values, in host memory that is kept from save to save
     _host_copies: dict[str, Tensor]
@@ -290,10 +288,10 @@ class Checkpointer(CheckpointReader):
     def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
         """Copy this rank's tensors to host memory and write them while training goes on.
 
-        `extra` is a JSON value of this rank. A save before this one is finished first. With `wait` this one is, too.
+        `extra` is a JSON value of this rank. An earlier save is finished first, and with `wait` this one as well.
 
-        Raises: CheckpointError, for the save before this one; ValueError where ranks disagree on the step or on the
-        shape of a tensor, or where their slices do not make up a whole.
+        Raises: CheckpointError for the earlier save; ValueError if ranks disagree on the step or on the shape of a
+        tensor, or their slices do not make up a whole.
         """
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
@@ -301,10 +299,10 @@ class Checkpointer(CheckpointReader):
         records: dict[str, tuple[Tensor, TensorRecord]] = {}
 
         def prepare() -> None:
-            # As text at once: the caller may change the value while the writer runs.
+            # Converted at once, since the caller may change the value while the writer runs.
             texts.append(json.dumps(extra))
             for name, local in tensors.items():
-                # A copy that another rank saves may be conjugated by a mark, and this one not.
+                # A lazily conjugated tensor has other bytes than its copy on another rank.
                 whole = local.resolve_conj() if isinstance(local, Tensor) else local
                 for part, values in local_slices(whole).items() if self._source(name) == name else ():
                     record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
@@ -322,7 +320,7 @@ class Checkpointer(CheckpointReader):
                 if writer == self._rank:
                     copies[name] = self._copy_to_host(name, records[name][0])
 
-        # Host memory may be short on one rank, and the writers wait for each other without a limit.
+        # Together, since host memory may be short on one rank, and writers wait for each other without a limit.
         self._together(step, copy)
         in_background = partial(gather_json, group=self._background)
 
@@ -360,7 +358,7 @@ class Checkpointer(CheckpointReader):
             raise CheckpointError(str(error)) from error
 
     def _together(self, step: int, act: Callable[[], Any], gather: Gather | None = None) -> list[Any]:
-        """Act, and return what the act of each rank gave. Raises: CheckpointError; on all ranks if on one."""
+        """Act on all ranks, and return the results by rank. Raises: CheckpointError on all ranks if one fails."""
 
         def named() -> tuple[None, Any]:
             try:
@@ -376,19 +374,19 @@ class Checkpointer(CheckpointReader):
         return values
 
     def _claim(self) -> None:
-        """Claim the folder for this run and clear away what a killed one left; rank 0."""
+        """Claim the folder for this run and delete the remains of killed saves; called on rank 0."""
         try:
             self.folder.mkdir(parents=self._standalone, exist_ok=True)
-            self._own()
+            self._write_identity()
             for path in self.folder.glob(f"{_REPLACED}*"):
-                # Killed between two renames: the old one is still the published one.
+                # Killed between two renames: the old checkpoint is still the published one.
                 original = self.folder / path.name.removeprefix(_REPLACED)
                 if not original.exists():
                     path.rename(original)
             for prefix in (_SAVING, _REPLACED, _DELETING):
                 for path in self.folder.glob(f"{prefix}*"):
                     remove(path)
-            # What a save begins with: better found now than after a day of training.
+            # A save begins with a new folder: a failure now is better than one after a day of training.
             trial = self.folder / f"{_SAVING}trial"
             trial.mkdir()
             trial.rmdir()
@@ -398,8 +396,8 @@ class Checkpointer(CheckpointReader):
             reason = (error.strerror or str(error)).lower()
             raise CheckpointError(f"{self.folder} cannot be written: {reason}; give another folder") from error
 
-    def _own(self) -> None:
-        """Write whose the folder is. Raises: AnotherRun if it is another's."""
+    def _write_identity(self) -> None:
+        """Write the run's identity into the folder. Raises: AnotherRun if it has another one."""
         run_file = self.folder / OWNER_FILE
         if not run_file.exists():
             write_durably(run_file, json.dumps({"identity": self._identity}, indent=1))
@@ -412,7 +410,7 @@ class Checkpointer(CheckpointReader):
             raise AnotherRun(f"{self.folder} holds another run: {'; '.join(changed[:5])}; give another folder")
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy into host memory kept from save to save: fresh pages cost several times the copy itself."""
+        """Copy into host memory that is reused: fresh pages cost several times the copy itself."""
         buffer = self._host_copies.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -422,7 +420,7 @@ class Checkpointer(CheckpointReader):
     def _publish(
         self, staging: Path, step: int, tensors: Mapping[str, TensorRecord], reports: list[dict[str, Any]]
     ) -> None:
-        """Give the checkpoint its manifest and its name; rank 0."""
+        """Write the manifest and give the checkpoint its name, on rank 0."""
         if self._rank > 0:
             return
         files = {name: record for report in reports for name, record in report["files"].items()}
@@ -431,7 +429,7 @@ class Checkpointer(CheckpointReader):
         target = self.folder / folder_name(step)
         replaced = self.folder / f"{_REPLACED}{target.name}"
         with naming(target):
-            # A link that leads nowhere is in the way, too.
+            # A dangling link is in the way, too.
             if target.exists() or target.is_symlink():
                 target.rename(replaced)
             staging.rename(target)
@@ -447,16 +445,16 @@ class Checkpointer(CheckpointReader):
         intact = [path for path in older if path not in self.refused]
         oldest_kept = step_of(intact[-self._keep :][0])
         for path in [*later, *(path for path in older if step_of(path) < oldest_kept)]:
-            # Under its own name it would be a damaged checkpoint once the first file is gone.
+            # Renamed first: half deleted, it would be taken for a damaged checkpoint.
             remove(path.rename(self.folder / f"{_DELETING}{path.name}"), ignore_errors=True)
 
 
 def _plan_save(
     step: int, records: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
 ) -> tuple[dict[str, TensorRecord], dict[str, int]]:
-    """Divide all ranks' slices among the ranks that have them, by bytes: stored name -> the tensor, and its writer."""
-    described = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in records.items()}
-    by_rank = gather({"step": step, "tensors": described})
+    """Divide the writing of all slices among ranks, by bytes: stored name -> the tensor, and -> its writer."""
+    plan_here = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in records.items()}
+    by_rank = gather({"step": step, "tensors": plan_here})
     if len({plan["step"] for plan in by_rank}) > 1:
         raise ValueError(f"ranks save different steps: {[plan['step'] for plan in by_rank]}")
     holders: dict[str, list[int]] = {}
@@ -480,10 +478,10 @@ def _plan_save(
 
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write a rank's tensors in files; return the names of the files, which are on the disk by then.
+    """Write a rank's tensors through to the disk; returns the names of the files.
 
-    Equal tensors give equal bytes: safetensors orders them by dtype and name, and more than one word about a file would
-    stand in another order each time.
+    Equal tensors give equal bytes: safetensors orders them by dtype and name, and metadata of more than one key would
+    have a random order.
     """
     most_bytes = max(_FILE_BYTES, sum(tensor.nbytes for tensor in tensors.values()) // _MAX_FILES)
     files: list[dict[str, Tensor]] = []

@@ -29,17 +29,17 @@ from penstock.settings.run import MAY_CHANGE, differences
 
 MANIFEST = "manifest.json"
 OWNER_FILE = "run.json"
-"""The file beside a run's checkpoints that says whose they are; it is there before the first step."""
+"""The file beside a run's checkpoints with its identity; it is written before the first step."""
 TENSOR_SUFFIX = ".safetensors"
 ATTRIBUTE = "attribute"
-"""Begins the names of what older checkpoints hold of layers' attributes, which are no state any more."""
+"""Begins the names of layers' attributes in older checkpoints, which are no longer state."""
 _FORMAT = "penstock-checkpoint-1"
 _PREFIX = "step-"
 _logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, on this rank or another; the ones before it are as they were.
+    """A checkpoint could not be written, on this rank or another; earlier ones are intact.
 
     >>> raise CheckpointError("step 7 could not be saved: rank 1: runs/demo: no space left")
     Traceback (most recent call last):
@@ -48,18 +48,18 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint's files are not what its manifest says."""
+    """A checkpoint's files do not agree with its manifest."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
     """One stored tensor."""
 
-    #: the name of the tensor of which it is a slice, or all
+    #: the name of the whole tensor
     of: str
-    #: its elements of that tensor
+    #: the slice of it that is stored
     part: TensorSlice
-    #: in torch's words: ``float32``
+    #: name in torch: ``float32``
     dtype: str
 
     @property
@@ -103,12 +103,12 @@ def check_cover(records: Mapping[str, TensorRecord]) -> None:
 
 @dataclass(frozen=True)
 class CheckpointInfo(Names):
-    """One published checkpoint. As a model's names it gives tensors whole, or in the slices that ranks had."""
+    """One published checkpoint, which gives a model's tensors whole or in the slices that ranks had."""
 
     path: Path
     #: optimizer steps taken before it
     step: int
-    #: the settings that make the run what it is
+    #: the settings that identify the run
     identity: Mapping[str, Any]
     #: each rank's JSON value, in rank order
     rank_values: tuple[Any, ...]
@@ -131,7 +131,7 @@ class CheckpointInfo(Names):
         return slices
 
     def slices(self, full_name: str, shape: Shape) -> tuple[StoredSlice, ...]:
-        """As of all names; none for a parameter that only training uses and this run did not."""
+        """The stored slices of a parameter; empty for one that only training uses and this run did not have."""
         only_in_training = ".balance." in full_name or ".predictions." in full_name
         under_adapter = ".base_layer.".join(full_name.rsplit(".", 1))
         missing = () if only_in_training else (StoredSlice.at(full_name, shape),)
@@ -234,7 +234,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def differing(ours: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Say in which settings two identities differ; an earlier version may have compared more."""
+    """The differences between two identities, in words; settings that may change now are left out."""
     return differences(ours, {name: others[name] for name in others if name in ours or name not in MAY_CHANGE})
 
 
@@ -243,7 +243,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def warn_of_attributes(checkpoint: CheckpointInfo) -> None:
-    """Say in one line which attributes of layers a checkpoint of an older version holds, if any."""
+    """Warn in one line of layers' attributes in a checkpoint of an older version."""
     names = [record.of for record in checkpoint.tensors.values() if record.of.startswith(ATTRIBUTE)]
     if layers := sorted({".".join(name.split(".")[1:-1]) for name in names}):
         _logger.warning(
@@ -266,7 +266,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers of `state`; a generator that it leaves out stays as it is."""
+    """Set the generators to `state`; a generator that it leaves out stays as it is."""
     if "python" in state:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
@@ -277,10 +277,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-    """Go on with the states that all ranks have `saved`, in rank order.
+    """Set this rank's generators to the states that all ranks have `saved`, in rank order.
 
-    As many ranks as then take their own. Any other number of ranks take, generator by generator, the state that all had
-    in common; where each had its own, it belongs to the old layout, and nothing is changed.
+    With as many ranks as then, each takes its own. Otherwise each generator takes the state that all ranks had in
+    common, and stays as it is if theirs differed.
     """
     common = {kind: state for kind, state in saved[0].items() if all(other.get(kind) == state for other in saved)}
     set_random_state(saved[rank] if len(saved) == world_size else common)

@@ -50,12 +50,12 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 @checked
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of a written model.
+    """Options of an exported model.
 
-    dtype: "fp32", "fp64", "bf16" or "fp16"; None keeps what the parameters have. max_shard_bytes: of one file; a
-    tensor that is larger has a file of its own. merge_adapters: add LoRA adapters to the weights; otherwise the base
-    weights are written as they are, and the adapters into the folder `adapter` inside. quantize: keep weights of
-    products as 8-bit numbers.
+    dtype: "fp32", "fp64", "bf16" or "fp16"; None keeps the dtype of the parameters. max_shard_bytes: of one file; a
+    larger tensor has a file of its own. merge_adapters: add LoRA adapters to the weights; otherwise the base weights
+    are written unchanged, and the adapters into the folder `adapter` inside. quantize: write the weights of products as
+    8-bit numbers.
 
     Raises: ValueError for another dtype.
     """
@@ -79,16 +79,16 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportedParameter:
-    """One parameter of a model to be written."""
+    """One parameter of a model to export."""
 
     full_name: str
     shape: Shape
     dtype: torch.dtype
-    #: returns all of its values, on any device; called once, in turn, on all ranks that share it
+    #: returns the whole parameter, on any device; called once, on all ranks that share it, in one order
     fetch: Callable[[], Tensor]
-    #: False if this rank does not write it, and only helps another to fetch it
-    is_ours: bool = True
-    #: True for weights of products, which can be kept as 8-bit numbers
+    #: False if another rank writes it and this one only takes part in `fetch`
+    is_written_here: bool = True
+    #: True for weights of products, which can be written as 8-bit numbers
     is_product: bool = False
 
 
@@ -98,10 +98,12 @@ def export_model(
     path: Path | str,
     options: ExportOptions,
 ) -> None:
-    """Write a model in this form as a new folder; all ranks call this at the same point.
+    """Write a model as a new Hugging Face folder; all ranks call this at the same point.
+
+    form: the model's names and configuration in transformers; None if it has none.
 
     Raises:
-        ValueError: the model has no form that transformers knows, or the folder holds something; on all ranks alike.
+        ValueError: the model has no form in transformers, or the folder is not empty; on all ranks alike.
         DifferentCalls, TransportError: not all ranks have called it.
     """
     state.check_call("save_hf", path=(path, Path | str))
@@ -120,7 +122,7 @@ def export_model(
 def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedParameter]:
     """This rank's parameters and persistent buffers, without those of second copies and of adapters."""
     grid = state.pipeline.grid
-    is_ours = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
+    is_written_here = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     for stage in state.pipeline.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
@@ -133,18 +135,18 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
                 if shard is not None:
                     group = grid.tp_group if shard.axis == "tp" else grid.ep_group
                     shape, fetch = shard.full_shape, partial(_whole, fetch, shard, group)
-                yield ExportedParameter(name, shape, tensor.dtype, fetch, is_ours)
+                yield ExportedParameter(name, shape, tensor.dtype, fetch, is_written_here)
 
 
 def _whole(fetch: Callable[[], Tensor], shard: Shard, group: dist.ProcessGroup | None) -> Tensor:
-    part_here = fetch()
+    part = fetch()
     if group is None:
-        return part_here
+        return part
     shards = [shard.on(rank, group.size()) for rank in range(group.size())]
-    whole = part_here.new_empty(shard.full_shape)
-    parts = gather_uneven(part_here, [their_shard.length for their_shard in shards], group, shard.dim)
-    for their_shard, part in zip(shards, parts, strict=True):
-        their_shard.of(whole).copy_(part)
+    whole = part.new_empty(shard.full_shape)
+    parts = gather_uneven(part, [rank_shard.length for rank_shard in shards], group, shard.dim)
+    for rank_shard, rank_part in zip(shards, parts, strict=True):
+        rank_shard.of(whole).copy_(rank_part)
     return whole
 
 
@@ -155,11 +157,11 @@ def write_folder(
     options: ExportOptions,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a folder together with the other ranks of `control`, each with the parameters that it has.
+    """Write a folder together with the other ranks of `control`, each its own parameters.
 
     Raises:
         ValueError: the folder exists and is not empty; on every rank.
-        OSError: it cannot be written; another error on the other ranks.
+        OSError: this rank cannot write; a RuntimeError on the others.
     """
     rank = 0 if control is None else control.rank()
     staging = folder.with_name(f".{folder.name}.writing")
@@ -196,12 +198,12 @@ def write_folder(
 
 
 def _write(
-    place: Path,
+    prefix: Path,
     form: HuggingFaceForm,
     parameters: Iterable[ExportedParameter],
     options: ExportOptions,
 ) -> list[list[str]]:
-    """Write this rank's files, named `place` and a number; returns the names of each file's tensors."""
+    """Write this rank's files, named `prefix` and a number; returns the names of each file's tensors."""
     files: list[list[str]] = []
     tensors: dict[str, Tensor] = {}
     error: OSError | None = None
@@ -209,26 +211,26 @@ def _write(
     def end_file() -> None:
         nonlocal error
         try:
-            save_file(tensors, f"{place}-{len(files)}", metadata={"format": "pt"})
+            save_file(tensors, f"{prefix}-{len(files)}", metadata={"format": "pt"})
         except (OSError, SafetensorError) as caught:
-            # The others still wait for this rank's parts.
-            error = OSError(f"{place.parent} cannot be written: {caught}")
+            # Raised later: other ranks still wait for this rank's parts.
+            error = OSError(f"{prefix.parent} cannot be written: {caught}")
         files.append([*tensors])
         tensors.clear()
 
     for parameter in parameters:
         whole = parameter.fetch()
-        for stored in form.names.slices(parameter.full_name, parameter.shape) if parameter.is_ours else ():
+        for stored in form.names.slices(parameter.full_name, parameter.shape) if parameter.is_written_here else ():
             values = stored.part.of(whole).view(stored.shape)
             if options.rounds(parameter):
                 weight, scales = rounded(values)
-                added = {stored.name: weight, scale_name(stored.name): scales[:, None]}
+                new_tensors = {stored.name: weight, scale_name(stored.name): scales[:, None]}
             else:
-                added = {stored.name: values.to("cpu", options.torch_dtype(values.dtype), copy=True).contiguous()}
-            file_bytes = sum(tensor.nbytes for tensor in (*tensors.values(), *added.values()))
+                new_tensors = {stored.name: values.to("cpu", options.torch_dtype(values.dtype), copy=True).contiguous()}
+            file_bytes = sum(tensor.nbytes for tensor in (*tensors.values(), *new_tensors.values()))
             if tensors and file_bytes > options.max_shard_bytes:
                 end_file()
-            tensors.update(added)
+            tensors.update(new_tensors)
     if tensors:
         end_file()
     if error is not None:
@@ -243,7 +245,10 @@ def _publish(
     fields: Mapping[str, Any],
     files: Sequence[Sequence[Sequence[str]]],
 ) -> None:
-    """Name the files of all ranks (by rank and file the names of their tensors), and add what stands beside them."""
+    """Give all files their public names, add index, configuration and tokenizer, and rename the folder.
+
+    files: the names of the tensors in each file of each rank.
+    """
     with naming(folder):
         written = [
             (f"{rank}-{number}", file)
@@ -263,7 +268,7 @@ def _publish(
         content = {**described, **fields}
         (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for file in set(file_of.values()):
-            # safetensors writes for the user alone, whatever the umask.
+            # safetensors ignores the umask and writes files that only the user may read.
             shutil.copymode(staging / CONFIG_FILE, staging / file)
         if form.folder is not None:
             for name in TOKENIZER_FILES:
@@ -282,12 +287,12 @@ def _publish(
 def to_hugging_face(source: Path, destination: Path, options: ExportOptions) -> int | None:
     """Write the model of a run, or of another Hugging Face folder, as a Hugging Face folder.
 
-    Of a run that has trained adapters it is the base, with the adapters in the folder `adapter` inside, or both as one
-    with `options.merge_adapters`; memory then holds the whole model, and otherwise the tensors of one file at a time.
-    Returns the step of the run's checkpoint; None of a Hugging Face folder.
+    A run that has trained adapters gives the base model, with the adapters in the folder `adapter` inside, or both
+    merged with `options.merge_adapters`. Memory then holds the whole model, else the tensors of one file at a time.
+    Returns the step of the run's checkpoint; None for a Hugging Face folder.
 
     Raises:
-        ValueError: there is no model, or none that transformers knows, or the destination is not new.
+        ValueError: the folder holds no model, or none that transformers knows, or the destination is not empty.
     """
     folder = open_folder(source)
     if options.merge_adapters and not folder.has_adapters:

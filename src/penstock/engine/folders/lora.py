@@ -46,25 +46,25 @@ _READ = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
 }
-"""The fields of peft's LoraConfig that are honoured. With another value of any other field it is another LoRA."""
+"""The fields of peft's LoraConfig that are honoured; any other field must have its default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """LoRA adapters of a model.
+    """The LoRA adapters of a model.
 
-    Raises: ValueError for a form of LoRA that cannot be trained here, or without peft; the message names it.
+    Raises: ValueError for a variant of LoRA that cannot be trained here, or if peft is not installed.
     """
 
     config: LoraConfig
     #: the model's names in transformers; None for a user's own layers
     form: HuggingFaceForm | None
-    #: a folder in peft's format with the first values; None for peft's own
+    #: a folder in peft's format with the initial values; None for peft's own initialisation
     source: Path | None = None
 
     @classmethod
     def of(cls, adapter: Any, form: HuggingFaceForm | None) -> Adapter:
-        """The adapters that settings, a LoraConfig of peft or a folder in its format describe."""
+        """The adapters of an `AdapterConfig`, a LoraConfig of peft, or a folder in its format."""
         try:
             from peft import LoraConfig
         except ImportError:
@@ -85,10 +85,10 @@ class Adapter:
         if not isinstance(adapter, LoraConfig):
             raise ValueError(f"adapter = {adapter!r} is neither a LoraConfig of peft nor a folder in its format")
         config = copy.deepcopy(adapter)
-        for name, usual in vars(LoraConfig()).items():
+        for name, default in vars(LoraConfig()).items():
             value = getattr(config, name)
-            if name not in _READ and value != usual and (value or usual):
-                raise ValueError(f"an adapter with {name} = {value!r} cannot be trained here; {usual!r} is possible")
+            if name not in _READ and value != default and (value or default):
+                raise ValueError(f"an adapter with {name} = {value!r} cannot be trained here; {default!r} is possible")
         if config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(f"init_lora_weights = {config.init_lora_weights!r} changes base weights; give True")
         if config.target_modules is None:
@@ -102,10 +102,9 @@ class Adapter:
         return cls(config, form, source)
 
     def units(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
-        """The units with adapters; all their other parameters are frozen.
+        """The units with adapters, and all other parameters frozen.
 
-        Raises:
-            ValueError: no layer fits the targets, or one that does cannot have an adapter.
+        Raises: ValueError if no layer matches the targets, or one that does cannot have an adapter.
         """
         targets = {unit.name: dict(self._targets(unit)) for unit in units}
         if not any(targets.values()):
@@ -121,7 +120,7 @@ class Adapter:
         )
 
     def name_of(self, full_name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-        """The names in transformers of a parameter's parts, given by the full name that it has without adapters."""
+        """The names in transformers of a parameter's parts; full_name: as without adapters."""
         return (full_name,) if self.form is None else self.form.names.in_transformers(full_name, shape)
 
     def _targets(self, unit: UnitSpec) -> Iterator[tuple[str, str]]:
@@ -134,28 +133,29 @@ class Adapter:
             base = getattr(part, "base_layer", part)
             for parameter_name, parameter in base.named_parameters(recurse=False):
                 full_name = unit.full_name(f"{name}.{parameter_name}" if name else parameter_name)
-                known = self.name_of(full_name, tuple(parameter.shape))
-                stored = [weight.removesuffix(".weight") for weight in known if weight.endswith(".weight")]
-                # Linear layers of the model's layers that are called as such.
-                owner = module.get_submodule(name.rpartition(".")[0])
-                ours = type(owner).__module__.startswith("penstock.model.layers")
-                called = isinstance(owner, AttentionBlock | MLPBlock) or not ours
-                linear = isinstance(base, nn.Linear) or _is_transposed(base)
-                can = unit.name.startswith("layers.") and name != "" and linear and called and len(stored) == 1
-                is_target = (can or not self.takes_all) and any(map(self._is_target, stored))
-                if is_target and not can:
+                names = self.name_of(full_name, tuple(parameter.shape))
+                stored = [weight.removesuffix(".weight") for weight in names if weight.endswith(".weight")]
+                # An adapter can lie over a linear layer that its block calls as a module.
+                parent = module.get_submodule(name.rpartition(".")[0])
+                is_native = type(parent).__module__.startswith("penstock.model.layers")
+                is_called = isinstance(parent, AttentionBlock | MLPBlock) or not is_native
+                is_linear = isinstance(base, nn.Linear) or _is_transposed(base)
+                in_layer = unit.name.startswith("layers.") and name != ""
+                is_possible = in_layer and is_linear and is_called and len(stored) == 1
+                is_target = (is_possible or not self.takes_all) and any(map(self._is_target, stored))
+                if is_target and not is_possible:
                     raise ValueError(f"{stored[0]} cannot have an adapter; linear layers of attention and MLPs can")
                 if is_target:
                     yield name, stored[0]
 
     @property
     def takes_all(self) -> bool:
-        """True for peft's word for every linear layer of the model."""
+        """True if the targets are "all-linear", peft's word for every linear layer of the model."""
         targets = self.config.target_modules
         return isinstance(targets, str) and targets.lower() == "all-linear"
 
     def _is_target(self, module: str) -> bool:
-        """True for a module, given by its name in transformers, that the settings name and do not exclude."""
+        """True if the settings name a module (by its name in transformers) and do not exclude it."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         config = self.config
@@ -168,13 +168,13 @@ class Adapter:
         from peft import inject_adapter_in_model
 
         module = unit.build()
-        if targets and not any(_tuned(module)):
-            local = copy.deepcopy(self.config)
-            local.target_modules = "|".join(map(re.escape, targets))
-            local.layers_to_transform = local.layers_pattern = local.exclude_modules = None
-            local.fan_in_fan_out = any(_is_transposed(module.get_submodule(name)) for name in targets)
-            module = inject_adapter_in_model(local, module, _ADAPTER)
-            # So that their weight gradients can be deferred too.
+        if targets and not any(_adapted_layers(module)):
+            config = copy.deepcopy(self.config)
+            config.target_modules = "|".join(map(re.escape, targets))
+            config.layers_to_transform = config.layers_pattern = config.exclude_modules = None
+            config.fan_in_fan_out = any(_is_transposed(module.get_submodule(name)) for name in targets)
+            module = inject_adapter_in_model(config, module, _ADAPTER)
+            # Their weight gradients can then be deferred too.
             switch_linears(module)
             if self.config.lora_dropout:
                 module.has_randomness = True  # type: ignore[assignment]
@@ -183,15 +183,15 @@ class Adapter:
         return module
 
     def _initialise(self, unit: UnitSpec, targets: Mapping[str, str], module: nn.Module, seed: int) -> None:
-        tuned = dict(_tuned(module))
-        for name, layer in tuned.items():
+        adapted = dict(_adapted_layers(module))
+        for name, layer in adapted.items():
             module.set_submodule(name, layer.base_layer)
         try:
             unit.initialise(module, seed)
         finally:
-            for name, layer in tuned.items():
+            for name, layer in adapted.items():
                 module.set_submodule(name, layer)
-        for name, layer in tuned.items():
+        for name, layer in adapted.items():
             key = targets[name]
             with torch.random.fork_rng(devices=[]):
                 digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
@@ -200,7 +200,7 @@ class Adapter:
                     if part.weight.is_meta:
                         part.to_empty(device="cpu")
                     if self.config.init_lora_weights is False:
-                        # peft leaves both as a linear layer begins, and only sets them otherwise.
+                        # With False peft keeps the initial values of a linear layer.
                         nn.Linear.reset_parameters(part)
                 layer.reset_lora_parameters(_ADAPTER, self.config.init_lora_weights)
             if self.source is not None:
@@ -237,23 +237,22 @@ def _config_in(folder: Path) -> Any:
         if not 0 < config.r <= _MAX_RANK or not isinstance(targets, str | set | None):
             raise ValueError(f"r is {config.r} and target_modules {targets!r}")
         re.compile(targets if isinstance(targets, str) else "")
-    except Exception as error:  # whatever the library stumbles over
+    except Exception as error:  # the library raises many kinds
         raise ValueError(f"{path} is none of peft's LoRA: {error}") from None
     return config
 
 
 def with_adapter(units: UnitSource, adapter: Any, form: HuggingFaceForm | None, layout: Layout) -> UnitSource:
-    """The units with the adapters that options describe.
+    """The source of a model's units with adapters, which are made, and a folder of them read, when an engine asks.
 
-    Those with adapters are made, and a folder of adapters is read, when the engine asks for its units. That raises
-    ValueError where they cannot have them; also where tensor-parallel ranks share the layers.
+    That raises ValueError if the units cannot have adapters, or tensor-parallel ranks share them.
     """
 
     def adapted(groups: ModelGroups) -> Sequence[UnitSpec]:
-        plain = units_for(units, groups, layout)
+        base_units = units_for(units, groups, layout)
         if groups.tp_size > 1:
             raise ValueError(f"adapters cannot be shared over tp = {groups.tp_size}; pp, dp and cp are possible")
-        return Adapter.of(adapter, form).units(plain)
+        return Adapter.of(adapter, form).units(base_units)
 
     return adapted
 
@@ -275,28 +274,28 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         stage.weights_ready()
         # Second copies are left out.
         for unit, module in stage.units if not stage.suffix else ():
-            for name, layer in _tuned(module):
+            for name, layer in _adapted_layers(module):
                 [stored] = adapter.name_of(f"{unit}.{name}.weight", tuple(layer.base_layer.weight.shape))
                 for kind in _KINDS:
                     key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
                     local[key] = getattr(layer, kind)[_ADAPTER].weight.detach()
     tensors: dict[str, Tensor] = {}
-    for rank, has_some in enumerate(gather(bool(local))):
-        tensors |= broadcast_value(local, rank, grid.control) if has_some else {}
+    for rank, has_adapters in enumerate(gather(bool(local))):
+        tensors |= broadcast_value(local, rank, grid.control) if has_adapters else {}
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config = copy.deepcopy(adapter.config)
         config.inference_mode = True
         if isinstance(config.target_modules, str):
-            # peft would look at modules around these, too.
+            # A pattern would also match modules around these.
             config.target_modules = sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in tensors})
         if form is not None and form.folder is not None:
             config.base_model_name_or_path = str(form.folder)
         config.save_pretrained(str(folder))
         values = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
         save_file(values, folder / _FILE, metadata={"format": "pt"})
-        # safetensors writes for the user alone, whatever the umask.
+        # safetensors ignores the umask and writes files that only the user may read.
         shutil.copymode(folder / "adapter_config.json", folder / _FILE)
 
     on_all_ranks(lambda: write() if is_first else None, gather, ValueError)
@@ -304,14 +303,14 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
 
 @torch.no_grad()
 def merged_weight(module: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """A tensor of a unit's module, given by its name there, with the adapter that lies over it."""
+    """A tensor of a unit's module with the adapter that lies over it; name: in the module."""
     layer: Any = module.get_submodule(name.rpartition(".")[0].removesuffix(_BASE))
     if not name.endswith(f"{_BASE}.weight"):
         return weight
     return weight + layer.get_delta_weight(_ADAPTER).to(weight.dtype)
 
 
-def _tuned(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
             yield name, part

@@ -1,4 +1,4 @@
-"""A model in a folder, a run's or Hugging Face's: all that is asked of it, and its engine's arguments."""
+"""A model in a folder, a run's or Hugging Face's: its shape, tokens and weights, and the arguments of its engine."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def open_folder(path: Path | str, native: Native = "auto", **opened: Any) -> Mod
 
 
 def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> ModelFolder:
-    """Open a model that is to score or to generate, and find at once what it lacks for that.
+    """Open a model to score or generate with, and check at once that it can.
 
-    `may_rate`: a model is possible that rates texts, such as a reward model, instead of giving tokens. `opened`:
-    further arguments of `open_folder`.
+    `may_rate`: accepts a model that rates texts instead of giving tokens, such as a reward model. `opened`: further
+    arguments of `open_folder`.
 
     Raises:
-        ValueError: there is no such folder, no model in it, or one that cannot be run.
+        ValueError: there is no such folder, it holds no model, or one that cannot be run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -102,48 +102,49 @@ def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> Mod
 class ModelFolder(ABC):
     """A model in a folder. Nothing is written there, and no weight is read before an engine is made.
 
-    Each property is found when it is first asked for, and kept. Any may raise ValueError, for what cannot be run, for
-    damaged files and for pickles; MissingFile, a FileNotFoundError too, has the path of what is missing.
+    Each property is read on first use. Any of them may raise ValueError, for a model that cannot be run, damaged files
+    and pickles, or MissingFile, a FileNotFoundError too, with the path.
     """
 
     folder: Path
-    #: by Penstock's own layers, by transformers', or by its own where they are the model; a run says it itself
+    #: the layers that run it: True for Penstock's, False for transformers', "auto" for Penstock's if they know the
+    #: family; of no effect for a run
     native: Native = "auto"
-    #: in which to score and generate; None for that of the model's files; a run's is its own if no other is asked for
+    #: precision to score and generate in; None for that of the files or of the run
     precision: Precision | None = None
-    #: the numbers that weights of products are kept as, while they are read; None for those of the files
+    #: quantization of the weights of products as they are read; None for that of the files
     quantize: Quantize | None = None
-    #: tokens get the bits that training gives them; a run whose settings say so does it anyway
+    #: True if tokens get the bits that training gives them; a run's settings may ask for it too
     reproducible: bool = False
-    #: somebody has already warned of the run's damaged checkpoints
+    #: True to pass over damaged checkpoints without a warning
     quiet: bool = False
 
     # ---- the model
 
     @property
     def source(self) -> Path | None:
-        """The folder of the model's config.json; None of a run that began with nothing."""
+        """The folder of the model's config.json; None for a run that began with random weights."""
         return self.folder
 
     @property
     def config(self) -> ModelConfig:
-        """The settings of the decoder, or those of them that a model of transformers has."""
+        """The settings of the decoder, as far as they are known."""
         return self.shape
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The full settings of a decoder of its size, also where transformers does not expose them."""
+        """The settings of a decoder of its size, complete also for a model run by transformers."""
         if not self.is_native:
             return self.in_transformers.shape
         shape = config_from_json(self.content)
-        # As transformers does where the files hold a head that is not the embedding, whatever config.json says.
-        is_apart = shape.tie_embeddings and self.source_files.differ(STORED_EMBEDDING, STORED_HEAD)
-        return replace(shape, tie_embeddings=False) if is_apart else shape
+        # As in transformers, a head in the files that differs from the embedding overrules config.json.
+        has_own_head = shape.tie_embeddings and self.source_files.differ(STORED_EMBEDDING, STORED_HEAD)
+        return replace(shape, tie_embeddings=False) if has_own_head else shape
 
     @property
     @abstractmethod
     def transformers_because(self) -> str | None:
-        """The reason why transformers' own layers run it; None where Penstock's do."""
+        """The reason why transformers' own layers run it; None if Penstock's do."""
 
     @property
     def has_adapters(self) -> bool:
@@ -158,25 +159,25 @@ class ModelFolder(ABC):
 
     @cached_property
     def source_files(self) -> WeightFiles:
-        """The files of weights beside the model's config.json, whose faults come first."""
+        """The files of weights beside config.json, which is read first."""
         assert self.source is not None and self.content is not None
         return WeightFiles.open(self.source)
 
     @cached_property
     def in_transformers(self) -> TransformersModel:
         """The model as transformers' own layers."""
-        # Only now, since it loads transformers.
+        # Imported here, since it loads transformers.
         from penstock.model.transformers.model import TransformersModel
 
         return TransformersModel.open(self.source_files)
 
     @property
     def is_native(self) -> bool:
-        """True where Penstock's own layers run it."""
+        """True if Penstock's own layers run it."""
         return self.transformers_because is None
 
     def check_learnable(self) -> None:
-        """Refuse to train by a loss that transformers would compute otherwise. Raises: ConfigError."""
+        """Refuse to train a model whose loss in transformers has parts that are missing here. Raises: ConfigError."""
         if self.source is not None and self.content.get("output_router_logits"):
             raise ConfigError(
                 f"output_router_logits in {self.source / CONFIG_FILE} asks for a loss of all routers together, which "
@@ -184,7 +185,7 @@ class ModelFolder(ABC):
             )
 
     def check_quantizable(self) -> None:
-        """Refuse to quantize models whose weights stay as they are. Raises: ConfigError that says which can be."""
+        """Refuse to quantize a model other than a dense native one. Raises: ConfigError."""
         if self.has_adapters or not self.is_native or self.config.experts.num_experts:
             raise ConfigError(
                 f"{self.folder} cannot be quantized; only dense models of Penstock's own layers without adapters can, "
@@ -205,7 +206,7 @@ class ModelFolder(ABC):
         """True for a model that gives each text one number."""
         if self.rates != "texts":
             return False
-        # As transformers, which has two labels where nothing is said.
+        # Transformers' default is two labels.
         return self.content.get("num_labels", len(self.content.get("id2label") or (0, 1))) == 1
 
     @property
@@ -227,17 +228,17 @@ class ModelFolder(ABC):
     @property
     @abstractmethod
     def tokenizer_name(self) -> str:
-        """The name of its tokenizer in settings. Raises: ValueError if it is not known."""
+        """The value of `data.tokenizer` for its tokenizer. Raises: ValueError if it is not known."""
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder of the tokenizer, a chat template and a generation_config.json; None where it has no files."""
+        """The folder of tokenizer, chat template and generation_config.json; None for a model of bytes."""
         return self.folder
 
     @cached_property
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
-        """None where the folder has none, and only token ids can be given."""
+        """Its tokenizer; None if the folder has none, so that only token ids can be given."""
 
     @property
     def vocab_size(self) -> int:
@@ -245,7 +246,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text, in the settings of generation, or else in those of the model."""
+        """Tokens that end a text, from generation_config.json or else config.json."""
         return end_tokens_in(self.tokenizer_folder)
 
     @cached_property
@@ -255,10 +256,10 @@ class ModelFolder(ABC):
 
     def without_special_tokens(self) -> ModelFolder:
         """A copy of the model whose tokenizer puts no special tokens around a text."""
-        plain = copy.copy(self)
+        folder = copy.copy(self)
         if self.tokenizer is not None:
-            plain.tokenizer = self.tokenizer.without_special_tokens()
-        return plain
+            folder.tokenizer = self.tokenizer.without_special_tokens()
+        return folder
 
     # ---- its weights
 
@@ -274,22 +275,22 @@ class ModelFolder(ABC):
 
     @property
     def step(self) -> int | None:
-        """The step of the checkpoint that the files are; None where they are a Hugging Face folder's."""
+        """The step of a run's checkpoint; None for a Hugging Face folder."""
         return None
 
     @cached_property
     def form(self) -> HuggingFaceForm:
-        """The form in which transformers knows it."""
+        """Its form in transformers: names and configuration."""
         names = names_of(self.shape) if self.is_native else self.in_transformers.names
         tied = {}
         if self.content.get("tie_word_embeddings"):
-            theirs = None if self.is_native else self.in_transformers.config.tie_word_embeddings
-            tied = {"tie_word_embeddings": self.shape.tie_embeddings if theirs is None else theirs}
+            is_tied = None if self.is_native else self.in_transformers.config.tie_word_embeddings
+            tied = {"tie_word_embeddings": self.shape.tie_embeddings if is_tied is None else is_tied}
         return HuggingFaceForm(names, lambda: {**self.content, **tied}, self.source)
 
     @property
     def kept_as(self) -> Quantize:
-        """The numbers that weights of products are kept as."""
+        """The quantization of the weights of products."""
         return self.quantize or Quantize.NONE
 
     @cached_property
@@ -299,7 +300,7 @@ class ModelFolder(ABC):
 
     @cached_property
     def stored_precision(self) -> Precision:
-        """That of most of the values in the files; fp32 where that is none of an engine's."""
+        """The precision of most values in the files; fp32 if an engine has no such precision."""
         num_values: Counter[str] = Counter()
         for name, stored in self.files.tensors.items():
             if not name.startswith(STATE):
@@ -307,9 +308,9 @@ class ModelFolder(ABC):
         return _PRECISIONS.get(max(num_values, key=num_values.__getitem__, default=""), Precision.FP32)
 
     def weight_bytes(self) -> int:
-        """Bytes of its weights in the form in which they are used."""
-        of_each = bytes_of_weight(self.precision or self.stored_precision, self.kept_as)
-        return int(sum(unit.num_parameters for unit in self.units) * of_each)
+        """Bytes of its weights in memory."""
+        bytes_each = bytes_of_weight(self.precision or self.stored_precision, self.kept_as)
+        return int(sum(unit.num_parameters for unit in self.units) * bytes_each)
 
     def max_generated_length(self) -> int:
         """Tokens of the longest sequence that can be generated."""
@@ -321,11 +322,11 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Find out at once what it lacks for scoring and generation. Raises: ValueError, FileNotFoundError."""
+        """Check that it can score and generate. Raises: ValueError, FileNotFoundError."""
         if self.kept_as is not Quantize.NONE:
             self.check_quantizable()
-        for needed in ("tokenizer", "end_tokens", "sampling", "rates"):
-            getattr(self, needed)
+        for name in ("tokenizer", "end_tokens", "sampling", "rates"):
+            getattr(self, name)
 
     def arguments(self, parallel: ParallelConfig) -> EngineArguments:
         """The arguments of an engine that scores and generates with the model; `load` comes next.
@@ -346,7 +347,7 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def load(self, state: ModelState) -> str:
-        """Read the weights into such an engine, on all its ranks; returns a version that differs where they do."""
+        """Read the weights into an engine of `arguments`, on all its ranks; returns a version that identifies them."""
 
     def arguments_from_files(
         self,
@@ -357,11 +358,11 @@ class ModelFolder(ABC):
     ) -> EngineArguments:
         """The arguments of an engine whose units read the files while it is made, and never again.
 
-        Every process that will hold a part of it calls this at the same point, and each raises when one does.
-        Configuration, names, shapes and the files' sizes are checked against each other; no value is read.
+        Every process of the engine calls this at the same point, and each raises when one does. Configuration, names,
+        shapes and the files' sizes are checked against each other; no value is read.
 
-        `shape`: that of the units, which may differ from the model's own in what only training uses. `options`: left
-        out, the defaults in the files' precision. `learns`: True for what will be trained.
+        `shape`: of the units; it may differ from the model's own in settings of training. `options`: left out, the
+        defaults in the files' precision. `learns`: True if the engine will train.
         """
 
         def check() -> EngineArguments:
@@ -370,14 +371,14 @@ class ModelFolder(ABC):
                 self.check_learnable()
             units, form = self._units_from_files(shape or self.shape), self.form
             if self.is_native:
-                # A run's names are not those that transformers reads.
+                # The names in a run's checkpoint are Penstock's own.
                 form = replace(form, names=names_of(shape or self.shape))
             engine_options = options or EngineOptions(precision=self.stored_precision)
             return EngineArguments(units, self.shape.hidden_size, layout or Layout(), engine_options, form)
 
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return check()
-        # Engines make their groups later; this one is destroyed again.
+        # A group for this check alone, since the engine's are made later.
         wait_for_all()
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
@@ -390,15 +391,15 @@ class ModelFolder(ABC):
         def units(groups: ModelGroups) -> Sequence[UnitSpec]:
             if not self.is_native and max(groups.tp_size, groups.cp_size, groups.ep_size) > 1:
                 raise ValueError("transformers' own layers cannot be shared over tp, cp or ep; native layers can")
-            whole = decoder_units(shape, groups=groups) if self.is_native else self.units
-            return units_from_files(whole, self.names, self.files)
+            model_units = decoder_units(shape, groups=groups) if self.is_native else self.units
+            return units_from_files(model_units, self.names, self.files)
 
-        # Any fault of the files is found now.
+        # Faults of the files are found here.
         units(ModelGroups())
         return units
 
     def refuse_adapters(self) -> None:
-        """Refuse a run that trains adapters, where a model is to begin without them. Raises: ValueError."""
+        """Refuse a run that trains adapters as the beginning of another model. Raises: ValueError."""
         if self.has_adapters:
             raise ValueError(
                 f"{self.folder} has adapters, which another model cannot begin with; write both as one by penstock "
@@ -440,8 +441,8 @@ class HfFolder(ModelFolder):
         super().check()
 
     def load(self, state: ModelState) -> str:
-        # The engine's units read them when it was made. Names, sizes and times tell files apart: to read all weights
-        # would take too long.
+        # The units read the files when the engine was made. Names, sizes and times make the version: a hash of all
+        # weights would take too long.
         files = [(path.name, path.stat()) for path in sorted(self.folder.iterdir()) if path.is_file()]
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
         packing = "" if self.kept_as is Quantize.NONE else f", {self.kept_as}"
@@ -450,9 +451,9 @@ class HfFolder(ModelFolder):
 
 @dataclass(eq=False)
 class RunFolder(ModelFolder):
-    """The model of a run: what its settings describe, with the weights of its newest intact checkpoint."""
+    """The model of a run: the decoder of its settings with the weights of its newest intact checkpoint."""
 
-    #: the run's settings, whose output is where it lies now
+    #: the run's settings, with the folder where it lies now as `output`
     run: RunConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -462,13 +463,13 @@ class RunFolder(ModelFolder):
 
     @cached_property
     def checkpoint(self) -> CheckpointInfo:
-        """The newest intact checkpoint; those passed over are warned of, by one process, unless `quiet`."""
+        """The newest intact checkpoint; unless `quiet`, one process warns of damaged ones."""
         quiet = self.quiet or (dist.is_initialized() and dist.get_rank() > 0)
         return CheckpointReader(self.folder / CHECKPOINT_FOLDER, None, self.run.identity()).existing(quiet)
 
     @cached_property
     def source(self) -> Path | None:
-        """As of every model; a run keeps that of what it began with, but transformers' layers need its weights too."""
+        """The folder of the model that the run began with; for native layers its copy within the run's."""
         run = self.run
         if self.is_native and (self.folder / MODEL_FOLDER / CONFIG_FILE).is_file():
             return self.folder / MODEL_FOLDER
@@ -504,7 +505,7 @@ class RunFolder(ModelFolder):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        # A given text is scored and continued as it is: no end token is put after it.
+        # A text is scored and continued as it is, without an end token after it.
         tokenizer = load_tokenizer(self.tokenizer_name)
         return tokenizer if self.run.data.special_tokens else tokenizer.without_special_tokens()
 
@@ -551,14 +552,14 @@ class RunFolder(ModelFolder):
         super().check()
 
     def arguments(self, parallel: ParallelConfig) -> EngineArguments:
-        """As of every model; the ranks read the checkpoint together, in `load`, unless they pack what they read."""
+        """As of every model; unless weights are packed, the ranks read the checkpoint together, in `load`."""
         if self.kept_as is not Quantize.NONE:
             return super().arguments(parallel)
         run = replace(
             self.run,
             parallel=parallel,
             train=replace(self.run.train, precision=self.precision, reproducible=self.reproducible),
-            # Those of training do not matter here: a plain cut, and no optimizer.
+            # Not for training: a plain cut, and no optimizer.
             schedule=ScheduleConfig(),
             optimizer=OptimizerConfig(),
         )
@@ -571,7 +572,7 @@ class RunFolder(ModelFolder):
     def load(self, state: ModelState) -> str:
         checkpoints = self.folder / CHECKPOINT_FOLDER
         if self.kept_as is not Quantize.NONE:
-            # The engine's units read them when it was made.
+            # The units read the checkpoint when the engine was made.
             return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
         saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.ties)
         info = saved.existing()

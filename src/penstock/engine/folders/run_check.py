@@ -9,20 +9,20 @@ from penstock.settings.declare import plain, with_values
 
 _PRETRAINED, _TOKENIZER, _SEQUENCE_LENGTH = "model.pretrained", "data.tokenizer", "data.sequence_length"
 _NATIVE, _PRECISION = "model.native", "train.precision"
-# Settings of the model that do not belong to the folder it comes from; nor do the coefficients of losses.
+# Settings of the model that the folder it comes from does not decide; coefficients of losses are others.
 _FREE = (_PRETRAINED, _NATIVE, "model.max_length", "model.num_predictions", "experts.bias_step")
 
 
 def check_run(
     config: RunConfig, proves: bool = True, refuse_sizes: Callable[[RunConfig], object] = lambda config: None
 ) -> RunConfig:
-    """Return `config` if all its settings can go together, and its schedule is proved.
+    """Check that all settings can go together, prove the schedule, and return `config`.
 
-    proves: False leaves the schedule's proof to the caller, who needs its program too. refuse_sizes: called before the
-    proof, which takes long for many ranks; it may refuse the settings.
+    proves: False leaves the proof to a caller that needs the program too. refuse_sizes: called before the proof, which
+    takes long for many ranks; it may raise.
 
     Raises:
-        ConfigError: they cannot; the message names the settings and what would be possible.
+        ConfigError: names the settings that exclude each other, and what would be possible.
     """
     check_sections(config)
     choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
@@ -46,23 +46,23 @@ def check_run(
 
 
 def with_pretrained(config: RunConfig) -> RunConfig:
-    """The settings with the shape, tokenizer and precision of `model.pretrained` filled in; without one, bytes.
+    """The settings, completed by shape, tokenizer and precision of `model.pretrained`; without one, by bytes and fp32.
 
-    Those of a run that goes on are in its own folder, and the model that it began with may be gone.
-    What trains experts, and the longest sequence, stay as they are given.
+    A run that goes on takes them from its own folder, since the model that it began with may be gone. The settings
+    that train experts, and the longest sequence, stay as they are.
 
     Raises:
-        ConfigError: the folder holds no model that the decoder is, or a setting contradicts it.
+        ConfigError: the decoder cannot be the folder's model, or a setting contradicts it.
     """
     folder = config.model.pretrained
     if folder is None:
         values = {_TOKENIZER: config.data.tokenizer or "bytes", _PRECISION: config.train.precision or Precision.FP32}
         return with_values(config, {SETTINGS[name].path: value for name, value in values.items()})
-    known = continued_run(config)
-    if known is not None:
-        shape, tokenizer, precision = known.model, config.data.tokenizer or known.data.tokenizer, known.train.precision
+    run = continued_run(config)
+    if run is not None:
+        shape, tokenizer, precision = run.model, config.data.tokenizer or run.data.tokenizer, run.train.precision
     else:
-        # Only now, since it loads PyTorch.
+        # Imported here, since it loads PyTorch.
         from penstock.engine.folders.model_folder import open_folder
 
         try:
@@ -76,23 +76,23 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             tokenizer, precision = config.data.tokenizer or model.tokenizer_name, model.stored_precision
         except ValueError as error:
             raise ConfigError(f"{_PRETRAINED} = {folder!r}: {error}") from None
-    asked, usual = config.flat(), RunConfig().flat()
+    settings, defaults = config.flat(), RunConfig().flat()
     values = {
         setting.name: plain(setting.default)
         for setting in walk_settings(shape)
         if setting.name not in _FREE and not setting.name.endswith("_loss")
     }
-    for name, wanted in values.items():
-        if asked[name] not in (usual[name], wanted):
+    for name, value in values.items():
+        if settings[name] not in (defaults[name], value):
             raise ConfigError(
-                f"{name} = {asked[name]!r}, but {_PRETRAINED} = {folder!r} has {wanted!r}; leave the setting out"
+                f"{name} = {settings[name]!r}, but {_PRETRAINED} = {folder!r} has {value!r}; leave the setting out"
             )
     values[_TOKENIZER] = tokenizer
     values[_PRECISION] = config.train.precision or precision
     if shape.native is False:
         values[_NATIVE] = False
-    if asked["model.max_length"] == usual["model.max_length"]:
+    if settings["model.max_length"] == defaults["model.max_length"]:
         values["model.max_length"] = shape.max_length
-        if asked[_SEQUENCE_LENGTH] == usual[_SEQUENCE_LENGTH]:
-            values[_SEQUENCE_LENGTH] = min(usual[_SEQUENCE_LENGTH], shape.max_length)
+        if settings[_SEQUENCE_LENGTH] == defaults[_SEQUENCE_LENGTH]:
+            values[_SEQUENCE_LENGTH] = min(defaults[_SEQUENCE_LENGTH], shape.max_length)
     return with_values(config, {SETTINGS[name].path: value for name, value in values.items()})

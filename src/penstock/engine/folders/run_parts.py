@@ -40,17 +40,13 @@ from penstock.engine.training.loss import (
 from penstock.model import ModelGroups, decoder_units
 from penstock.settings import ConfigError, RunConfig, check_rates, checked, read_config
 
-# Items that are looked through for the largest batch.
+# Items that are searched for the largest batch.
 _MOST_COUNTED = 1 << 20
 
 
 @checked
 def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
-    """The engine's arguments for a run's settings, read from a TOML file or given.
-
-    Raises:
-        ValueError: the settings cannot go together.
-    """
+    """The engine's arguments for a run's settings or their TOML file. Raises: ValueError for impossible settings."""
     settings = with_steps(check_run(with_pretrained(read_config(config) if isinstance(config, str | Path) else config)))
     tokenizer = load_tokenizer(tokenizer_of(settings), settings.data.end_token)
     return engine_arguments(settings, tokenizer.vocab_size)
@@ -59,12 +55,12 @@ def arguments_of_run(config: RunConfig | str | Path) -> EngineArguments:
 def engine_arguments(config: RunConfig, vocab_size: int) -> EngineArguments:
     """The engine's arguments for settings that have been checked.
 
-    It begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. Where it does, every
-    process of the layout calls this at the same point. Who completed the settings has warned of damaged checkpoints.
+    The engine begins with the weights of `model.pretrained`, unless the run has checkpoints to go on from. With such
+    weights every process of the layout calls this at the same point.
     """
     source, options = config.model.pretrained, EngineOptions.of(config)
     if config.model.native is False and source is not None:
-        # Also where values come from a checkpoint, transformers describes the layers by the folder.
+        # Transformers needs the folder to make the layers, even if their values come from a checkpoint.
         return open_folder(source, native=False, quiet=True).arguments_from_files(config.parallel, options)
     shape = config.model.whole(vocab_size)
     if source is None or published(Path(config.output) / CHECKPOINT_FOLDER):
@@ -82,21 +78,21 @@ def with_steps(config: RunConfig) -> RunConfig:
         return config
     num_items = RunData.load(config).loader(DataShard(), with_data=False).packing.num_items
     steps = ceil(epochs * ceil(num_items / config.data.num_sequences))
-    with_its_steps = replace(config, train=replace(config.train, steps=steps, epochs=None))
-    check_rates(with_its_steps)
-    return with_its_steps
+    counted = replace(config, train=replace(config.train, steps=steps, epochs=None))
+    check_rates(counted)
+    return counted
 
 
 def check_parts(config: RunConfig) -> "RunData":
-    """The run's data, once every part of the run has been described and found possible; nothing is started.
+    """Check all parts of a run without starting anything; returns its data.
 
     Raises:
-        ValueError: the corpus, the model, its cut or the optimizer cannot be as the settings say.
+        ValueError: the corpus, the model, its cut or the optimizer is impossible.
     """
     options = EngineOptions.of(config)
     data = RunData.load(config)
-    ours = config.parallel
-    groups = ModelGroups.planned(tp=ours.tp, cp=ours.cp, ep=ours.ep, form=options.attention)
+    layout = config.parallel
+    groups = ModelGroups.planned(tp=layout.tp, cp=layout.cp, ep=layout.ep, form=options.attention)
     if config.model.native is False:
         units = engine_arguments(config, data.corpus.vocab_size).units(groups)
     else:
@@ -111,9 +107,9 @@ def micro_batches(config: RunConfig) -> MicroBatchSpec:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's corpus, packed: training without end, and the fixed batches of validation.
+    """A run's corpus, packed: endless training batches, and the fixed batches of validation.
 
-    rewards: whether its items are pairs of texts, from which a reward model learns.
+    rewards: True if its items are pairs of texts, from which a reward model learns.
     """
 
     config: RunConfig
@@ -122,7 +118,7 @@ class RunData:
 
     @classmethod
     def load(cls, config: RunConfig) -> "RunData":
-        """Read the corpus, from the cache where it has been tokenised before.
+        """Read the corpus, from the cache if it has been tokenised before.
 
         Raises:
             ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
@@ -141,7 +137,7 @@ class RunData:
         corpus = load_corpus(spec, None if data.cache is None else Path(data.cache).expanduser())
         corpus.check_vocabulary(config.model.vocab_size or corpus.vocab_size)
         run = cls(config, corpus, rewards=reward_model is not None)
-        # Both sides are packed once here, so that too little text is refused before anything starts.
+        # Both are packed once here, so that too little text is refused before anything starts.
         run.loader(DataShard(), with_data=False)
         run.validation(DataShard(0, config.parallel.dp), with_data=False)
         return run
@@ -157,7 +153,7 @@ class RunData:
         )
 
     def validation(self, shard: DataShard, with_data: bool = True) -> tuple[PackedBatch, ...]:
-        """This data-parallel rank's validation batches; none where no text is set aside for it."""
+        """This data-parallel rank's validation batches; empty if no text is set aside for validation."""
         if self.corpus.validation is None:
             return ()
         return validation_batches(
@@ -169,7 +165,7 @@ class RunData:
         )
 
     def fullest_lengths(self) -> list[int]:
-        """The lengths of a data-parallel rank's sequences in the step of the run with the largest microbatch."""
+        """The lengths of a data-parallel rank's sequences in the run's step with the largest microbatch."""
         loader, config = self.loader(DataShard(), with_data=False), self.config
         per_rank = config.data.num_sequences // config.parallel.dp
         if isinstance(loader.packing, WindowPacking):
@@ -177,7 +173,7 @@ class RunData:
         num_batches = max(1, min(config.train.steps * config.parallel.dp, _MOST_COUNTED // per_rank))
         each = [sum(item) for item in loader.packing.lengths(loader.items(0, num_batches * per_rank))]
         lengths = np.array(each).reshape(num_batches, per_rank)
-        # None is cut, and the others are shared evenly.
+        # The largest item is not cut; the others are divided evenly.
         largest = np.maximum(lengths.max(axis=1), lengths.sum(axis=1) / config.train.num_microbatches)
         return lengths[int(largest.argmax())].tolist()
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its owner, the lock that admits one writer at a time, and the metrics of its steps."""
+"""The folder of a run: its settings, the lock that admits one writer at a time, and the metrics of its steps."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 MODEL_FOLDER = "model_files"
-"""The folder of a run with its tokenizer and, of a run that began with a model, that model's settings."""
+"""The folder within a run's with its tokenizer and the settings of a model that it began with."""
 TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE = "tokenizer.json", "config.json", "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -51,9 +51,9 @@ def to_toml(config: RunConfig) -> str:
 
 
 def writes_tensorboard(log: LogConfig) -> bool:
-    """True for a run that also writes for TensorBoard: if it is to, or says nothing and the library is installed.
+    """True if a run also writes for TensorBoard, which by default it does if the library is installed.
 
-    Raises: ConfigError if it is to, and the library is not installed.
+    Raises: ConfigError if the settings ask for it and the library is not installed.
     """
     is_installed = find_spec("tensorboard") is not None
     if log.tensorboard and not is_installed:
@@ -64,7 +64,7 @@ def writes_tensorboard(log: LogConfig) -> bool:
 
 
 def read_run(folder: Path) -> RunConfig:
-    """The settings of the run in a folder. Raises: ConfigError, also where its file is a link out of the folder."""
+    """The settings of the run in a folder. Raises: ConfigError, also for a link that leads out of the folder."""
     try:
         refuse_link_out(folder / RUN_FILE, folder)
     except ValueError as error:
@@ -73,25 +73,25 @@ def read_run(folder: Path) -> RunConfig:
 
 
 def tokenizer_of(config: RunConfig) -> str:
-    """The place of a run's tokenizer: its own copy, once its folder has one, or else what the settings name."""
+    """The place of a run's tokenizer: the copy in its folder if there is one, else the one that the settings name."""
     folder, name = Path(config.output), config.data.tokenizer or "bytes"
     copies = folder / MODEL_FOLDER
-    has_own = name != "bytes" and (copies / TOKENIZER_FILE).is_file() and (folder / RUN_FILE).is_file()
-    return str(copies) if has_own and read_run(folder).data.tokenizer == name else name
+    has_copy = name != "bytes" and (copies / TOKENIZER_FILE).is_file() and (folder / RUN_FILE).is_file()
+    return str(copies) if has_copy and read_run(folder).data.tokenizer == name else name
 
 
 def continued_run(config: RunConfig) -> RunConfig | None:
-    """The settings of the run in `config.output`, where it goes on and needs its `model.pretrained` no more."""
+    """The settings of the run in `config.output` if it can go on without its `model.pretrained`; else None."""
     folder = Path(config.output)
     if not (folder / RUN_FILE).is_file() or not any((folder / CHECKPOINT_FOLDER).glob("step-*")):
         return None
-    known = read_run(folder)
+    run = read_run(folder)
     # Transformers' layers are described by the model's folder.
-    return known if known.model.pretrained == config.model.pretrained and known.model.native is not False else None
+    return run if run.model.pretrained == config.model.pretrained and run.model.native is not False else None
 
 
 def model_files(config: RunConfig) -> dict[str, Path]:
-    """The files of the model, but its weights, that a run keeps in its folder, by their names there.
+    """The files that a run copies into its folder, by their names there.
 
     They are the tokenizer's, and the settings of the model that the run begins with.
     """
@@ -104,7 +104,7 @@ def model_files(config: RunConfig) -> dict[str, Path]:
     if name != "bytes":
         place = Path(name).expanduser()
         folder = place if place.is_dir() else place.parent
-        # A file stands for itself: it may lie beside a model that it does not belong to.
+        # A tokenizer given as a file may lie beside a model that it does not belong to.
         names = [file for file in TOKENIZER_FILES if place.is_dir() or file not in (TOKENIZER_FILE, GENERATION_FILE)]
         files |= {file: folder / file for file in names if (folder / file).is_file()}
         files |= {} if place.is_dir() else {TOKENIZER_FILE: place}
@@ -112,11 +112,11 @@ def model_files(config: RunConfig) -> dict[str, Path]:
 
 
 def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -> bool:
-    """True where `config.output` already holds this very run, to be continued; nothing is written.
+    """True if `config.output` already holds this run, to be continued; nothing is written.
 
     Raises:
-        ConfigError: it holds another run, or one that has lost its checkpoints, or anything that is no run, or (with
-            `fresh`) any run at all, or (with `resume`) none.
+        ConfigError: the folder holds another run, one that has lost its checkpoints, or anything else; with `fresh`
+            any run; with `resume` none.
     """
 
     folder = Path(config.output)
@@ -127,13 +127,13 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
         raise ConfigError(f"output = {config.output!r} holds no run to continue; leave out --resume to start one")
     if not folder.exists():
         return False
-    # What the run writes would go wherever they lead. A folder of checkpoints may lie on another disk.
+    # The run would write wherever links lead. A folder of checkpoints may lie on another disk.
     if links := sorted(path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()):
         raise ConfigError(f"{links[0]} is a link to {links[0].readlink()}; put the file itself there, or remove it")
     if not copy.exists():
-        # A start that was killed may have come no further than these.
-        ours = {_LOCK_FILE, unfinished(copy).name}
-        strangers = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+        # A start that was killed may have left only these.
+        run_files = {_LOCK_FILE, unfinished(copy).name}
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in run_files)
         if strangers:
             raise ConfigError(f"output = {config.output!r} holds {strangers[0]!r} and no run; give an empty folder")
         return False
@@ -144,7 +144,7 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
         changed = "; ".join(differences(config.identity(), earlier.identity()))
         raise ConfigError(f"output = {config.output!r} holds another run: {changed}; give another --output")
     checkpoints, metrics = folder / CHECKPOINT_FOLDER, folder / METRICS_FILE
-    # Of two checkpoints the first is there when the second is begun.
+    # The first checkpoint is there when the second one is begun.
     if earlier.checkpoint.every and not any(checkpoints.glob("*step-*")):
         last = max((entry["step"] for entry in read_metrics(metrics)), default=0)
         if last > 2 * earlier.checkpoint.every:
@@ -156,7 +156,7 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
 
 
 class RunLock:
-    """The folder of a run, locked against other runs for as long as the process lives; opened by one rank.
+    """The folder of a run, locked while the process lives; one rank opens it.
 
     Raises:
         ConfigError: the folder holds another run, or a run is writing there now.
@@ -164,7 +164,7 @@ class RunLock:
 
     #: the folder
     path: Path
-    #: True where the folder held this run already
+    #: True if the folder already held this run
     continued: bool
     #: descriptor of the locked file
     _lock: int
@@ -178,7 +178,7 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"output = {config.output!r} cannot be written: {error.strerror}") from None
         try:
-            # The lock goes with the process, however it ends, so that a killed run can be started again at once.
+            # The lock ends with the process, so that a killed run can be started again at once.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
@@ -192,7 +192,7 @@ class RunLock:
                 raise
 
     def keep(self, config: RunConfig) -> None:
-        """Write the settings of the latest start, and the model's files where the folder has none yet.
+        """Write the settings of the latest start, and at the first one the model's files.
 
         Raises: ConfigError with the path that cannot be written.
         """
@@ -214,13 +214,13 @@ class RunLock:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a metrics file, in order; null stands for a number that is not finite.
 
-    Lines without a step are left out, and so are those that cannot be read, such as a last one that a crash has torn.
+    Lines without a step are left out, and so are unreadable ones, such as a last one cut off by a crash.
     """
     return [entry for _, entry in _parsed(path) if entry is not None and "step" in entry] if path.exists() else []
 
 
 def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line that is not blank, and its object; None where it is none, or its step is no whole number."""
+    """Each line that is not blank, with its object; None if it is none, or its step is no whole number."""
     for line in filter(bytes.strip, lines_of(path)):
         try:
             entry = parse_json(line.decode())
@@ -230,24 +230,24 @@ def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 class MetricsLog:
-    """Appends the metrics of a run to its folder; written by one rank.
+    """The metrics file of a run, which one rank appends to.
 
-    A run that continues from `resumed_step` first drops the lines of later steps, since those steps are taken again,
-    and lines that cannot be read. All others stay as they are, whatever a user has added to them.
+    A run that continues from `resumed_step` first drops unreadable lines and those of later steps, which are taken
+    again. All other lines stay as they are, whatever a user has added to them.
     """
 
     #: the file of metrics, a line of JSON a step
     _path: Path
-    #: the same, open for appending
+    #: the open file
     _file: TextIO
-    #: TensorBoard's writer, where the run wants it
+    #: TensorBoard's writer; None if the run does not write for it
     _board: Any
 
     def __init__(self, folder: Path, resumed_step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / METRICS_FILE
         lines = _parsed(self._path) if self._path.exists() else ()
-        lines_until_then = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
-        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in lines_until_then))
+        earlier_lines = [line for line, entry in lines if entry is not None and entry.get("step", 0) <= resumed_step]
+        write_durably(self._path, "".join(line.decode().rstrip() + "\n" for line in earlier_lines))
         self._file = self._path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
