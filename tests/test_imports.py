@@ -47,7 +47,7 @@ DEVICE_ROOMS = {
     "model/cpu": {
         "model/decoder.py",
         "model/devices.py",
-        "runtime/decode/graphs.py",
+        "runtime/decode/decoders.py",
         "engine/build.py",
         "engine/precision.py",
         "engine/pipeline.py",

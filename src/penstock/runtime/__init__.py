@@ -1,6 +1,6 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
-from penstock.runtime.decode.graphs import DecodeForm, Decoders, FixedDecoder
+from penstock.runtime.decode.decoders import DecodeForm, Decoders, FixedDecoder
 from penstock.runtime.decode.loop import DecodeLoop, Generation
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError

@@ -5,7 +5,7 @@ A prompt becomes tokens in the order of these files. `Generator.generate` is giv
 `schedule.Sequence` for each answer. `_begin` gives the sequences to the `Scheduler` of the first rank
 (schedule/generation/scheduler.py), and hooks in the user's functions (listeners.py). `_run` starts a `DecodeLoop`
 (runtime/decode/loop.py): batch after batch, the scheduler chooses sequences, the stages compute with their KV caches
-(runtime/decode/graphs.py), and each sequence gets its next token; other ranks learn of a batch from its header
+(runtime/decode/decoders.py), and each sequence gets its next token; other ranks learn of a batch from its header
 (runtime/decode/relay.py). At the end all ranks have the answers, as a `GenerateResult` (answers.py). A server's loop
 takes its sequences from a `RequestQueue` (requests.py) instead.
 """

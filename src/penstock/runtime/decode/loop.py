@@ -1,6 +1,6 @@
 """Generation on one rank: batches go through its stages until every sequence has ended.
 
-Where one rank holds the whole model and one slot all sequences, generation is a plain loop: schedule, compute, update.
+If one rank holds the whole model and one slot all sequences, generation is a plain loop: schedule, compute, update.
 In a ring of ranks or slots the rank of the first stage runs `DecodeLoop.lead`: the same three calls, but a batch's
 tokens are awaited only when its slot's next turn comes, while other slots' batches are under way. The other ranks learn
 the batches from headers (`penstock.runtime.decode.relay`).
@@ -36,26 +36,26 @@ from penstock.schedule.rules import Wire
 
 @dataclass(eq=False)
 class Generation:
-    """One generation as a rank knows it, from its first batch to its last; an interruption may lie between.
+    """The state of one generation on a rank, from its first batch to its last; interruptions may lie between.
 
     The functions are called on the rank of the first stage; on several ranks a thread calls them.
 
-    listen: called with the sequences that have a new token. admit: called before each batch; it may add sequences to
-    the scheduler and stop some. It returns whether more may come; where nothing is left to compute it waits for them,
-    and the other ranks with it. interrupts: called between two rounds; once it returns true, the loop ends with
-    sequences that have no ending, and another one can go on.
+    listen: called with the sequences that have a new token. admit: called before each batch to add sequences to the
+    scheduler and stop some; returns True if more may come, and waits for them if nothing is left to compute.
+    interrupts: called between two rounds; once it returns true, the loop ends with unfinished sequences, with which
+    another loop can go on.
     """
 
-    #: those known from the beginning, by number; the same on all ranks of the ring
+    #: the sequences known from the beginning, by number; the same on all ranks of the ring
     sequences: Sequence[schedule.Sequence]
     #: slots, and rows of each
     shape: RingShape
-    #: decides every batch; None but on the rank of the first stage
+    #: decides every batch, on the rank of the first stage; None on the others
     scheduler: Scheduler | None = None
     listen: Callable[[list[schedule.Sequence]], None] | None = None
     admit: Callable[[Scheduler], bool] | None = None
     interrupts: Callable[[], object] | None = None
-    #: sequence -> for each of its tokens those that could not be drawn; on the rank of the last stage, if asked for
+    #: sequence -> for each token the mask of those that could not be drawn; on the rank of the last stage, on request
     filter_masks: list[list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Generation:
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """A batch as a rank computes it: with the sequences of its items, and their rows and positions as tensors."""
+    """A batch on one rank: with the sequences of its items, and their rows and positions as tensors."""
 
     batch: Batch
     sequences: list[schedule.Sequence]
@@ -72,7 +72,7 @@ class LocalBatch:
 
     @cached_property
     def sampled(self) -> list[schedule.Sequence]:
-        """The sequences of which a token is sampled, in order."""
+        """The sequences that get a token, in order."""
         return [sequence for item, sequence in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
 
 
@@ -84,13 +84,13 @@ class DecodeLoop:
     ring: Ring
     #: local stages with their KV caches, in order
     decoders: Sequence[StageDecoder]
-    #: what is generated, and on the rank of the first stage what decides and listens
+    #: sequences and slots, and on the rank of the first stage scheduler and listeners
     generation: Generation
-    #: number -> sequence, from the batch that says it has arrived to the one that says it has ended
-    known: dict[int, schedule.Sequence] = field(init=False)
+    #: number -> sequence, from the batch of its arrival to the one after its end
+    live_sequences: dict[int, schedule.Sequence] = field(init=False)
     #: passes headers and tokens on
     relay: HeaderRelay = field(init=False)
-    #: local stage -> where its input comes from and its output goes to
+    #: local stage -> source of its input and target of its output
     _wires: dict[int, Wire] = field(init=False)
     #: rounds so far, and seconds from the first header to the last
     num_rounds: int = field(default=0, init=False)
@@ -99,7 +99,7 @@ class DecodeLoop:
     num_forwards: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
     busy_s: float = field(default=0.0, init=False)
-    #: computes the step whose input is awaited
+    #: computes the batch whose input is awaited
     _prepared: Callable[[], Tensor | None] | None = field(default=None, init=False)
     #: the rows of each slot
     _slots: list[range] = field(init=False)
@@ -108,7 +108,7 @@ class DecodeLoop:
 
     def __post_init__(self) -> None:
         shape, placement = self.generation.shape, self.ring.placement
-        self.known = {sequence.number: sequence for sequence in self.generation.sequences}
+        self.live_sequences = {sequence.number: sequence for sequence in self.generation.sequences}
         self.relay = HeaderRelay(self.ring, shape.rows_per_slot)
         local = [decoder.stage.index for decoder in self.decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
@@ -161,13 +161,13 @@ class DecodeLoop:
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
 
     def _localise(self, batch: Batch) -> LocalBatch:
-        """Apply arrivals and departures, and build this batch's index tensors, batch by batch in order."""
+        """Apply a batch's arrivals and departures, and build its index tensors; batch by batch in order."""
         for sequence in batch.arrived:
-            self.known[sequence.number] = sequence
+            self.live_sequences[sequence.number] = sequence
         for number in batch.ended:
-            del self.known[number]
-        sequences = [self.known[item.sequence] for item in batch.items]
-        # Here and not in the thread of headers, which must not disturb the capture of a CUDA graph.
+            del self.live_sequences[number]
+        sequences = [self.live_sequences[item.sequence] for item in batch.items]
+        # Not in the thread of headers, which could disturb the capture of a CUDA graph.
         return LocalBatch(batch, sequences, CachedRows.of(batch.items, self.ring.device))
 
     # ---- one rank, one slot
@@ -208,13 +208,13 @@ class DecodeLoop:
             slot = scheduler.next_slot()
             if slot in in_flight:
                 update(*in_flight.pop(slot))
-            # The last that are admitted may have come while there was no slot.
+            # Requests may have come while no slot had work.
             if not (admit is not None and admit(scheduler)) and slot is None and scheduler.is_idle:
                 break
-            # An empty one where nothing is asked for, by which the other ranks hear that this one lives.
+            # Without work an empty batch shows the other ranks that this one is alive.
             batch = scheduler.schedule() or Batch(0, ())
             if batch.items:
-                # Posted before anything is sent, so that the tokens are awaited when they come.
+                # Posted before anything is sent, so that the receive waits for the tokens.
                 in_flight[batch.slot] = batch, self.relay.post_tokens(scheduler.sampled(batch))
             self.relay.announce(batch)
             yield batch
@@ -248,11 +248,11 @@ class DecodeLoop:
         assert not (self._prepared or self._outputs), "a closing ring has nothing under way"
 
     def _enter(self, decoder: StageDecoder, local: LocalBatch) -> None:
-        """Post the receive of a stage's input, unless it comes from this rank; meanwhile compute the step before."""
+        """Post the receive of a stage's input, unless it comes from this rank; meanwhile compute the batch before."""
         boundary, receipt = decoder.stage.boundary, None
         channel = self._wires[decoder.stage.index].arriving
         if channel is not None and local.batch.items:
-            # The tokens are few, and every rank has all of them.
+            # The tokens are few, and each tensor-parallel rank has all of them.
             header = boundary.header(local.batch.num_tokens * boundary.num_sharing)
             receipt = self.ring.transport.receive(channel, header)
         self._compute_prepared()

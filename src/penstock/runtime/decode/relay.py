@@ -1,8 +1,8 @@
-"""Headers and tokens: each rank learns the next batch from the rank before it, and the first rank gets the tokens back.
+"""Headers and tokens: each rank learns of a batch from the rank before it, and the first rank gets the tokens back.
 
 A small header goes from rank to rank on host memory, ahead of the batch's activations; the rank of the last stage sends
 the sampled tokens straight to the first. Where ranks are processes a thread takes the headers while its rank computes,
-as far ahead as tokens allow, so that next to nothing is left to do between two batches.
+as far ahead as tokens allow, so that little is left to do between two batches.
 """
 
 import json
@@ -26,7 +26,7 @@ from penstock.schedule import Batch, BatchItem, Placement, Token
 from penstock.settings import SamplingParams, walk_settings
 from penstock.settings.declare import plain
 
-# ---- The form in which batches travel from rank to rank: a header of numbers, and news of sequences if there are any
+# ---- A batch as a message: a header of numbers, and news of sequences if there are any
 
 
 _CLOSING = -1
@@ -66,14 +66,14 @@ def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch 
 
 
 def packed_news(batch: Batch) -> Tensor | None:
-    """The sequences that a batch says have arrived or ended, as bytes; None if there are none."""
+    """A batch's arrivals and departures of sequences, as bytes; None if there are none."""
     if not (batch.arrived or batch.ended):
         return None
-    text = json.dumps([[_described(sequence) for sequence in batch.arrived], batch.ended])
+    text = json.dumps([[_sequence_values(sequence) for sequence in batch.arrived], batch.ended])
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _described(sequence: schedule.Sequence) -> list[object]:
+def _sequence_values(sequence: schedule.Sequence) -> list[object]:
     defaults = {setting.key: setting.default for setting in walk_settings(SamplingParams())}
     changed = {
         setting.key: plain(setting.default)
@@ -102,7 +102,7 @@ class Ring:
     """One rank's place among the ranks that generate together.
 
     Args:
-        placement: of a bidirectional model, the stages of the first copy are used.
+        placement: the stages; in a bidirectional model those of the first copy are used.
         transport: carries activations between stages.
         host: carries headers and tokens, over `host_channels`.
         lockstep: True if stages share experts with those of other pipelines. Then all pipelines compute the same
@@ -134,19 +134,19 @@ class Ring:
 
 @dataclass(eq=False)
 class HeaderRelay:
-    """One rank's part in passing batches on as headers, and their tokens back, during one generation."""
+    """One rank's part in passing headers on and tokens back during one generation."""
 
     #: links to the other ranks
     _ring: Ring
-    #: items of a batch, at most
+    #: most items of a batch
     _rows_per_slot: int
-    #: the batches of all turns, one by one; None before `start`, and where a thread takes them
+    #: yields all batches; None before `start`, and if a thread takes them
     _batches: Iterator[Batch] | None = None
-    #: what the thread has taken ahead; then None for the end, or the exception that it has failed with
+    #: batches that the thread has taken ahead; then None for the end, or the exception of a failure
     _taken: queue.SimpleQueue[Batch | Exception | None] = field(default_factory=lambda: queue.SimpleQueue())
-    #: takes batches ahead; None where the rank that computes takes them
+    #: takes batches ahead; None if the rank's main thread takes them
     _thread: threading.Thread | None = None
-    #: tokens of the batches, if the first and the last stage are on this rank; None once it has failed
+    #: tokens of batches, if the first and the last stage are on this rank; None in it after a failure
     _sampled_here: queue.SimpleQueue[Tensor | None] = field(default_factory=lambda: queue.SimpleQueue())
 
     @property
@@ -156,7 +156,7 @@ class HeaderRelay:
     # ---- ahead of the computation
 
     def start(self, batches: Iterator[Batch], in_thread: bool) -> None:
-        """Begin to take batches, in a thread as soon as each is known; else each when `next` asks for it."""
+        """Begin to take batches: in a thread as soon as each is known, else when `next` is called."""
         if not in_thread:
             self._batches = batches
             return
@@ -174,7 +174,7 @@ class HeaderRelay:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread, after all batches or after the links were cut."""
+        """Wait until the thread has ended, after all batches or a failure."""
         if self._thread is not None:
             self._thread.join()
 
@@ -183,11 +183,7 @@ class HeaderRelay:
         return not self._taken.empty()
 
     def next(self) -> Batch | None:
-        """The next batch, None at the end; waits until it is known.
-
-        Raises:
-            Exception: the one that the thread has failed with.
-        """
+        """The next batch, None at the end; waits until it is known. Raises: the exception of the thread."""
         if self._batches is not None:
             return next(self._batches, None)
         taken = self._taken.get()
@@ -208,7 +204,7 @@ class HeaderRelay:
                 self._ring.host.send(channel, Message((news,)))
 
     def follow(self) -> Iterator[Batch]:
-        """The batches that the first rank decides, on every other rank; each is passed on first."""
+        """The batches of the first rank's scheduler, on every other rank; each is first passed on."""
         receipt = self._post(self._header_size, torch.int64)
         while (batch := self._received(receipt)) is not None:
             receipt = self._post(self._header_size, torch.int64)
@@ -228,7 +224,7 @@ class HeaderRelay:
     # ---- tokens
 
     def post_tokens(self, sampled: Sequence[schedule.Sequence]) -> Callable[[], list[Token]]:
-        """Post the receive of a token of each of these sequences, on the first rank; gives what waits for them."""
+        """Post the receive of a token of each sequence, on the first rank; returns a function that waits for them."""
         params = [sequence.params for sequence in sampled]
         if self._ring.last_rank == 0:
 
@@ -244,14 +240,14 @@ class HeaderRelay:
         return lambda: unpacked(receipt.wait().tensors[0][: len(params)], params)
 
     def return_tokens(self, numbers_SW: Tensor) -> None:
-        """Give the first rank what was sampled for a batch; on the last rank, batch by batch in their order."""
+        """Send a batch's tokens from the last rank to the first, batch by batch in order."""
         if self._ring.last_rank == 0:
             self._sampled_here.put(numbers_SW)
         else:
-            # Never without a row, so that a batch which samples nothing is waited for as well.
+            # At least one row, so that a batch without samples is awaited as well.
             whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, numbers_per_token(()))
             self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), Message((whole,)))
 
     def cancel(self) -> None:
-        """Wake the thread that waits here for tokens: the rank has failed, and samples no more."""
+        """Wake the thread that waits for tokens, because this rank has failed and samples no more."""
         self._sampled_here.put(None)

@@ -1,9 +1,9 @@
-"""Decoding over shapes that never change, captured as CUDA graphs where there is CUDA; and the KV caches of all stages.
+"""The decoders of a rank's stages with their KV caches: of live rows, or of fixed shapes, which CUDA graphs capture.
 
 A batch that samples a token of each live row can be computed for all rows of its slot, dead ones included: then only
-values of tensors change from batch to batch. Where there is CUDA the kernels are captured once, for each slot and each
-power of two of tokens to look at, and launched together from then on; weights are read where they are and may change
-in place. Prompts are read as elsewhere, and never captured. Without CUDA the same computation runs as it is.
+values of tensors change from batch to batch. On CUDA the kernels are captured once for each slot and each power of two
+of tokens to attend to, and launched together from then on; weights are read in place and may change. Prompts are never
+captured. Without CUDA the same computation runs eagerly.
 
 Shapes: T tokens of the live rows, R rows of the slot, D hidden size, V vocabulary.
 """
@@ -22,17 +22,17 @@ from penstock.schedule import BatchItem
 from penstock.settings.declare import NamedValue
 
 _FEWEST_SEEN = 64
-"""Tokens of the smallest attention that is worth a graph of its own."""
+"""Tokens of the smallest attention that gets a graph of its own."""
 
 _CACHE_STEP_TOKENS = 64
 """Rows of the KV caches have a multiple of this many tokens."""
 
 
 class DecodeForm(NamedValue):
-    """The way in which the rows of a slot compute one token each.
+    """The rows of a slot that compute a token each.
 
-    LIVE_ROWS: the live ones alone. ALL_ROWS: all of the slot's, over shapes that never change. GRAPHS: the same,
-    captured where there is CUDA.
+    LIVE_ROWS: live rows alone. ALL_ROWS: all rows of the slot, over shapes that never change. GRAPHS: all rows, as CUDA
+    graphs.
     """
 
     LIVE_ROWS = "live-rows"
@@ -40,23 +40,23 @@ class DecodeForm(NamedValue):
     GRAPHS = "graphs"
 
 
-class _Fixed:
-    """One computation, whose inputs stay where they are, and so does its output once it is captured.
+class _FixedShape:
+    """The computation of one batch shape, whose inputs stay in place, and so does its output once it is captured.
 
     x: [R] token ids or [R, D]. positions: [R] int64.
     """
 
     #: the decoder that owns it
     decoder: "FixedDecoder"
-    #: rows of the cache, and how many of their tokens are looked at
+    #: rows of the cache, and how many of their tokens are attended to
     slot: range
     num_seen: int
-    #: where the inputs are put: activations or token ids by row, and the rows' positions
+    #: the inputs: activations or token ids by row, and the rows' positions
     x: Tensor
     positions: Tensor
-    #: the captured computation; None where it runs as it is
+    #: the captured computation; None if it runs eagerly
     graph: torch.cuda.CUDAGraph | None
-    #: where the graph leaves its output
+    #: the output of the graph
     _output: Tensor | None
 
     def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int, like: Tensor) -> None:
@@ -67,21 +67,21 @@ class _Fixed:
         self._output = None
 
     def run(self) -> Tensor:
-        """The output for the present inputs; a captured one is overwritten by the next run of any graph.
+        """The output for the present inputs; the next run of any graph overwrites a captured one.
 
-        Raises: RuntimeError of CUDA where a unit waits for the device.
+        Raises: RuntimeError of CUDA if a unit waits for the device.
         """
         if (stream := self.decoder.capture_stream) is None:
             return self._compute()
         if self.graph is None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                # Libraries choose their kernels and set up at the first use, which cannot be captured. It writes into
-                # the cache what the replay writes there again.
+                # Libraries choose kernels at their first use, which cannot be captured. The replay writes the same
+                # values into the cache again.
                 self._compute()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads, which wait for messages, go on meanwhile.
+            # Other threads, which wait for messages, may go on.
             with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
                 self._output = self._compute()
             self.graph = graph
@@ -96,16 +96,16 @@ class _Fixed:
 
 @dataclass(eq=False)
 class FixedDecoder(StageDecoder):
-    """A stage that `takes` accepts, decoding over fixed shapes; inputs and graphs are made when needed."""
+    """A stage that decodes over fixed shapes (see `takes`); inputs and graphs are made on first use."""
 
     #: tokens of a row of the cache
     num_cached: int
-    #: the stream on which CUDA graphs are captured; None to run computations as they are
+    #: the stream on which CUDA graphs are captured; None to run eagerly
     capture_stream: torch.cuda.Stream | None = None
     #: memory of all graphs of the stage, which never run at the same time
     pool: Any = field(default=None, init=False)
-    #: slot and number of tokens that are looked at -> the computation, if it has been made
-    _fixed: dict[tuple[range, int], _Fixed] = field(default_factory=dict, init=False)
+    #: (slot, number of tokens that are attended to) -> its computation
+    _shapes: dict[tuple[range, int], _FixedShape] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.captures:
@@ -113,7 +113,7 @@ class FixedDecoder(StageDecoder):
 
     @staticmethod
     def takes(stage: Stage) -> bool:
-        """True if all units of the stage compute the same way for any values, without waiting for the device."""
+        """True if the operations of all units depend on no values and never wait for the device."""
         return all(getattr(module, "has_fixed_shapes", False) for _, module in stage.units)
 
     @property
@@ -124,65 +124,65 @@ class FixedDecoder(StageDecoder):
     @property
     def num_shapes(self) -> int:
         """Number of computations, each of them one graph if they are captured."""
-        return len(self._fixed)
+        return len(self._shapes)
 
     def release(self) -> None:
         """Free inputs and graphs; later batches make them anew."""
-        for fixed in self._fixed.values():
-            if fixed.graph is not None:
-                fixed.graph.reset()
-        self._fixed.clear()
+        for shape in self._shapes.values():
+            if shape.graph is not None:
+                shape.graph.reset()
+        self._shapes.clear()
         if self.captures:
-            # The old one is gone with its last graph.
+            # The old pool is gone with its last graph.
             self.pool = torch.cuda.graph_pool_handle()
 
     def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
         if any(item.cleaned for item in rows.items):
-            # Until it is live again, a row computes from what is left here.
-            for fixed in self._fixed.values():
-                fixed.x.zero_()
-        # At the beginning are those that sample a token from one token each; the others are chunks of prompts.
-        chunks = (number for number, item in enumerate(rows.items) if item.length > 1 or not item.sampled)
+            # Until it is live again, a row computes from these inputs.
+            for shape in self._shapes.values():
+                shape.x.zero_()
+        # Items that sample a token from one token come first, and then chunks of prompts.
+        chunks = (i for i, item in enumerate(rows.items) if item.length > 1 or not item.sampled)
         num_single = next(chunks, len(rows.items))
         if num_single == 0:
             return self.stage.decode(x, self.caches, rows)
         self.stage.copy_prompts(self.caches, rows)
-        y = self._of_rows(x[:num_single], rows.items[:num_single], slot)
+        y = self._decode_rows(x[:num_single], rows.items[:num_single], slot)
         if num_single == len(rows.items):
             return y
-        others = CachedRows.of(rows.items[num_single:], x.device)
-        return torch.cat((y, self.stage.decode(x[num_single:], self.caches, others)))
+        chunk_rows = CachedRows.of(rows.items[num_single:], x.device)
+        return torch.cat((y, self.stage.decode(x[num_single:], self.caches, chunk_rows)))
 
-    def _of_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
-        """[T, D] or [T, V] of items of one token each."""
+    def _decode_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
+        """The output [T, D] or [T, V] of items of one token each."""
         positions = [spare_position(self.num_cached)] * len(slot)
         for item in items:
             positions[item.row - slot.start] = item.start
-        # The power of two that is enough, or all of the cache.
+        # The next power of two, or all of the cache.
         num_needed = max(item.end for item in items)
         num_seen = min(self.num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
-        fixed = self._fixed.get((slot, num_seen))
-        if fixed is None:
-            fixed = self._fixed[slot, num_seen] = _Fixed(self, slot, num_seen, x)
+        shape = self._shapes.get((slot, num_seen))
+        if shape is None:
+            shape = self._shapes[slot, num_seen] = _FixedShape(self, slot, num_seen, x)
         self.stage.weights_ready()
         places_T = torch.tensor([item.row - slot.start for item in items]).to(x.device, non_blocking=True)
-        fixed.positions.copy_(torch.tensor(positions), non_blocking=True)
-        fixed.x.index_copy_(0, places_T, x)
+        shape.positions.copy_(torch.tensor(positions), non_blocking=True)
+        shape.x.index_copy_(0, places_T, x)
         # A copy, which the next batch does not overwrite.
-        return fixed.run().index_select(0, places_T)
+        return shape.run().index_select(0, places_T)
 
 
 @dataclass(eq=False)
 class Decoders:
     """The local stages' decoders and KV caches, kept from one generation to the next."""
 
-    #: the local stages that generate, in order; dtype and device of what they compute, and of the caches
+    #: the local stages that generate, in order; dtype and device of their activations and caches
     stages: Sequence[Stage]
     dtype: torch.dtype
     device: torch.device
-    #: False where no computation may become a CUDA graph
+    #: False if no computation may become a CUDA graph
     captures: bool
-    #: form -> the local stages' decoders, with what they have captured
+    #: form -> the local stages' decoders, with their graphs
     by_form: dict[DecodeForm, list[StageDecoder]] = field(default_factory=dict)
     #: stage -> the KV caches of its units
     caches: dict[int, list[Any]] = field(default_factory=dict)
@@ -193,8 +193,8 @@ class Decoders:
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Make sure that the KV caches are at least of this size."""
-        kept = self._size
-        if kept is not None and kept.num_rows >= num_rows and kept.num_tokens >= num_tokens:
+        size = self._size
+        if size is not None and size.num_rows >= num_rows and size.num_tokens >= num_tokens:
             return
         self.release()
         size = self._size_for(num_rows, num_tokens, self.device)
@@ -225,16 +225,16 @@ class Decoders:
         """The local stages' decoders, kept as long as the caches are."""
         if form not in self.by_form:
             captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
-            made = self.by_form[form] = list[StageDecoder]()
+            decoders = self.by_form[form] = list[StageDecoder]()
             for stage in self.stages:
                 if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
-                    made.append(StageDecoder(stage, self.caches[stage.index]))
+                    decoders.append(StageDecoder(stage, self.caches[stage.index]))
                     continue
                 if captures and self._capture_stream is None:
                     self._capture_stream = torch.cuda.Stream()
                 assert self._size is not None
                 stream = self._capture_stream if captures else None
-                made.append(FixedDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream))
+                decoders.append(FixedDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream))
         return self.by_form[form]
 
     def release(self) -> None:
