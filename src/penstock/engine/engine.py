@@ -42,28 +42,28 @@ from penstock.settings import Layout, Native, Normalize, RunConfig, SamplingPara
 class Engine(ModelState, WeightEndpoint):
     """One model over a grid of processes, which trains, scores and generates.
 
-    Every process of the world constructs it at the same point, torch.distributed being initialised (one process needs
-    none), and those of its layout call its methods in the same order. Several engines may live in one process. Most
-    scripts make it by `Engine.from_layers`, `Engine.from_hf` or `Engine.from_config`, which find the units.
+    Every process of the world constructs it at the same point, with torch.distributed initialised (one process needs
+    none), and the processes of its layout call its methods in the same order. One process may have several engines.
+    Most scripts make it by `Engine.from_layers`, `Engine.from_hf` or `Engine.from_config`.
 
     Args:
-        units: the model in order, as the smallest pieces that a stage is cut from: embedding, attention blocks, MLP
-            blocks, final norm and head. Or a function that makes them from the process groups that share each of them
-            (tensor, context and expert parallel); a layout that shares layers so (tp, cp or ep above 1) needs one.
+        units: the smallest pieces that stages are cut from, in order: embedding, attention blocks, MLP blocks, final
+            norm and head. Or a function that makes them for the tensor-, context- and expert-parallel groups of this
+            rank, which a layout with tp, cp or ep above 1 needs.
         hidden_size: width of the residual stream [tokens, hidden_size] that stages pass on.
         layout: the grid of processes, a `Layout`; left out, one process.
         options: schedule, precision, optimizer and the rest, as `EngineOptions`.
-        form: the model's names and configuration in transformers, for `Engine.save_hf`; None where it has none.
-        **changes: any of the options by its name, in place of that in `options`.
+        form: the model's names and configuration in transformers, for `Engine.save_hf`.
+        **changes: options by name, which replace those in `options`.
 
     Raises:
-        ConfigError: no option has such a name, options exclude each other, or ranks were given different ones.
-        ValueError: the layout does not fit the world, or the model cannot be cut so.
-        PipelineError: another rank could not build its part, and why.
+        ConfigError: an option is unknown, options exclude each other, or ranks were given different ones.
+        ValueError: the layout does not fit the world, or the model cannot be cut into its stages.
+        PipelineError: another rank could not build its part; the message says why.
         TransportError: a link between two ranks failed its test; the message names it.
 
-    On a process outside of the layout the call gives a `RemoteEngine`, which only takes part in `send_weights`; ask
-    `is_here`.
+    On a process outside of the layout the call returns a `RemoteEngine`, which only takes part in `send_weights`; its
+    `is_here` is False.
 
     >>> engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     >>> batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
@@ -73,9 +73,9 @@ class Engine(ModelState, WeightEndpoint):
 
     #: this rank's place and process groups in the layout
     grid: Grid
-    #: records this rank's actions, and says where it is
+    #: records this rank's actions, and reports the current one
     recorder: Recorder
-    #: the model's form in transformers; None where that does not know it
+    #: the model's form in transformers; None if there is none
     form: HuggingFaceForm | None
     #: a user's own callbacks
     watchers: Watchers
@@ -90,7 +90,7 @@ class Engine(ModelState, WeightEndpoint):
         form: HuggingFaceForm | None = None,
         **changes: Any,
     ) -> Self:
-        """An engine; on a rank outside of the layout, a `RemoteEngine` in its place."""
+        """An engine, or on a rank outside of the layout a `RemoteEngine`."""
         if own_world_rank() in world_ranks(layout := layout or Layout()):
             return super().__new__(cls)
         return cast(Self, RemoteEngine(layout, changed(options, changes)))
@@ -129,19 +129,19 @@ class Engine(ModelState, WeightEndpoint):
     ) -> Self:
         """An engine for a user's own layers, with the weights they have.
 
-        The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. One gives
-        [T, hidden_size] to the next, and the last what the loss takes. Each is given what else its `forward` asks for
-        by name: `sequences`, any key of the batch, or the numbers `microbatch`, `num_microbatches` and `step`. A
-        parameter that several layers hold stays one: it is tied.
-        The option `precision` casts parameters and buffers in fp32, in place; those of other dtypes keep theirs.
+        The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. Each layer
+        gives [T, hidden_size] to the next one, and the last one gives the loss its input. A layer's `forward` may ask
+        by name for `sequences`, any key of the batch, or the numbers `microbatch`, `num_microbatches` and `step`. A
+        parameter that several layers hold is tied. The option `precision` casts fp32 parameters and buffers in place;
+        other dtypes stay.
 
         Args:
-            layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it; its
-                random numbers are then those of the option `seed` and its number, in any layout. All ranks call it
-                under `torch.device("meta")` too, for names and shapes.
-            hidden_size: width of what layers pass on. The other arguments are those of `Engine`.
+            layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it,
+                with random numbers of the option `seed` and the layer's index in any layout. All ranks also call the
+                partial under `torch.device("meta")`, for names and shapes.
+            hidden_size: width of the layers' outputs. The other arguments are those of `Engine`.
 
-        Raises: ValueError if there is no layer, or one is no module, or is given twice with buffers; and as `Engine`.
+        Raises: ValueError if there is no layer, one is no module, or one with buffers stands twice; and as `Engine`.
         """
         return cls(units_of_layers(layers), hidden_size, layout, options, **changes)
 
@@ -161,12 +161,13 @@ class Engine(ModelState, WeightEndpoint):
             layout: the grid of processes, a `Layout`; left out, one process.
             options: `EngineOptions`; left out, the defaults in the precision of the files.
             native: True for Penstock's own layers, False for those of transformers (which cannot be shared over tp,
-                cp or ep), "auto" for its own where it knows the family; of no effect for a run, which says it itself.
-            **changes: any of the options by its name.
+                cp or ep), "auto" for Penstock's if they know the family. A run decides it itself.
+            **changes: options by name.
 
         Raises:
-            FileNotFoundError: the folder or one of its files is missing; on every process if on one, as the next.
-            ValueError: what cannot be run so, damaged files, wrong tensors, or pickles; and as `Engine`.
+            FileNotFoundError: the folder or one of its files is missing; like the next, on every process if on one.
+            ValueError: the model cannot be run, files are damaged, tensors are wrong, or a file is a pickle; and as
+                `Engine`.
         """
         learns = changes.get("learns", options is None or options.learns)
         return cls(*open_folder(path, native).arguments_from_files(layout, options, learns=learns), **changes)
@@ -182,39 +183,39 @@ class Engine(ModelState, WeightEndpoint):
         normalize: Normalize | str | float = Normalize.GLOBAL,
         step: int | None = None,
     ) -> TrainResult:
-        """One optimizer step; every rank calls it. Parameters are trained if they require a gradient now.
+        """Take one optimizer step; every rank calls it. Parameters are trained if they require a gradient now.
 
         Args:
             batch: this pipeline's part of the data, a `PackedBatch`; ranks of one pipeline give the same, data-parallel
                 ranks each their own. Or microbatches of your own: a list, or an iterator or other iterable, from which
-                they are drawn one by one in the course of the step. Ranks without an end of the model may then give
-                None.
+                they are drawn one by one during the step. Ranks without an end of the model may then give None.
             loss_fn: from the last stage's output (logits [T, V] of T tokens over V words) and the microbatch to the sum
-                of its losses, one number with its graph; or a pair of that and anything else, which comes back in
-                `TrainResult.outputs`, or where it is a `Metric` of a dict, reduced in `TrainResult.metrics`. It may ask
-                for numbers as layers do. Parameters of its own belong to the last layer. `Labels`, and one of torch's
-                such as `torch.nn.CrossEntropyLoss()`, is given labels [T] in place of the microbatch, and gives their
-                mean or sum, as its `reduction` says.
+                of its losses, a scalar with its graph; or a pair of that and any value, which comes back in
+                `TrainResult.outputs`, or for a dict of `Metric` reduced in `TrainResult.metrics`. It may ask for
+                numbers as layers do. Its parameters belong to the last layer. `Labels`, or a loss of torch such as
+                `torch.nn.CrossEntropyLoss()`, takes labels [T] in place of the microbatch, and gives their mean or sum
+                as its `reduction` says.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, 8 in any layout, or
-                fewer where the batch has fewer items. Long pipelines idle less with more. For an iterator its `num`.
+            micro_batches: a `MicroBatchSpec` that says how the batch is split; left out, into 8 microbatches in any
+                layout, or fewer for a batch of fewer items. Long pipelines idle less with more. An iterator needs its
+                `num`.
             normalize: the divisor of the loss: a `Normalize`, its name, or the number itself. An iterator needs the
-                number or "token_per_microbatch", since the counts of all its microbatches come too late for others.
-            step: the step's absolute number, on which rates depend; left out, one more than that of the last step.
+                number or "token_per_microbatch", since its counts come too late for the others.
+            step: the step's absolute number, on which rates depend; left out, one more than the last step's.
 
         Raises:
             ZeroLossWeight: the weights of all microbatches are 0. Like the next two, on all ranks alike, before
                 anything is computed.
             PipelineError: ranks of one pipeline were given different batches, or the engine is closed.
-            ValueError: the batch cannot be split or computed so, or the engine was made with learns=False.
-            StepError: on all ranks, when one has failed; the step has been undone, and the next one can be taken. (A
-                rank that is alone raises the exception itself.)
+            ValueError: the batch cannot be split or computed, or the engine was made with learns=False.
+            StepError: on all ranks, if one has failed; the step has been undone, and the next one can be taken. (A
+                single rank raises the exception itself.)
             TransportError: a peer did not send or receive in time.
         """
-        taken = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_step", taken):
+        result = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
+        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_step", result):
             self.request_stop()
-        return taken
+        return result
 
     def evaluate(
         self,
@@ -223,12 +224,11 @@ class Engine(ModelState, WeightEndpoint):
         loss_weight_fn: LossWeightFn = num_loss_tokens,
         micro_batches: MicroBatchSpec | None = None,
     ) -> EvaluationLoss:
-        """The loss per unit of weight over all ranks' batches, the same on every rank; nothing is learned.
+        """The loss per unit of weight over all ranks' batches, the same on every rank; no weight changes.
 
-        The result is a float, also under the name `loss`, whose `metrics` and `outputs` are what the loss function gave
-        beside, as in a step. The arguments are those of `Engine.train_batch`, with a batch or several. Ranks of one
-        pipeline give the same ones; data-parallel ranks may have unequal numbers of them, except where they share
-        experts (ep > 1).
+        The result is a float, also named `loss`, with `metrics` and `outputs` as in a step. The arguments are those of
+        `Engine.train_batch`, with one batch or several. Ranks of one pipeline give the same batches; data-parallel
+        ranks may give unequal numbers of them, unless they share experts (ep > 1).
 
         Raises: ZeroLossWeight if no token of any batch carries loss; else as `Engine.forward`.
         """
@@ -253,34 +253,33 @@ class Engine(ModelState, WeightEndpoint):
         Args:
             batch: this pipeline's part of the data, or microbatches of your own, as in `train_batch`; ranks of one
                 pipeline give the same.
-            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, and numbers as
-                a loss; its result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where
-                ranks share sequences (cp), each of them gets whole logits, unless the hook is a `PerToken`.
-            aggregate_fn: from one result per item, in the order of the batch (one per microbatch where they cannot be
-                taken apart), to what is returned; None joins them.
-            micro_batches: the parts that the batch is split into, a `MicroBatchSpec`; left out, as in `train_batch`.
-            output_seqlens: rows of each item in the results, where these are neither one per token, nor per sequence,
-                nor per item.
-            broadcast: True if all ranks of the pipeline get the result.
+            post_hook: called on the last stage with each microbatch's logits [T, V] and the microbatch, and on request
+                with numbers as a loss; its result takes the place of the logits. None keeps all logits. Ranks that
+                share sequences (cp) each get whole logits, unless the hook is a `PerToken`.
+            aggregate_fn: from the results by item, in the order of the batch (by microbatch if they cannot be taken
+                apart), to the return value; None joins them.
+            micro_batches: a `MicroBatchSpec` that says how the batch is split; left out, as in `train_batch`.
+            output_seqlens: rows of each item in the results, unless there is one per token, sequence or item.
+            broadcast: True to give the result to all ranks of the pipeline.
 
         Raises:
             PipelineError: ranks of one pipeline were given different batches. Like the next, on all ranks alike, before
                 anything is computed.
-            ValueError: the batch cannot be split or computed so. Also for results that do not fit its items, on the
-                rank of the last stage, with a `PipelineError` on the others.
-            StepError: on all ranks, when a hook or anything else has failed on one; the engine can be used further.
+            ValueError: the batch cannot be split or computed. Also for results that do not fit its items, on the rank
+                of the last stage, with a `PipelineError` on the others.
+            StepError: on all ranks, if a hook or anything else has failed on one; the engine can be used further.
             TransportError: a peer did not send or receive in time.
         """
         outputs = Outputs(post_hook, aggregate_fn, output_seqlens, broadcast)
         return scorer.forward(self.pipeline, batch, micro_batches, outputs)
 
     def share_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """The `outputs` of a step or an evaluation, on every rank of the pipeline; every rank calls it with its own.
+        """Give the `outputs` of a step or an evaluation to all ranks of the pipeline; each calls it with its own.
 
-        They are numbers, strings, dense tensors (which arrive in host memory), None, and tuples, lists and mappings of
-        them, which arrive as plain ones.
+        They may hold numbers, strings, None, dense tensors (which arrive in host memory), and tuples, lists and
+        mappings, which arrive as plain ones.
 
-        Raises: TypeError on all ranks if one has anything else.
+        Raises: TypeError on all ranks if one has a value of another type.
         """
         self.check_call("share_outputs", outputs=(outputs, Sequence))
         return scorer.share_outputs(self.pipeline, outputs)
@@ -296,26 +295,26 @@ class Engine(ModelState, WeightEndpoint):
     ) -> GenerateResult:
         """Answers to the prompts, in their order.
 
-        Ranks of one pipeline give the same prompts and parameters, and all get the result.
-        A token depends on the seed, its prompt, the number of its sample and its position, not on what else is
-        generated nor on how. Where pipelines share experts (ep > 1) all of them call it together.
+        Ranks of one pipeline give the same prompts and parameters, and all get the result. A token depends on the seed,
+        its prompt, sample and position, not on the other prompts, layout or options. Pipelines that share experts
+        (ep > 1) call it together.
 
         Args:
             prompts: the token ids of each.
             params: `SamplingParams` for all prompts, or one for each; left out, the defaults.
             options: how to generate, as `GenerateOptions`.
-            on_token: called with the answer's number in the result and each new token, on the rank of the first stage
-                (like the next two; where there are several stages, in a thread beside the one that computes). If it
-                returns true, that answer ends.
-            on_answer: called with the answer's number and each answer as soon as it has ended.
-            interrupt: asked between tokens; once it returns true, the call ends with the answers as they are, and
+            on_token: called with the answer's number in the result and each new token; if it returns true, that answer
+                ends. This and the next two are called on the rank of the first stage, with several stages in a thread
+                beside the one that computes.
+            on_answer: called with the answer's number and the answer, as soon as it has ended.
+            interrupt: called between tokens; once it returns true, `generate` ends with the answers as they are, and
                 `Engine.resume` can go on with them.
 
         Raises:
-            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed. Or, at
-                the end, some logits were NaN or infinite.
+            ValueError: prompts or parameters are impossible; on all ranks alike, before anything is computed. Also at
+                the end, if logits were NaN or infinite.
             PipelineError: ranks of one pipeline were given different ones.
-            StepError: on all ranks, when one has failed, in a listener for example; generation is possible again.
+            StepError: on all ranks, if one has failed, in a listener for example; generation is possible again.
             TransportError: a peer did not send or receive in time.
         """
         listeners = Listeners(on_token, on_answer, interrupt)
@@ -323,17 +322,17 @@ class Engine(ModelState, WeightEndpoint):
 
     @cached_property
     def generator(self) -> Generator:
-        """Continues prompts; made at the first one."""
+        """Generates for `generate`, `resume` and servers; made on first use."""
         return Generator(self.pipeline)
 
     def resume(self, keep_caches: bool = False) -> GenerateResult:
-        """Go on with the call of `generate` that was interrupted last, with the weights as they are now.
+        """Go on with the last call of `generate` if it was interrupted, with the weights as they are now.
 
-        Prompts and tokens so far are read again with these weights, so the next tokens are those of a generation that
-        begins there. `keep_caches` keeps what older weights made of them, and costs nothing. Random numbers, listeners
-        and options go on in either case; each token bears the version of the weights it was drawn from.
+        The weights read prompts and tokens so far again, so that the next tokens are those of a generation that begins
+        there. `keep_caches` keeps the older weights' keys and values, and costs nothing. Random numbers, listeners and
+        options go on in either case; each token bears the version of the weights that it was drawn from.
 
-        Raises: PipelineError if there is no such call, and all that `Engine.generate` raises.
+        Raises: PipelineError if no call was interrupted, and all that `Engine.generate` raises.
         """
         return self.generator.resume(keep_caches)
 
@@ -346,80 +345,80 @@ class Engine(ModelState, WeightEndpoint):
     def save(self, path: str | Path, extra: Any = None, keep: int = 1) -> None:
         """Save the layers' state, optimizer, step and random numbers as a checkpoint in the folder; all ranks call it.
 
-        The layers' state is their parameters, persistent buffers, and what `get_extra_state` gives.
-
-        A crash leaves the checkpoint before it intact. `extra` is a JSON value of the caller's, such as a position in
-        the data; `keep` is how many of the newest checkpoints stay.
+        The layers' state is their parameters, persistent buffers and extra state (`get_extra_state`). A crash leaves
+        earlier checkpoints intact. `extra` is a JSON value of the caller's, such as a position in the data; `keep` is
+        the number of newest checkpoints that stay.
 
         Raises: AnotherRun, ValueError, CheckpointError; on all ranks alike.
         """
         grid = self.pipeline.grid
         self.check_call("save", path=(path, str | Path), keep=(keep, int))
         with self.pipeline.recorder.collective("save a checkpoint"):
-            state, saved = self.state_to_save(), Checkpointer(path, grid, {}, keep, self.ties, standalone=True)
+            state, checkpointer = self.state_to_save(), Checkpointer(path, grid, {}, keep, self.ties, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
-            saved.save(self.step, state, values, wait=True)
+            checkpointer.save(self.step, state, values, wait=True)
         self.watchers.notify("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
 
         The folder is that of `save`, that of a run's checkpoints, or a single checkpoint. An engine that does not learn
-        leaves the optimizer's state. Each rank gets its own `extra` back if there are as many ranks, else rank 0's.
+        skips the optimizer's state. Each rank gets its own `extra` if there are as many ranks as then, else rank 0's.
 
-        Raises: FileNotFoundError, DamagedCheckpoint; ValueError if it is of another model. On all ranks alike, with
-        nothing loaded.
+        Raises: FileNotFoundError, DamagedCheckpoint; ValueError for a checkpoint of another model. On all ranks alike,
+        with nothing loaded.
         """
         pipeline = self.pipeline
         self.check_call("load", path=(path, str | Path))
         rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
         with pipeline.recorder.collective("load a checkpoint"):
-            saved = CheckpointReader(path, pipeline.grid, None, self.ties)
-            info = saved.existing()
+            reader = CheckpointReader(path, pipeline.grid, None, self.ties)
+            info = reader.existing()
             tensors = self.state_to_load(info)
-            saved.check_used(info, tensors, ignored="" if pipeline.options.learns else "optimizer.")
-            saved.load(info, tensors)
+            reader.check_used(info, tensors, ignored="" if pipeline.options.learns else "optimizer.")
+            reader.load(info, tensors)
 
         def go_on(values: Any) -> Any:
             self.load_progress(values["engine"])
-            restore_random_state([of_rank["random"] for of_rank in info.rank_values], rank, world_size)
+            restore_random_state([rank_values["random"] for rank_values in info.rank_values], rank, world_size)
             return values.get("extra")
 
-        extra = saved.restore(info, go_on)
+        extra = reader.restore(info, go_on)
         pipeline.casts.renew()
         return extra
 
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it.
 
-        `path` is new or empty; `dtype` is "fp32", "fp64", "bf16" or "fp16", None for what the parameters have. Options:
+        `path` is new or empty; `dtype` is "fp32", "fp64", "bf16" or "fp16", None for that of the parameters. Options:
         `max_shard_bytes`, of one file; `merge_adapters`, True to add LoRA adapters to the weights instead of writing
-        them beside; `quantize`, True to keep the weights of products as 8-bit numbers.
+        them separately; `quantize`, True to write the weights of products as 8-bit numbers.
 
-        Raises: ValueError for a model that transformers has no form for, or a folder that holds something.
+        Raises: ValueError for a model without a form in transformers, or a folder that is not empty.
         """
         export_model(self, self.form, path, ExportOptions(dtype, **options))
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapters as a new folder in peft's format; all ranks call it. See `EngineOptions.adapter`.
 
-        Raises: ValueError if there are none, or the folder holds something; on all ranks alike.
+        Raises: ValueError if there are none, or the folder is not empty; on all ranks alike.
         """
         self.check_call("save_adapter", path=(path, str | Path))
         save_adapter(self.pipeline, self.form, path)
 
-    # ---- looking on, and the end
+    # ---- callbacks, the timeline, and the end
 
     def request_stop(self) -> None:
-        """Ask all ranks to end after the next step: its `TrainResult.stop_requested` is true on each of them."""
+        """Ask all ranks to end after the next step, whose `TrainResult.stop_requested` is then true on all of them."""
         self.trainer.stop_requested = True
 
     def watch(self, *callbacks: Any) -> None:
-        """Let callbacks see each step, evaluation and checkpoint, and the end, on this rank.
+        """Add callbacks on this rank for each step, evaluation and checkpoint, and the end.
 
         A callback is an object with any of the methods `on_step(result)`, `on_evaluation(step, loss)`,
-        `on_checkpoint(step, path)` and `on_end(step)`, a class that makes one, or the name of either,
-        ``package.module:object``. True from one of the first two asks all ranks to end, as `Engine.request_stop` does.
+        `on_checkpoint(step, path)` and `on_end(step)`, a class of such objects, or the name of either,
+        ``package.module:object``. If one of the first two returns True, all ranks are asked to end, as by
+        `Engine.request_stop`.
 
         Raises: ConfigError for an object without any of these methods.
         """
@@ -428,7 +427,7 @@ class Engine(ModelState, WeightEndpoint):
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
 
-        Ranks on one host share a clock; those of several hosts are aligned by it as well as the hosts are.
+        Ranks on one host share a clock; across hosts it is as exact as the hosts' clocks agree.
         """
         self.check_call("timeline")
         recording = self.pipeline.recording()
@@ -437,8 +436,8 @@ class Engine(ModelState, WeightEndpoint):
     def fixed_weights(self) -> AbstractContextManager[None]:
         """Within this context each weight is cast at most once, on first use (for autocast).
 
-        `forward`, `evaluate` and `generate` are such a pass each; a user's own may hold several of them. After a
-        training step inside, the weights are cast anew.
+        `forward`, `evaluate` and `generate` each enter such a context; one of your own may span several calls. After a
+        training step within it, the weights are cast again.
         """
         return self.pipeline.casts.kept()
 
