@@ -39,8 +39,7 @@ def cut_units(
 
     times: measured times of the units; left out, their estimated work decides.
 
-    Raises:
-        ValueError: more stages than units, or a cut by hand that leaves units out.
+    Raises: ValueError for more stages than units, or a cut by hand that leaves units out.
     """
     # Units of one layer are named after it, such as layers.3.attention.
     units_per_layer = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
@@ -55,8 +54,7 @@ def timed_cut(
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
     """The units of each stage of a placement, and the schedule for their times; equal times give an equal result.
 
-    Raises:
-        ValueError: more stages than units, or a cut by hand that leaves units out.
+    Raises: ValueError for more stages than units, or a cut by hand that leaves units out.
     """
     cut = cut_units(units, placement, options, times.totals)
     return cut, options.choice.timed(costs_of_cut(times, cut))

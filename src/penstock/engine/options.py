@@ -134,11 +134,6 @@ class EngineOptions(Settings):
         """The schedule, in whichever form it was given."""
         return replace(ScheduleChoice.of(self.schedule), num_kept=self.num_kept_microbatches)
 
-    @property
-    def cut(self) -> tuple[int, ...] | str | None:
-        """The numbers or letters of each stage's units; None for the cut whose slowest rank is fastest."""
-        return self.choice.settings.cut
-
 
 # Arguments of a step, which other libraries take when they make an engine.
 _STEP_ARGUMENTS = {"criterion", "loss", "loss_fn", "loss_weight_fn"}

@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
-from penstock.model import (
-    Given,
-    Limits,
-    Randomness,
-    UnitSpec,
-    kept_random_state,
-    switch_linears,
-)
+from penstock.model import Given, Limits, Randomness, UnitSpec, kept_random_state, switch_linears
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
 from penstock.settings import checked
@@ -197,8 +190,7 @@ class OwnLayers:
     def prepare_for(self, batch: PackedBatch) -> None:
         """Refuse a batch without a key that a layer needs, unless an earlier layer may give it.
 
-        Raises:
-            ValueError: names the layer and the key.
+        Raises: ValueError naming the layer and the key.
         """
         if (keys_and_data := (frozenset(batch.keys), batch.data is None)) == self._checked:
             return

@@ -297,7 +297,7 @@ class Pipeline:
                 "measure_lengths: to measure layers is to run them, and your own run on a batch's data alone; leave it "
                 "out, and the cut follows their parameters, or give schedule.cut"
             )
-        if lengths is None or self.layout.pp == 1 or (self.options.cut is not None and not choice.is_searched):
+        if lengths is None or self.layout.pp == 1 or (choice.settings.cut is not None and not choice.is_searched):
             return cut_units(self.units, self.placement, self.options), choice
         # One rank measures, so the units are not sharded: only the proportions of their times count.
         whole_units = units_for(units, ModelGroups(), Layout())

@@ -167,8 +167,7 @@ def stepped_whole(
 ) -> dict[str, int]:
     """The parameters whose optimizer cannot step a part of them, each with its number of elements.
 
-    Raises:
-        ValueError: tensor- or expert-parallel ranks share one of them, so that none of them has it whole.
+    Raises: ValueError if tensor- or expert-parallel ranks divide one of them, so that no rank has it whole.
     """
     sizes = {}
     for name, parameter in parameters.items():

@@ -19,13 +19,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel import connect
 from penstock.parallel.grid import own_world_rank, world_ranks
-from penstock.parallel.host import (
-    broadcast_value,
-    check_portable,
-    gather_json,
-    on_all_ranks,
-    shown_to_all_ranks,
-)
+from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks, shown_to_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
 from penstock.parallel.tensor_slice import TensorSlice, laid_out
 from penstock.runtime import PipelineError

@@ -291,8 +291,7 @@ def to_hugging_face(source: Path, destination: Path, options: ExportOptions) -> 
     merged with `options.merge_adapters`. Memory then holds the whole model, else the tensors of one file at a time.
     Returns the step of the run's checkpoint; None for a Hugging Face folder.
 
-    Raises:
-        ValueError: the folder holds no model, or none that transformers knows, or the destination is not empty.
+    Raises: ValueError for a folder without a model that transformers knows, or a destination that is not empty.
     """
     folder = open_folder(source)
     if options.merge_adapters and not folder.has_adapters:

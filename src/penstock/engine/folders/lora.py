@@ -260,8 +260,7 @@ def with_adapter(units: UnitSource, adapter: Any, form: HuggingFaceForm | None, 
 def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path | str) -> None:
     """Write the adapters as a new folder in peft's format; all ranks call this at the same point.
 
-    Raises:
-        ValueError: there are none, or the folder holds something; on all ranks alike.
+    Raises: ValueError if there are none, or the folder is not empty; on all ranks alike.
     """
     setting, grid, folder = pipeline.options.adapter, pipeline.grid, Path(folder)
     if setting is None:

@@ -83,8 +83,7 @@ def open_model(folder: Path | str, may_rate: bool = False, **opened: Any) -> Mod
     `may_rate`: accepts a model that rates texts instead of giving tokens, such as a reward model. `opened`: further
     arguments of `open_folder`.
 
-    Raises:
-        ValueError: there is no such folder, it holds no model, or one that cannot be run.
+    Raises: ValueError if there is no such folder, or it holds no model that can be run.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -21,8 +21,7 @@ def check_run(
     proves: False leaves the proof to a caller that needs the program too. refuse_sizes: called before the proof, which
     takes long for many ranks; it may raise.
 
-    Raises:
-        ConfigError: names the settings that exclude each other, and what would be possible.
+    Raises: ConfigError naming the settings that exclude each other, and what would be possible.
     """
     check_sections(config)
     choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
@@ -51,8 +50,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     A run that goes on takes them from its own folder, since the model that it began with may be gone. The settings
     that train experts, and the longest sequence, stay as they are.
 
-    Raises:
-        ConfigError: the decoder cannot be the folder's model, or a setting contradicts it.
+    Raises: ConfigError if the decoder cannot be the folder's model, or a setting contradicts it.
     """
     folder = config.model.pretrained
     if folder is None:

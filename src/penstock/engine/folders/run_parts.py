@@ -86,8 +86,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 def check_parts(config: RunConfig) -> "RunData":
     """Check all parts of a run without starting anything; returns its data.
 
-    Raises:
-        ValueError: the corpus, the model, its cut or the optimizer is impossible.
+    Raises: ValueError if the corpus, the model, its cut or the optimizer is impossible.
     """
     options = EngineOptions.of(config)
     data = RunData.load(config)
@@ -120,8 +119,7 @@ class RunData:
     def load(cls, config: RunConfig) -> "RunData":
         """Read the corpus, from the cache if it has been tokenised before.
 
-        Raises:
-            ValueError: it is missing, empty, too short for an item, or holds a token outside the model's vocabulary.
+        Raises: ValueError if it is missing, too short for an item, or holds a token outside the model's vocabulary.
         """
         data, source, reward_model = config.data, config.model.pretrained, None
         if source is not None and config.model.native is False:

@@ -158,8 +158,7 @@ def check_folder(config: RunConfig, fresh: bool = False, resume: bool = False) -
 class RunLock:
     """The folder of a run, locked while the process lives; one rank opens it.
 
-    Raises:
-        ConfigError: the folder holds another run, or a run is writing there now.
+    Raises: ConfigError if the folder holds another run, or a run is writing there now.
     """
 
     #: the folder

@@ -29,14 +29,7 @@ from penstock.engine.generation.requests import RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.model import cache_dtype
 from penstock.parallel.host import gather_json, meet, shown_to_all_ranks
-from penstock.runtime import (
-    DecodeLoop,
-    Decoders,
-    Generation,
-    PipelineError,
-    Ring,
-    host_channels,
-)
+from penstock.runtime import DecodeLoop, Decoders, Generation, PipelineError, Ring, host_channels
 from penstock.runtime.transport import unique_number
 from penstock.schedule import Ending, RingShape, Scheduler
 from penstock.settings import Precision

@@ -36,8 +36,7 @@ class GenerateOptions(RingConfig):
             other answer. So a call can be made again for the rest.
         tokenizer: makes the text in which the stop strings of `SamplingParams.stop` are looked for.
 
-    Raises:
-        ValueError: a count is below one, or the form is unknown.
+    Raises: ValueError for a count below one, or an unknown form of decoding.
 
     >>> GenerateOptions(num_slots=2, decode="live-rows").refill
     True

@@ -50,8 +50,7 @@ def check_prompts(
 
     limits: None if they are unknown. names: of the prompts in messages; left out, their numbers from 0.
 
-    Raises:
-        ValueError: naming the prompt, or the setting, and what would be possible.
+    Raises: ValueError naming the prompt or setting, and what would be possible.
     """
     for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
         name = f"prompt {number}" if names is None else names[number]

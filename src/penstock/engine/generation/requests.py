@@ -76,8 +76,7 @@ class RequestQueue:
 
         The answers are those of a generation of these prompts alone, whatever else is computed.
 
-        Raises:
-            QueueError: too many answers are waiting, or no requests are taken any more.
+        Raises: QueueError if too many answers are waiting, or the queue is closed.
         """
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         sequences = schedule.Sequence.all_of(prompts, params)

@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, labels_of_share, split
@@ -99,8 +95,7 @@ def _shape_and_dtype(tensor: Tensor) -> str:
 def explained(recorder: Recorder) -> Iterator[None]:
     """Within this context a failure names its action, and says what it would be on a device.
 
-    Raises:
-        RehearsalError: the step would fail, or wait for the device.
+    Raises: RehearsalError if the step would fail, or wait for the device.
     """
     try:
         yield

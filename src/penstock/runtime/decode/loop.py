@@ -117,8 +117,7 @@ class DecodeLoop:
     def run(self) -> None:
         """Take part until all sequences have ended, or the generation is interrupted. Blocks in the transport.
 
-        Raises:
-            TransportError: a message was not sent or did not arrive in time.
+        Raises: TransportError if a message was not sent or did not arrive in time.
         """
         ring, finished = self.ring, False
         try:
