@@ -64,7 +64,7 @@ class ExtraState:
             except TypeError as error:
                 raise ValueError(f"{name}: {error}") from None
             tensors_by_name[name] = torch.tensor(list(json.dumps(structure).encode()), dtype=torch.uint8)
-            tensors_by_name |= {f"{name}.{number}": tensor for number, tensor in enumerate(tensors)}
+            tensors_by_name |= {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
         return tensors_by_name
 
     def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
@@ -76,8 +76,8 @@ class ExtraState:
             if f"{record.of.partition(f'.{_KEY}')[0]}.{_KEY}" in names
         }
         # Older checkpoints lack modules whose extra state is empty.
-        needed = [name for name, value in self.values().items() if not _is_empty(value)]
-        return {name: torch.empty(0, dtype=torch.uint8) for name in needed} | self._room
+        required = [name for name, value in self.values().items() if not _is_empty(value)]
+        return {name: torch.empty(0, dtype=torch.uint8) for name in required} | self._room
 
     def take(self) -> None:
         """Set the extra state that was loaded into the tensors of `expect`, in host memory.
@@ -87,8 +87,8 @@ class ExtraState:
         room, self._room = self._room, {}
         for name in room.keys() & {name for name, *_ in self._modules}:
             structure, tensors = json.loads(bytes(room[name].tolist())), list[Tensor]()
-            for number, (dtype, shape) in enumerate(tensor_forms(structure)):
-                tensor = room.get(f"{name}.{number}", torch.empty(shape, dtype=getattr(torch, dtype)))
+            for i, (dtype, shape) in enumerate(tensor_forms(structure)):
+                tensor = room.get(f"{name}.{i}", torch.empty(shape, dtype=getattr(torch, dtype)))
                 # Files have complex numbers as pairs.
                 is_pairs = getattr(torch, dtype).is_complex and not tensor.is_complex()
                 tensors.append(torch.view_as_complex(tensor) if is_pairs else tensor)

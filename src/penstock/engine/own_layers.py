@@ -212,7 +212,7 @@ class OwnLayers:
 
 def _attends_to_all_rows(call: UnitCall, keys: Iterable[str]) -> bool:
     """True for a layer with torch's attention that is given rows alone, no lengths and no masks."""
-    asked = call.parameters
-    if asked.sequences or asked.required or not asked.keys.isdisjoint(keys):
+    parameters = call.parameters
+    if parameters.sequences or parameters.required or not parameters.keys.isdisjoint(keys):
         return False
     return any(isinstance(part, nn.MultiheadAttention) for part in call.module.modules())

@@ -274,13 +274,15 @@ class WeightTransfer:
         return states
 
     @torch.no_grad()
-    def _move(self, pieces: Sequence[_Piece], held: Iterable[Any], into: Sequence[tuple[TensorSlice, Tensor]]) -> None:
+    def _move(
+        self, pieces: Sequence[_Piece], sources: Iterable[Any], targets: Sequence[tuple[TensorSlice, Tensor]]
+    ) -> None:
         """Send and receive the slices of one tensor; extra memory is that of the slices that leave or arrive."""
         works, leaving, arriving = [], dict[TensorSlice, Tensor](), list[tuple[Tensor, list[Tensor]]]()
         for part, source, target in pieces:
-            places = [values[part.within(outer)] for outer, values in into if _contains(outer, part)]
+            places = [values[part.within(outer)] for outer, values in targets if _contains(outer, part)]
             if source == self.rank:
-                values = next(values[part.within(outer)] for outer, values in held if _contains(outer, part))
+                values = next(values[part.within(outer)] for outer, values in sources if _contains(outer, part))
                 if target == self.rank:
                     arriving.append((values, places))
                     continue

@@ -492,7 +492,7 @@ def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> lis
             file_bytes = 0
         files[-1][name] = tensor
         file_bytes += tensor.nbytes
-    names = [f"model-{rank:05d}-{number:05d}{TENSOR_SUFFIX}" for number in range(len(files))]
+    names = [f"model-{rank:05d}-{i:05d}{TENSOR_SUFFIX}" for i in range(len(files))]
     for name, content in zip(names, files, strict=True):
         with naming(folder / name), (folder / name).open("wb") as file:
             file.write(save(content, metadata={"format": "pt"}))

@@ -233,9 +233,10 @@ def describe_file(path: Path) -> dict[str, Any]:
         return {"size_bytes": file.tell(), "sha256": sha256}
 
 
-def differing(ours: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+def differing(identity: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """The differences between two identities, in words; settings that may change now are left out."""
-    return differences(ours, {name: others[name] for name in others if name in ours or name not in MAY_CHANGE})
+    compared = {name: saved[name] for name in saved if name in identity or name not in MAY_CHANGE}
+    return differences(identity, compared)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

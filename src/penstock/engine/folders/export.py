@@ -251,9 +251,9 @@ def _publish(
     """
     with naming(folder):
         written = [
-            (f"{rank}-{number}", file)
+            (f"{rank}-{i}", file_tensors)
             for rank, rank_files in enumerate(files)
-            for number, file in enumerate(rank_files)
+            for i, file_tensors in enumerate(rank_files)
         ]
         file_of: dict[str, str] = {}
         for number, (name, tensors) in enumerate(written, 1):
@@ -264,8 +264,8 @@ def _publish(
             total_bytes = sum((staging / file).stat().st_size for file in set(file_of.values()))
             index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
             (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        described = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)}
-        content = {**described, **fields}
+        config = {key: value for key, value in form.describe().items() if key not in ("torch_dtype", KEY)}
+        content = {**config, **fields}
         (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for file in set(file_of.values()):
             # safetensors ignores the umask and writes files that only the user may read.

@@ -70,7 +70,7 @@ class AgreedInterrupt:
     #: the user's function, on the rank that asks; None on ranks that read the answer
     ask: Interrupt | None
     #: number of this generation, which these ranks share with no others
-    number: int
+    generation_number: int
     #: rings when the rank that asks may not answer any more
     alarm: Alarm
     #: rounds so far
@@ -79,7 +79,7 @@ class AgreedInterrupt:
     @property
     def _key(self) -> str:
         """The key of the newest answer: its round, and 1 to interrupt."""
-        return f"penstock/interrupts/{self.number}"
+        return f"penstock/interrupts/{self.generation_number}"
 
     def __call__(self) -> bool:
         """Ask after a round, or wait for the answer. Raises: StepError if another rank has failed."""

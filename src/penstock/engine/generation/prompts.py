@@ -60,9 +60,9 @@ def check_prompts(
             raise ValueError(f"{name} holds the token {min(prompt)}; tokens count from 0")
         if limits is None:
             continue
-        known = f"the model knows 0 to {limits.vocab_size - 1}"
+        vocabulary = f"the model knows 0 to {limits.vocab_size - 1}"
         if max(prompt) >= limits.vocab_size:
-            raise ValueError(f"{name} holds the token {max(prompt)}; {known}")
+            raise ValueError(f"{name} holds the token {max(prompt)}; {vocabulary}")
         named = {
             "end_tokens": sampling.end_tokens,
             "begins_with": sampling.begins_with,
@@ -71,7 +71,7 @@ def check_prompts(
         }
         for setting, tokens in named.items():
             if max(tokens, default=0) >= limits.vocab_size:
-                raise ValueError(f"{setting} holds the token {max(tokens)}; {known}")
+                raise ValueError(f"{setting} holds the token {max(tokens)}; {vocabulary}")
         if sampling.top_log_probs > limits.vocab_size:
             raise ValueError(f"top_log_probs={sampling.top_log_probs}: the model knows {limits.vocab_size} tokens")
         if len({word[0] for word in sampling.bad_words if len(word) == 1}) >= limits.vocab_size:

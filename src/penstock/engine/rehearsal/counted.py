@@ -1,4 +1,4 @@
-"""Process groups and a transport that only count: nothing is sent, and what would arrive is memory without values."""
+"""Process groups and a transport that only count: nothing is sent, and receives give memory without values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {
     "reduce_scatter_single": CollectiveKind.REDUCE_SCATTER,
     "send": CollectiveKind.SEND_RECEIVE,
 }
-"""What torch.distributed calls of a group -> the kind that is counted."""
+"""Method of a process group that torch.distributed calls -> the kind that is counted."""
 
 # The input is their second argument; that of all others is the first.
 _INPUT_SECOND = frozenset(name for name in _KINDS if "gather" in name or "scatter" in name or "to_all" in name)
@@ -41,9 +41,9 @@ _INPUT_SECOND |= {"alltoall_base"}
 
 @dataclass(eq=False)
 class TrafficCount:
-    """Counts what a rank sends, and notes the order of its collectives."""
+    """Counts a rank's messages and collectives, and notes the order of the latter."""
 
-    #: group's ranks and the call in words, in the order of the launches
+    #: (group's ranks, collective in words), in the order of launches
     launches: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     #: collectives and messages of one kind and size -> their number
     _collectives: Counter[CollectiveTraffic] = field(default_factory=Counter)
@@ -65,16 +65,16 @@ class TrafficCount:
     @property
     def collectives(self) -> tuple[CollectiveTraffic, ...]:
         """The collectives so far, equal ones added up, in the order of their first launch."""
-        return tuple(replace(one, number=number) for one, number in self._collectives.items())
+        return tuple(replace(traffic, number=count) for traffic, count in self._collectives.items())
 
     @property
     def messages(self) -> tuple[MessageTraffic, ...]:
         """The messages so far, equal ones added up."""
-        return tuple(replace(one, number=number) for one, number in self._messages.items())
+        return tuple(replace(traffic, number=count) for traffic, count in self._messages.items())
 
 
 class Done:
-    """A collective that is over as soon as it is launched."""
+    """A collective that ends as soon as it is launched."""
 
     def wait(self, *limits: Any) -> bool:
         return True
@@ -86,7 +86,7 @@ class Done:
 class GroupHere(RenewableGroup):
     """A process group whose calls are answered in this process."""
 
-    #: the group's name, and what takes the calls that a real group's communicators would
+    #: the group's name, and the receiver of the calls to its communicators
     _own_name: str
     inner: Any
     backend: Any
@@ -98,11 +98,11 @@ class GroupHere(RenewableGroup):
 
 @dataclass(eq=False)
 class _Nowhere:
-    """Takes every call that torch.distributed makes of a group, and does nothing but count it."""
+    """Counts every call that torch.distributed makes to a group, and does nothing else."""
 
     #: the group that it stands for
     _group: CountedGroup
-    #: where calls are counted
+    #: counts the calls
     _traffic: TrafficCount
 
     def __getattr__(self, name: str) -> Any:
@@ -118,11 +118,11 @@ class _Nowhere:
 
 
 class CountedGroup(GroupHere):
-    """This rank's place in a process group of which nobody else is there."""
+    """A process group without its other ranks, whose collectives are counted."""
 
     #: the global ranks of the group
     ranks: tuple[int, ...]
-    #: the axes of the layout along which they lie, which are also its name
+    #: the axes of the layout along which the ranks lie; the group's name
     axis: str
 
     def __init__(self, rank: int, ranks: tuple[int, ...], axis: str, traffic: TrafficCount) -> None:
@@ -130,13 +130,13 @@ class CountedGroup(GroupHere):
         self.ranks, self.axis = ranks, axis
 
     def send_receive(self, sent: Tensor, to: int, arrived: Tensor, source: int) -> list[Any]:
-        """Count a step round a ring as that, whatever the backend makes of it."""
+        """Count a step round a ring as one exchange, however a backend would split it."""
         return [self.inner.send([sent], to, 0)]
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """A posted receive, whose message is there as soon as it is asked for."""
+    """A posted receive, whose message is there at once."""
 
     #: filled by the message; counted by the meter
     buffer: Tensor
@@ -152,7 +152,7 @@ class _Arrival:
 
 @dataclass(eq=False)
 class CountedTransport:
-    """A transport with nobody at the other ends: a receive allocates, a send is held until the link's next one."""
+    """A transport without other ranks: a receive allocates, and a send is held until the link's next one."""
 
     #: the rank in the pipeline, and its device
     rank: int

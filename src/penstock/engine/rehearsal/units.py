@@ -114,7 +114,7 @@ def rehearsed_costs(
             is_recomputed = recomputes(name, options)
             kind = _kind(spec.build), is_recomputed, spec is units[-1]
             if kind not in costs_by_kind:
-                alone = Stage(
+                unit_stage = Stage(
                     index,
                     [(name, module)],
                     stage.boundary,
@@ -123,7 +123,7 @@ def rehearsed_costs(
                     {name} if is_recomputed else (),
                 )
                 tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
-                costs_by_kind[kind] = _costs_alone(alone, replace(feed, tokens=tokens, finish=finish), place)
+                costs_by_kind[kind] = _costs_alone(unit_stage, replace(feed, tokens=tokens, finish=finish), place)
             num_bytes = sum(parameter.nbytes for parameter in module.parameters())
             unit_costs.append(UnitCost(name, index, num_bytes, costs_by_kind[kind]))
     return tuple(unit_costs)

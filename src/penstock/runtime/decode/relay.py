@@ -186,10 +186,10 @@ class HeaderRelay:
         """The next batch, None at the end; waits until it is known. Raises: the exception of the thread."""
         if self._batches is not None:
             return next(self._batches, None)
-        taken = self._taken.get()
-        if isinstance(taken, Exception):
-            raise taken
-        return taken
+        batch = self._taken.get()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     # ---- headers
 
