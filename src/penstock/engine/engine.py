@@ -26,7 +26,7 @@ from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training import scorer
 from penstock.engine.training.loss import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
-from penstock.engine.training.scorer import AggregateFn, Outputs, PostHook
+from penstock.engine.training.scorer import AggregateFn, OutputCollector, PostHook
 from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint
@@ -270,8 +270,8 @@ class Engine(ModelState, WeightEndpoint):
             StepError: on all ranks, if a hook or anything else has failed on one; the engine can be used further.
             TransportError: a peer did not send or receive in time.
         """
-        outputs = Outputs(post_hook, aggregate_fn, output_seqlens, broadcast)
-        return scorer.forward(self.pipeline, batch, micro_batches, outputs)
+        collector = OutputCollector(post_hook, aggregate_fn, output_seqlens, broadcast)
+        return scorer.forward(self.pipeline, batch, micro_batches, collector)
 
     def share_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Give the `outputs` of a step or an evaluation to all ranks of the pipeline; each calls it with its own.

@@ -59,25 +59,25 @@ def forward(
     pipeline: Pipeline,
     batch: PackedBatch | Iterable[PackedBatch] | None,
     micro_batches: MicroBatchSpec | None,
-    outputs: Outputs,
+    collector: OutputCollector,
 ) -> Any:
     """Run the batch through the model; see `Engine.forward`."""
     pipeline.set_training(False)
-    hook = outputs.post_hook
+    hook = collector.post_hook
 
     def source() -> MicrobatchSource:
         reads_labels = isinstance(hook, PerToken) and hook.reads_labels
         made = source_of(pipeline, batch, micro_batches, reads_labels=reads_labels)
-        outputs.check(batch)
+        collector.check(batch)
         return made
 
     with pipeline.recovery.joined(), pipeline.casts.kept():
         pipeline.recorder.begin_step(pipeline.step)
-        call = f"forward(broadcast={outputs.broadcast})"
+        call = f"forward(broadcast={collector.broadcast})"
         with agree_on_microbatches(pipeline, call, source) as microbatches:
             with pipeline.recovery.announcing():
-                _run_forwards(pipeline, microbatches, partial(outputs.feed, pipeline))
-            return outputs.handed_out(pipeline, microbatches.split)
+                _run_forwards(pipeline, microbatches, partial(collector.feed, pipeline))
+            return collector.handed_out(pipeline, microbatches.split)
 
 
 def _run_forwards(
@@ -222,8 +222,8 @@ def by_key(change: Callable[[Tensor], Tensor], result: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Outputs:
-    """The results that a caller wants of one batch, gathered microbatch by microbatch, and which ranks get them."""
+class OutputCollector:
+    """Collects the results of one batch microbatch by microbatch, and gives them to the ranks that get them."""
 
     #: called on the last stage with each microbatch's logits [T, V] and the microbatch, right after its forward; its
     #: result is kept, and the logits are freed unless it keeps them. None keeps all logits. Where ranks share sequences
