@@ -138,7 +138,7 @@ def test_answers_that_join_and_leave_at_random_are_those_of_each_request_alone(
                 assert len(got) == answer.num_tokens
     assert requests.counts == (0, 0)
     for loop in loops:
-        assert len(loop.known) <= num_slots * 2 + 3, "ended sequences are kept"
+        assert len(loop.live_sequences) <= num_slots * 2 + 3, "ended sequences are kept"
         assert loop.ring.host.num_pending() == loop.ring.transport.num_pending() == 0
 
 

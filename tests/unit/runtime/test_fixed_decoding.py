@@ -156,7 +156,7 @@ def test_every_visit_computes_the_same_operations_on_the_same_shapes_and_waits_f
         for number, live in enumerate(({4: 9, 5: 2, 6: 63, 7: 1}, {5: 40}, {4: 10, 7: 31})):
             x, rows = inputs(len(live), number), visit(live)
             decoder.decode(x, rows, SLOTS)
-            (fixed,) = decoder._fixed.values()
+            (fixed,) = decoder._shapes.values()
             with Operations() as operations:
                 fixed.run()
             seen.append(operations.seen)
@@ -174,10 +174,10 @@ def test_one_computation_a_slot_and_power_of_two_reused_from_call_to_call() -> N
     [decoder] = decoders(engine)
     # Both slots look at 64 tokens at first, one of them at 128 later.
     assert decoder.num_shapes == 3
-    places = [(fixed.x.data_ptr(), fixed.positions.data_ptr()) for fixed in decoder._fixed.values()]
+    places = [(fixed.x.data_ptr(), fixed.positions.data_ptr()) for fixed in decoder._shapes.values()]
     assert [answer.tokens for answer in engine.generate(prompts, short, options)] == first
     assert decoders(engine) == [decoder]
-    assert [(fixed.x.data_ptr(), fixed.positions.data_ptr()) for fixed in decoder._fixed.values()] == places
+    assert [(fixed.x.data_ptr(), fixed.positions.data_ptr()) for fixed in decoder._shapes.values()] == places
 
 
 @pytest.mark.shows(72)
