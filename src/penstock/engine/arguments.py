@@ -40,6 +40,5 @@ class EngineArguments(NamedTuple):
 
     @classmethod
     def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
-        """The arguments for a decoder with random weights."""
         form = HuggingFaceForm.of(shape)
         return cls(lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout, options, form)

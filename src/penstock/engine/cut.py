@@ -52,10 +52,7 @@ def cut_units(
 def timed_cut(
     units: Sequence[UnitSpec], placement: Placement, options: EngineOptions, times: Costs
 ) -> tuple[tuple[range, ...], ScheduleChoice]:
-    """The units of each stage of a placement, and the schedule for their times; equal times give an equal result.
-
-    Raises: ValueError for more stages than units, or a cut by hand that leaves units out.
-    """
+    """The units of each stage of a placement, and the schedule for their times. Raises: ValueError, as `cut_units`."""
     cut = cut_units(units, placement, options, times.totals)
     return cut, options.choice.timed(costs_of_cut(times, cut))
 

@@ -211,8 +211,8 @@ class Pipeline:
         self.step, self._executors = 0, {}
         self.start_reduction = lambda stage: None
         self.is_watched = self.is_watched_anywhere = False
-        pipelines = self.layout.world_size // self.layout.pp
-        self.recorder = self._make_recorder(None if pipelines == 1 else str(self.grid.place))
+        place = "" if self.layout.world_size == self.layout.pp else str(self.grid.place)
+        self.recorder = self._make_recorder(place or None)
         self.options, self.pack = with_quantization(self.options, self.device, self.grid)
         build_on_all_ranks(self._build_stages, self.grid.control)
         self.holds_first_stage = any(map(self.placement.is_first, self.stages))
@@ -226,12 +226,8 @@ class Pipeline:
         # Only now: the check computes the last layer for all tokens.
         for stage in self.stages.values():
             read_sampled_alone([module for _, module in stage.units])
-        self.recovery = Recovery(
-            self._failure_group(),
-            self.recorder,
-            StepState(self.stages.values(), self.device),
-            "" if pipelines == 1 else str(self.grid.place),
-        )
+        step_state = StepState(self.stages.values(), self.device)
+        self.recovery = Recovery(self._failure_group(), self.recorder, step_state, place)
         for process_group in self.grid.renewable():
             self.recovery.covers(process_group)
         self.transport = self.open_transport(self.placement, self.device)

@@ -21,7 +21,6 @@ from penstock.settings import ConfigError, Precision, Quantize
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of parameters on the device."""
     dtypes = {Precision.FP64: torch.float64, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
     return dtypes.get(precision, torch.float32)
 

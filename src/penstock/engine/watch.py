@@ -220,7 +220,6 @@ class WandbTracker:
         self._run = library.init(project=project, id=read_text(file), resume="allow", dir=str(folder))
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
-        """Log the values under their step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -258,7 +257,6 @@ class Trackers:
         return cls(trackers)
 
     def write(self, step: int, values: Mapping[str, float | int | bool]) -> None:
-        """Write the values of a step everywhere."""
         for tracker in self.trackers:
             tracker.write(step, values)
 
@@ -267,14 +265,11 @@ class Trackers:
             tracker.close()
 
     def on_step(self, result: TrainResult) -> None:
-        """Write the numbers of a step."""
         self.write(result.step, step_numbers(result))
 
     def on_evaluation(self, step: int, loss: EvaluationLoss) -> None:
-        """Write the numbers of an evaluation."""
         validation = {f"validation_{name}": value for name, value in loss.metrics.items()}
         self.write(step, {"validation_loss": float(loss), **validation})
 
     def on_end(self, step: int) -> None:
-        """Close all of them."""
         self.close()

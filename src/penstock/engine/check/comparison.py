@@ -242,8 +242,6 @@ _MOST_STAGES = 8
 """The most stages of one layer each; each is a thread."""
 _ROUNDING = 1e-3
 """The relative difference that sums in another order may have."""
-
-
 _CHANGE_BITS = ("compile", "adapter", "quantize", "measure_lengths")
 
 

@@ -52,7 +52,6 @@ class OwnParts:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the plain loop and of all ranks."""
         return agree_on_device(self.options.device, lambda view: [view], 0)
 
     def units(self) -> Sequence[UnitSpec]:
@@ -61,11 +60,9 @@ class OwnParts:
         return units or units_of_layers(self.layers)  # pyright: ignore[reportArgumentType]  # all are, or none
 
     def plain_loop(self) -> PlainLoop:
-        """A plain loop over these layers themselves."""
         return PlainLoop(self.units(), self.loss_fn, self.loss_weight_fn, self.options, self.device)
 
     def engine(self, ranks: RanksInTurn, rank: int, hidden_size: int, changes: Mapping[str, Any]) -> EngineInTurn:
-        """One rank's engine of these layers themselves."""
         options = replace(self.options, **changes)
         pipeline = PipelineInTurn(ranks, rank, self.units(), hidden_size, options)
         return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)

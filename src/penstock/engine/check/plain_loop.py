@@ -76,7 +76,6 @@ class PlainLoop:
         self._optimizer = Optimizer([self._buckets], parameter_groups, ties=self._ties.originals)
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
-        """Take the next step."""
         self._num_steps += 1
         self._buckets.zero_()
         self.losses = self.losses_of(microbatches, self._num_steps)

@@ -285,10 +285,8 @@ class EngineInTurn(Engine):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """This rank's layers by name."""
         return dict(unit for stage in self.pipeline.stages.values() for unit in stage.units)
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
-        """Take the next step."""
         self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)
         self.losses, self.gradients = self.pipeline.losses, self.trainer.program_gradients

@@ -189,7 +189,6 @@ class CheckpointReader:
         return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
 
     def _source(self, name: str) -> str:
-        """The name under which a tensor is stored."""
         if name.startswith(STATE):
             kind, parameter = state_name(name)
             return f"{STATE}{kind}.{self._aliases.get(parameter, parameter)}"

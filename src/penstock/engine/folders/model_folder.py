@@ -152,7 +152,6 @@ class ModelFolder(ABC):
 
     @cached_property
     def content(self) -> Mapping[str, Any]:
-        """The model's config.json."""
         assert self.source is not None
         return read_config_json(self.source)
 
@@ -294,7 +293,6 @@ class ModelFolder(ABC):
 
     @cached_property
     def units(self) -> Sequence[UnitSpec]:
-        """The units of the whole model, without values."""
         return decoder_units(self.shape) if self.is_native else self.in_transformers.units()
 
     @cached_property

@@ -267,7 +267,6 @@ class Generator:
         self.decoders.release()
 
     def close(self) -> None:
-        """Free memory, and stop helper threads."""
         self.release()
         if "ring" in vars(self):
             self.ring.host.close()

@@ -50,7 +50,6 @@ class GenerateOptions(RingConfig):
     tokenizer: Decodes | None = None
 
     def form(self, device: torch.device) -> DecodeForm:
-        """The form of decoding on this device."""
         return DecodeForm(self.decode or ("graphs" if device.type == "cuda" else "live-rows"))
 
     def shape(self, num_sequences: int, num_ranks: int) -> RingShape:

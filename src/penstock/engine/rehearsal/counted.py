@@ -50,16 +50,13 @@ class TrafficCount:
     _messages: Counter[MessageTraffic] = field(default_factory=Counter)
 
     def restart(self) -> None:
-        """Forget what was counted."""
         self.launches, self._collectives, self._messages = [], Counter(), Counter()
 
     def launched(self, kind: CollectiveKind, group: CountedGroup, x: Tensor) -> None:
-        """Count a collective with this rank's input."""
         self._collectives[CollectiveTraffic(kind, group.axis, group.size(), x.nbytes)] += 1
         self.launches.append((group.ranks, f"{kind} of {x.numel()} {str(x.dtype).removeprefix('torch.')}"))
 
     def sent(self, channel: Channel, x: Tensor) -> None:
-        """Count a message."""
         self._messages[MessageTraffic(channel, x.nbytes)] += 1
 
     @property

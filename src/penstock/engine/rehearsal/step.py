@@ -134,7 +134,6 @@ class RehearsedBatch:
 
     @cached_property
     def parts(self) -> Split:
-        """The microbatches."""
         return split(self.data, self.micro_batches)
 
 

@@ -49,7 +49,6 @@ def packed_header(batch: Batch | None, size: int, num_news_bytes: int = 0) -> Te
 
 
 def unpacked_header(header: Sequence[int], news: Tensor | None = None) -> Batch | None:
-    """The batch of a header and of its news."""
     if header[0] == _CLOSING:
         return None
     slot, num_items, ends_round = header[: _HEAD - 1]
