@@ -104,6 +104,19 @@ def test_a_row_gives_what_one_graph_gives(split: bool, recompute: bool, zipped: 
     assert not tape.weight_gradients
 
 
+def test_a_split_backward_leaves_the_gradient_of_a_plain_layers_weight_for_later() -> None:
+    owner, layer = WeightGradients(), Linear(WIDTH, WIDTH)
+    nn.init.normal_(layer.weight)
+    defer(layer, owner)
+    stage, tape = Stage(0, [("layer", layer)], Boundary(WIDTH, torch.float32), owner), Tape()
+    x, grad = torch.randn(2, 5, WIDTH)
+    drain(stage.forward(tape, Message((x,)), SEQUENCES))
+    drain(stage.backward(tape, Message((grad,)), split=True))
+    assert layer.weight.grad is None
+    stage.weight_backward(tape)
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, grad.t() @ x)
+
+
 def test_lanes_are_suspended_after_each_launch() -> None:
     stage, units, _ = make(2)
     tape = Tape()

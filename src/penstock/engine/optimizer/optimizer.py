@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter, mul
 from typing import Any, ClassVar
 
 import torch
@@ -135,8 +135,8 @@ class Optimizer:
     _buckets: tuple[Bucket, ...]
     #: buckets that are stepped here; the owners of lent parameters step them
     _stepped: list[Bucket]
-    #: by stepped bucket: the flat tensor that is stepped, the bucket's own part of the parameters or an fp32 copy of it
-    _masters: list[Tensor]
+    #: the stepped buckets of 16-bit parameters, each with the fp32 copy of its own part that is stepped in its place
+    _masters: list[tuple[Bucket, Tensor]]
     #: the groups' hyperparameters at any step; a user's own schedule may raise
     rates: Rates
     #: True where a user's own optimizer, or one of torch's, takes part: it may raise anything in its step
@@ -176,18 +176,19 @@ class Optimizer:
         self._group = group
         self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
-        # This rank's parameters themselves, or an fp32 copy of 16-bit ones.
-        self._masters = [bucket.parameters[bucket.owned].to(bucket.gradients.dtype) for bucket in self._stepped]
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
-        self._counted = [view for name, view in sorted(gradients, key=lambda pair: pair[0]) if name in counted]
+        self._counted = [as_real(view) for name, view in sorted(gradients, key=itemgetter(0)) if name in counted]
         self.rates = Rates(self.groups.rules, self.config.scheduler)
         self.may_fail = any(rule.kind.stepper is None for rule in self.groups.rules)
         self._usual = self.groups.usual
         self.aside = SetAside({})
-        blocks = [
-            Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places)
-            for bucket, master in zip(self._stepped, self._masters, strict=True)
-        ]
+        blocks, self._masters = list[Block](), []
+        for bucket in self._stepped:
+            # This rank's parameters themselves, or an fp32 copy of 16-bit ones.
+            master = bucket.parameters[bucket.owned].to(bucket.gradients.dtype)
+            blocks.append(Block(bucket.group, master, bucket.gradients[bucket.owned], bucket.owned_places))
+            if master.dtype != bucket.parameters.dtype:
+                self._masters.append((bucket, master))
         self._steppers = _steppers_for(self.groups.rules, blocks, is_split=group is not None)
 
     @property
@@ -258,9 +259,8 @@ class Optimizer:
         states: dict[StateName, OwnedState] = {}
         for stepper in (self.aside, *self._steppers):
             states |= stepper.state() if stored is None else stepper.expect(stored)
-        for bucket, master in zip(self._stepped, self._masters, strict=True):
-            if master.dtype != bucket.parameters.dtype:
-                states |= {(MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places}
+        for bucket, master in self._masters:
+            states |= {(MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places}
         return {f"{STATE}{kind}.{name}": state for (kind, name), state in states.items()}
 
     @property
@@ -271,8 +271,8 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Memory of the update rules' state and of masters on this rank, without what frozen parameters have aside."""
-        masters = [m for b, m in zip(self._stepped, self._masters, strict=True) if m.dtype != b.parameters.dtype]
-        return sum(stepper.state_bytes for stepper in self._steppers) + sum(master.nbytes for master in masters)
+        of_rules = sum(stepper.state_bytes for stepper in self._steppers)
+        return of_rules + sum(master.nbytes for _, master in self._masters)
 
     def whole_state(self, device: torch.device, group: dist.ProcessGroup | None) -> WholeState:
         """Collect the state of this rank's parameters, whole although ranks step them in parts.
@@ -366,16 +366,15 @@ class Optimizer:
         parameter of any type that was given other storage (`parameter.data = ...`) has its values moved back.
         """
         for bucket in self._stepped:
+            storage = bucket.parameters.untyped_storage()
             for place in bucket.places:
-                parameter, storage = place.parameter, bucket.parameters.untyped_storage()
-                if parameter.untyped_storage()._cdata != storage._cdata:
-                    view = place.view(bucket.parameters).view(parameter.shape)
-                    view.copy_(parameter)
-                    parameter.data = view
+                if place.parameter.untyped_storage()._cdata != storage._cdata:
+                    view = place.view(bucket.parameters).view(place.parameter.shape)
+                    view.copy_(place.parameter)
+                    place.parameter.data = view
         mixed = [
             pair
-            for bucket, master in zip(self._stepped, self._masters, strict=True)
-            if master.dtype != bucket.parameters.dtype
+            for bucket, master in self._masters
             for pair in zip(bucket.parameters[bucket.owned].split(_AT_ONCE), master.split(_AT_ONCE), strict=True)
         ]
         if not mixed:
@@ -395,7 +394,7 @@ class Optimizer:
         All ranks of the group call it.
         """
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
-        norms = [torch.linalg.vector_norm(as_real(gradient), dtype=torch.float64) for gradient in self._counted]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
         rank_norms = torch.zeros(self._num_norms, dtype=torch.float64)
         if norms:
             rank_norms[: len(norms)] = torch.stack(norms).cpu()
@@ -405,13 +404,12 @@ class Optimizer:
             dist.all_gather(gathered, rank_norms, group=self._group)
         values = torch.cat(gathered).tolist()
         # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
-        return math.sqrt(math.fsum(map(operator.mul, values, values))) / self.loss_scale
+        return math.sqrt(math.fsum(map(mul, values, values))) / self.loss_scale
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
-        for bucket, master in zip(self._stepped, self._masters, strict=True):
-            if master.dtype != bucket.parameters.dtype:
-                bucket.parameters[bucket.owned].copy_(master)
+        for bucket, master in self._masters:
+            bucket.parameters[bucket.owned].copy_(master)
 
 
 def _described(state: OwnedState, parameter: str) -> dict[str, Any]:
