@@ -29,9 +29,9 @@ from benchmarks.ranks import Turn, in_turns
 from penstock.cli.doctor import processor_name
 from penstock.cli.options import Parser
 from penstock.engine import Engine, EngineOptions
-from penstock.engine.arguments import EngineArguments
 from penstock.engine.generation.decode_cut import cut_to_decode
 from penstock.engine.generation.options import GenerateOptions
+from penstock.engine.options import EngineArguments
 from penstock.engine.precision import parameter_dtype
 from penstock.model import CachedRows, CacheSize, ModelGroups, UnitSpec, decoder_units
 from penstock.schedule import Batch, Scheduler, Sequence, Token

@@ -240,7 +240,7 @@ def test_schedules_recompute_and_overlap_change_no_bit_and_ranks_send_their_own_
 
 
 def test_units_made_for_nobody_else_are_refused_where_ranks_share_them() -> None:
-    from penstock.engine.arguments import units_for
+    from penstock.engine.options import units_for
 
     with pytest.raises(ValueError, match=r"dp=1 x pp=1 x cp=1 x tp=2 shares a model .* give a function"):
         units_for(decoder_units(CONFIG), ModelGroups(), Layout(tp=2))

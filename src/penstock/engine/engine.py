@@ -9,7 +9,6 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.arguments import UnitSource
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
@@ -21,7 +20,7 @@ from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.listeners import Interrupt, Listeners, OnAnswer, OnToken
 from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.model_state import ModelState
-from penstock.engine.options import EngineOptions, changed
+from penstock.engine.options import EngineOptions, UnitSource, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training import scorer

@@ -1,9 +1,13 @@
-"""The options with which an engine runs a model: plain, frozen, checked once."""
+"""The arguments of an engine: a model's units, and the options with which they run: plain, frozen, checked once."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from penstock.model import ModelGroups, UnitSpec, decoder_units
+from penstock.model.hf.families import HuggingFaceForm
 from penstock.schedule.choice import OwnSchedule, ScheduleChoice
 from penstock.settings import (
     SETTINGS,
@@ -14,6 +18,8 @@ from penstock.settings import (
     DataConfig,
     Device,
     InferenceConfig,
+    Layout,
+    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -25,7 +31,7 @@ from penstock.settings import (
     TransportKind,
     same_as,
 )
-from penstock.settings.declare import AT_LEAST_1, argument, nearest, value_of, walk_settings
+from penstock.settings.declare import AT_LEAST_1, argument, check_argument, nearest, value_of, walk_settings
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class EngineOptions(Settings):
             )
 
     @classmethod
-    def of(cls, config: RunConfig) -> "EngineOptions":
+    def of(cls, config: RunConfig) -> EngineOptions:
         """The options of an engine for a run."""
         # An option that is declared as a setting of the run has that setting's value; none is copied by hand.
         options = [setting for setting in walk_settings(cls()) if len(setting.path) == 1 and setting.name in SETTINGS]
@@ -152,3 +158,36 @@ def changed(options: EngineOptions | None, changes: Mapping[str, Any]) -> Engine
     if unknown := sorted(changes.keys() - names):
         raise ConfigError(f"an engine has no option {unknown[0]!r}; the nearest one is {nearest(unknown[0], names)!r}")
     return replace(options, **changes) if changes else options
+
+
+UnitSource = Sequence[UnitSpec] | Callable[[ModelGroups], Sequence[UnitSpec]]
+"""A model's units, or a function that makes them for the groups that share them."""
+
+
+def units_for(source: UnitSource, groups: ModelGroups, layout: Layout) -> tuple[UnitSpec, ...]:
+    """The units, made for these groups. Raises: ValueError for ready-made units where the layout shares layers."""
+    if callable(source):
+        units = source(groups)
+        check_argument("units", units, Sequence[UnitSpec])
+        return tuple(units)
+    if (layout.tp, layout.cp, layout.ep) != (1, 1, 1):
+        raise ValueError(
+            f"the layout {layout} shares a model over tp, cp or ep, but its units are given ready-made; "
+            "give a function that makes them from ModelGroups, or a layout of pp and dp alone"
+        )
+    return tuple(source)
+
+
+class EngineArguments(NamedTuple):
+    """The arguments of `Engine` for a model that settings or a folder describe."""
+
+    units: Callable[[ModelGroups], Sequence[UnitSpec]]
+    hidden_size: int
+    layout: Layout
+    options: EngineOptions
+    form: HuggingFaceForm | None
+
+    @classmethod
+    def of_decoder(cls, shape: ModelConfig, layout: Layout, options: EngineOptions) -> EngineArguments:
+        form = HuggingFaceForm.of(shape)
+        return cls(lambda groups: decoder_units(shape, groups=groups), shape.hidden_size, layout, options, form)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch, labelled_part, part_of
 from penstock.engine.agreement import check_alike, check_whole_model
-from penstock.engine.arguments import UnitSource, units_for
 from penstock.engine.build import build_stages
 from penstock.engine.cut import cut_units, measure_units, timed_cut
 from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineOptions, UnitSource, units_for
 from penstock.engine.own_layers import OwnLayers
 from penstock.engine.precision import stream_dtype, with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.engine import EngineOptions
-from penstock.engine.arguments import EngineArguments
 from penstock.engine.generation.decode_cut import cut_to_decode, decode_times
+from penstock.engine.options import EngineArguments
 from penstock.model import decoder_units
 from penstock.settings import ExpertConfig, ModelConfig, ParallelConfig, Precision, Quantize, ScheduleConfig
 

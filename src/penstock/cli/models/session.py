@@ -20,9 +20,9 @@ from penstock.settings import AXES, InferenceConfig, ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from penstock.cli.processes.session import Meeting, Pipelines
-    from penstock.engine.arguments import EngineArguments
     from penstock.engine.engine import Engine
     from penstock.engine.folders.model_folder import ModelFolder
+    from penstock.engine.options import EngineArguments
 
 IMPORTS = (
     *("penstock.cli.processes.session", "penstock.data.examples"),

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch
-from penstock.engine.arguments import UnitSource
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
 from penstock.engine.optimizer.optimizer import Update
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineOptions, UnitSource
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import Done, GroupHere
 from penstock.engine.training.aux_losses import AuxLossReport

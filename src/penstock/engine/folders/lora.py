@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.engine.arguments import UnitSource, units_for
+from penstock.engine.options import UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
 from penstock.io.files import refuse_used
 from penstock.model import ModelGroups, UnitSpec, switch_linears

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from penstock.engine.arguments import EngineArguments
 from penstock.engine.checkpoint import CheckpointInfo, CheckpointReader
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.folders.runs import (
@@ -30,7 +29,7 @@ from penstock.engine.folders.runs import (
 )
 from penstock.engine.model_state import ModelState
 from penstock.engine.optimizer.state import STATE
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineArguments, EngineOptions
 from penstock.engine.precision import bytes_of_weight
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.families import (

@@ -22,13 +22,12 @@ from penstock.data import (
 from penstock.data.corpus import TokenStore
 from penstock.data.loader import PairPacking
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.arguments import EngineArguments
 from penstock.engine.checkpoint.manifest import published
 from penstock.engine.cut import cut_units
 from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, tokenizer_of
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineArguments, EngineOptions
 from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,

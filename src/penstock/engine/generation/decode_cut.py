@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from penstock import schedule
-from penstock.engine.arguments import EngineArguments
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineArguments, EngineOptions
 from penstock.engine.precision import bytes_of_weight, parameter_dtype
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec, cache_dtype
 from penstock.model.layers.dense import Embedding

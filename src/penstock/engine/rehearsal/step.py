@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, labels_of_share, split
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.arguments import EngineArguments, UnitSource, units_for
 from penstock.engine.folders.lora import with_adapter
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.folders.runs import tokenizer_of
 from penstock.engine.optimizer.groups import ParameterGroups
-from penstock.engine.options import EngineOptions
+from penstock.engine.options import EngineArguments, EngineOptions, UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
