@@ -150,7 +150,7 @@ class Engine(ModelState, WeightEndpoint):
         path: str | Path,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
-        native: Native = True,
+        native: Native = "auto",
         **changes: Any,
     ) -> Self:
         """An engine for the model in a folder; all processes call it at the same point.
@@ -160,7 +160,7 @@ class Engine(ModelState, WeightEndpoint):
             layout: the grid of processes, a `Layout`; left out, one process.
             options: `EngineOptions`; left out, the defaults in the precision of the files.
             native: True for Penstock's own layers, False for those of transformers (which cannot be shared over tp,
-                cp or ep), "auto" for Penstock's if they know the family. A run decides it itself.
+                cp or ep); left out, Penstock's if they know the family. A run decides it itself.
             **changes: options by name.
 
         Raises:

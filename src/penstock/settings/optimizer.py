@@ -270,8 +270,8 @@ class WeightDecay(Settings, section="optimizer"):
         return self.first + (self.last - self.first) * progress
 
 
-# The rates that are left out, told from equal ones by their identity.
-_USUAL_RATE, _USUAL_DECAY = LearningRate(), WeightDecay()
+# What is left out, told from equal values by its identity.
+_USUAL_RATE, _USUAL_DECAY, _USUAL_NORM = LearningRate(), WeightDecay(), float("1")
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,8 @@ class OptimizerConfig(Settings, section="optimizer"):
     eps: float = setting(1e-8, "Added to the root of the mean of squared gradients (Adam's family).", ABOVE_0)
     #: with a `factory`: as `learning_rate`
     weight_decay: WeightDecay | Rate | float | None = _USUAL_DECAY
-    clip_norm: float = setting(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
+    #: with a `factory`: left out, there is no clipping
+    clip_norm: float = setting(_USUAL_NORM, "Gradients are clipped to this global norm; 0 for no clipping.", AT_LEAST_0)
     zero: bool = setting(
         False,
         "Data- and context-parallel ranks shard the optimizer's state and fp32 masters: each steps its shard, and the "
@@ -323,7 +324,7 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     @classmethod
     def of(cls, given: "OptimizerConfig | OptimizerName | str | Callable[[Any], Any]") -> "OptimizerConfig":
-        """The settings as they are, of an optimizer's name, or of a factory alone: as it is made, and not clipped.
+        """The settings as they are, of an optimizer's name, or of a factory alone.
 
         Raises:
             ConfigError: it is none of these.
@@ -333,7 +334,7 @@ class OptimizerConfig(Settings, section="optimizer"):
         if isinstance(given, str):
             return replace(cls(), name=given)
         if callable(given):
-            return cls(factory=given, clip_norm=0.0)
+            return cls(factory=given)
         kind = type(given).__name__
         if hasattr(given, "param_groups"):
             raise ConfigError(
@@ -347,10 +348,11 @@ class OptimizerConfig(Settings, section="optimizer"):
 
     def _check(self) -> None:
         if self.factory is not None:
-            # A factory makes its optimizer with rates of its own. Others that equal the usual ones are given.
-            for rate, usual in (("learning_rate", _USUAL_RATE), ("weight_decay", _USUAL_DECAY)):
-                if getattr(self, rate) is usual:
-                    object.__setattr__(self, rate, None)
+            # A factory's optimizer steps as it is made, unless something else is given, even if it equals the usual.
+            rates = (("learning_rate", _USUAL_RATE, None), ("weight_decay", _USUAL_DECAY, None))
+            for name, usual, as_made in (*rates, ("clip_norm", _USUAL_NORM, 0.0)):
+                if getattr(self, name) is usual:
+                    object.__setattr__(self, name, as_made)
             if named := [group for group in self.groups if group.name is not None]:
                 raise ConfigError(
                     f"optimizer.groups: {named[0].pattern!r} asks for {named[0].name}, but a factory makes the "

@@ -31,7 +31,7 @@ from penstock.settings.declare import (
 )
 from penstock.settings.layout import ParallelConfig
 from penstock.settings.model import AdapterConfig, ModelConfig
-from penstock.settings.optimizer import Decay, LearningRate, OptimizerConfig
+from penstock.settings.optimizer import LearningRate, OptimizerConfig
 from penstock.settings.schedule import ScheduleConfig
 
 # ---- All settings of a run, section by section
@@ -194,7 +194,7 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(LearningRate(decay=Decay.COSINE))
+    optimizer: OptimizerConfig = OptimizerConfig()
     adapter: AdapterConfig = AdapterConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
