@@ -90,8 +90,6 @@ class Update:
     grad_norm: float
     #: learning rate of the last step that succeeded, this or an earlier one
     learning_rate: float
-    #: weight decay of this step
-    weight_decay: float
 
 
 class Optimizer:
@@ -211,8 +209,8 @@ class Optimizer:
     def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
         """The rest of a step, in which ranks send each other nothing, given the gradients' norm and the rates."""
         self.num_steps, success = number, math.isfinite(norm)
-        usual = {**self.rates.usual, **values[self._usual]}
         if success:
+            usual = {**self.rates.usual, **values[self._usual]}
             self.learning_rate = float(usual.get("lr", 0.0))
             # The loss scale off and clipped, in one pass or, with nothing to do, in none.
             factor = 1.0 / self.loss_scale
@@ -226,8 +224,7 @@ class Optimizer:
             self._publish_masters()
         if self.scaler is not None:
             self.scaler.update(success)
-        weight_decay = float(usual.get("weight_decay", 0.0))
-        return Update(success, norm if success else math.nan, self.learning_rate, weight_decay)
+        return Update(success, norm if success else math.nan, self.learning_rate)
 
     @property
     def kinds(self) -> str:
