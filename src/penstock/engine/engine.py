@@ -131,8 +131,7 @@ class Engine(ModelState, WeightEndpoint):
         The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. Each layer
         gives [T, hidden_size] to the next one, and the last one gives the loss its input. A layer's `forward` may ask
         by name for `sequences`, any key of the batch, or the numbers `microbatch`, `num_microbatches` and `step`. A
-        parameter that several layers hold is tied. The option `precision` casts fp32 parameters and buffers in place;
-        other dtypes stay.
+        parameter that several layers hold is tied. The option `precision` casts fp32 parameters and buffers in place.
 
         Args:
             layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it,
@@ -165,8 +164,7 @@ class Engine(ModelState, WeightEndpoint):
 
         Raises:
             FileNotFoundError: the folder or one of its files is missing; like the next, on every process if on one.
-            ValueError: the model cannot be run, files are damaged, tensors are wrong, or a file is a pickle; and as
-                `Engine`.
+            ValueError: the model cannot be run, or its files are damaged, wrong or pickles; and as `Engine`.
         """
         learns = changes.get("learns", options is None or options.learns)
         return cls(*open_folder(path, native).arguments_from_files(layout, options, learns=learns), **changes)
@@ -195,9 +193,8 @@ class Engine(ModelState, WeightEndpoint):
                 `torch.nn.CrossEntropyLoss()`, takes labels [T] in place of the microbatch, and gives their mean or sum
                 as its `reduction` says.
             loss_weight_fn: from a microbatch to its weight in the divisor of the loss.
-            micro_batches: a `MicroBatchSpec` that says how the batch is split; left out, into 8 microbatches in any
-                layout, or fewer for a batch of fewer items. Long pipelines idle less with more. An iterator needs its
-                `num`.
+            micro_batches: the split of the batch, a `MicroBatchSpec`, whose `num` an iterator needs; left out, into 8
+                microbatches in any layout, or fewer for a batch of fewer items. Long pipelines idle less with more.
             normalize: the divisor of the loss: a `Normalize`, its name, or the number itself. An iterator needs the
                 number or "token_per_microbatch", since its counts come too late for the others.
             step: the step's absolute number, on which rates depend; left out, one more than the last step's.

@@ -255,9 +255,8 @@ class Pipeline:
                 self.sharding = self.sharding.with_zero(self.ties.originals, self.grid, whole)
         self.lend_weights()
 
-    # ---- replaced in a rehearsal (engine/rehearsal/step.py) and in the check (engine/check/ranks_in_turn.py)
-
-    # There the other ranks are missing, or are threads of this process.
+    # ---- replaced where the other ranks are missing, in a rehearsal (engine/rehearsal/step.py), or are threads of this
+    # process, in the check (engine/check/ranks_in_turn.py)
 
     def _make_grid(self) -> Grid:
         options = self.options
@@ -311,6 +310,11 @@ class Pipeline:
             build_on_all_ranks(
                 lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
             )
+
+    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
+        """Run a program. Layers draw from seeds of their own, so torch's generators are restored afterwards."""
+        with kept_random_state(self.device):
+            return executor.run(feeds)
 
     # ---- the model on this rank
 
@@ -451,11 +455,6 @@ class Pipeline:
         if len(self._executors) > _MAX_EXECUTORS:
             del self._executors[next(iter(self._executors))]
         return executor
-
-    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
-        """Run a program. Layers draw from seeds of their own, so torch's generators are restored afterwards."""
-        with kept_random_state(self.device):
-            return executor.run(feeds)
 
     def continue_from(self, step: int) -> None:
         """Go on as if this number of optimizer steps had been taken."""

@@ -164,9 +164,8 @@ class Generator:
                 dist.all_reduce(num_left, group=grid.ep_group)
             return bool(num_left)
 
-        scheduler = Scheduler(
-            sequences, shape, options.refill, options.longest_first, any_goes_on if ring.lockstep else None
-        )
+        agree = any_goes_on if ring.lockstep else None
+        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, agree)
         scheduler.stop(options.skip)
         texts = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
         listens = texts or listeners.on_token is not None or listeners.on_answer is not None
