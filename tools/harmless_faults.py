@@ -38,7 +38,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "mask = None if sees is None else sees[0].expand(-1, (1), q_RHLK.shape[2], -1)": "all heads see alike",
     },
     "model/layers/dense.py": {
-        "return turned_THK.addcmul_((swapped_THK.to()), sin_T1K).to(x_THK.dtype)": "a CPU promotes the factor itself",
+        "turned_THK.addcmul_((swapped_THK.to()), sin_T1K)": "a CPU promotes the factor itself",
     },
     "model/cpu/quantized.py": {
         "_PART = (19)": "how many elements are rounded at a time",
