@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
+from torch.autograd.graph import GradientEdge
 
 #: of a type of device, for each product; torch's own takes as long as a small operation
 _has_autocast = cache(is_autocast_available)
@@ -206,13 +207,39 @@ class WeightGradients:
     """Switches the linear layers of one stage between computing and deferring; the queues are on the tapes.
 
     A deferred gradient reaches its parameter through `drain`, not through autograd. That of a weight which is computed
-    from parameters, or of a parameter with hooks, is never deferred.
+    from parameters, of a parameter with hooks, or of one that something else reads too, is never deferred.
     """
 
     #: takes the gradients of the backward that runs now; None while nothing is deferred
     queue: list[PendingGradient] | None = None
     #: False while forwards run of which no backward defers: torch's own function, half as long in Python, serves then
     may_defer: bool = True
+    #: True once a graph of the stage has shown which parameters have other uses
+    knows_uses: bool = False
+
+    def learn_uses(self, edges: Sequence[GradientEdge]) -> None:
+        """Detach layers of a graph, given by its roots, whose weight or bias something else in it reads too.
+
+        Autograd adds up all uses of a parameter before it accumulates them; a deferred one would come after the others.
+        """
+        self.knows_uses = True
+        nodes = [edge.node for edge in edges]
+        seen, calls, others = set(nodes), list[Any](), set[Tensor]()
+        while nodes:
+            node: Any = nodes.pop()
+            if is_linear := isinstance(getattr(node, "layer", None), Linear):
+                calls.append(node)
+            for child, _ in node.next_functions:
+                if child is None:
+                    continue
+                if not is_linear and (parameter := getattr(child, "variable", None)) is not None:
+                    others.add(parameter)
+                if child not in seen:
+                    seen.add(child)
+                    nodes.append(child)
+        for call in calls:
+            if not others.isdisjoint(call.parameters):
+                call.layer.gradients = None
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:

@@ -244,6 +244,12 @@ class Tape:
                 roots.append(get_gradient_edge(output) if output.requires_grad else None)
         self.segments.append(GraphSegment(leaves, roots))
 
+    @property
+    def roots(self) -> list[GradientEdge]:
+        """The edges by which gradients enter the graphs of all segments."""
+        graphs = [segment for segment in self.segments if isinstance(segment, GraphSegment)]
+        return [root for graph in graphs for root in graph.roots if root is not None]
+
 
 class Tapes(dict[tuple[int, int], Tape]):
     """A rank's tapes by stage and microbatch: F makes one, backward actions read it, the last of them takes it away."""
@@ -540,6 +546,8 @@ class Stage:
         fill = self.exchanges and not split
         deferred: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.weight_gradients is not None and (split or fill):
+            if not self.weight_gradients.knows_uses:
+                self.weight_gradients.learn_uses(tape.roots)
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
         grads = None if grad is None else grad.tensors
         del grad
