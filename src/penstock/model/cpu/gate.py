@@ -1,6 +1,6 @@
 """The gate of an MLP on a CPU."""
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,8 @@ _ROWS_AT_ONCE = 256
 for a prompt of 1,024 tokens with weights 512 and 1,024 wide, a seventh with 2,048; nothing lost in fp32."""
 
 
-@cache
 def host_gate(width: int, is_reproducible: bool = False) -> GateKernel:
-    """The one gate of all MLPs that are so wide inside; in generation a row has the same bits at any position.
+    """The gate of an MLP that is so wide inside; in generation a row has the same bits at any position.
 
     is_reproducible: a value has the same bits wherever it stands, in training too.
     """
