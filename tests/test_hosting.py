@@ -44,6 +44,13 @@ def test_an_environment_of_either_end_takes_each_package_of_a_user_there(end: st
         assert taken[one.name] == (SpecifierSet(f"=={lowest}") if end == "oldest" else one.specifier)
 
 
+def test_what_is_installed_here_lies_within_the_bounds() -> None:
+    lines = (HOST.parent / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for one in map(Requirement, requirements("newest")):
+        assert pinned[one.name] in one.specifier, one
+
+
 def test_each_report_of_others_is_held_by_a_test_that_is_there() -> None:
     text = (HOST.parent / "docs/testing.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w.-]+/[\w.-]+#\d+) \| .+ \| `(.+)::(.+)` \|$", text, re.MULTILINE)
