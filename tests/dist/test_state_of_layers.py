@@ -196,8 +196,8 @@ def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name(state: Any, 
 @pytest.mark.shows(102)
 def test_a_checkpoint_without_the_extra_state_that_a_layer_has_is_refused(tmp_path: Path) -> None:
     """Unless that is empty, as of layers whose statistics nobody has asked for."""
+    opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), Counts(), nn.Linear(WIDTH, VOCAB)]).save(tmp_path)
     for state in (None, torch.zeros(0)):
-        keeping(None).save(tmp_path)
         keeping(state).load(tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 of the tensors asked for: \['layers\.1\._extra_state'\]"):
         keeping({"scale": 1.0}).load(tmp_path)
@@ -245,3 +245,91 @@ def test_extra_state_goes_with_the_weights_to_another_engine() -> None:
     assert found.keys() == alone.keys()
     for name, value in found.items():
         assert value["notes"] == alone[name]["notes"] and torch.equal(value["trace"][0], alone[name]["trace"][0])
+
+
+class Expanded(nn.Module):
+    """Has a buffer whose elements share memory where the user makes it."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.shows(102)
+def test_none_is_extra_state_as_any_other_and_an_expanded_buffer_is_one(tmp_path: Path) -> None:
+    first = opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), Expanded(), Keeps(None), nn.Linear(WIDTH, VOCAB)])
+    expected = [train(first, step) for step in range(2)]
+    first.save(tmp_path)
+    keeps, expanded = Keeps(3), Expanded()
+    second = opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), expanded, keeps, nn.Linear(WIDTH, VOCAB)])
+    second.load(tmp_path)
+    assert second.extra_state() == {"layers.2._extra_state": None}
+    assert [train(first, 2), train(first, 3)] == [train(second, 2), train(second, 3)] != expected
+    closed(first)
+    closed(second)
+
+
+class Frozen(nn.BatchNorm1d):
+    """Stays in evaluation mode, as frozen normalisations do."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_keeps_to_a_mode_of_its_own_does_so_from_the_first_step_on(evaluates: bool) -> None:
+    frozen = Frozen(WIDTH)
+    engine = opened((Layout(), "1f1b"), [nn.Embedding(VOCAB, WIDTH), frozen, nn.Linear(WIDTH, VOCAB)])
+    if evaluates:
+        engine.evaluate(documents(5))
+    train(engine, 0)
+    (mean,) = (value for name, value in engine.pipeline.buffers().items() if name.endswith("running_mean"))
+    closed(engine)
+    assert torch.equal(mean, torch.zeros(WIDTH))
+
+
+class RefusesToGoBack(nn.Module):
+    """Fails in its second step, and when it is given what its extra state was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def get_extra_state(self) -> Any:
+        return self.num_calls
+
+    def set_extra_state(self, state: Any) -> None:
+        raise TypeError("no way back")
+
+    def forward(self, x: Tensor, *, step: int) -> Tensor:
+        if step == 2:
+            raise OverflowError("too large")
+        return x
+
+
+def failing_return(rank: int, world: int) -> list[str]:
+    model = [nn.Embedding(VOCAB, WIDTH), RefusesToGoBack(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)]
+    engine = opened((Layout(pp=world), "1f1b"), model)
+    train(engine, 0)
+    errors = []
+    for step in (1, 2):
+        try:
+            train(engine, step)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    closed(engine)
+    return errors
+
+
+@pytest.mark.shows(34)
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_that_cannot_be_put_back_hides_no_error_and_lets_no_rank_wait(world: int) -> None:
+    """After it all ranks ask for a checkpoint."""
+    for error, then in run_ranks(world, failing_return, world):
+        assert "too large" in error and "no way back" not in error
+        assert then.startswith("PipelineError") and "TypeError: no way back" in then and "load a checkpoint" in then

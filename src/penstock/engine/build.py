@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.engine.options import EngineOptions
 from penstock.engine.precision import autocast_of, dtype_under, parameter_dtype
@@ -80,7 +80,7 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pac
     unit.initialise(module, options.seed)
     if unit.is_own:
         # A dtype other than torch's default was chosen by the user.
-        module._apply(lambda tensor: tensor.to(dtype_under(options.precision, tensor.dtype)).resolve_conj())
+        module._apply(lambda tensor: _with_own_memory(tensor.to(dtype_under(options.precision, tensor.dtype))))
     use_kernels_of(device, module.to(device))
     if options.packs_for_good:
         if not fix_weights(module, pack) and pack and any(isinstance(part, nn.Linear) for part in module.modules()):
@@ -90,6 +90,12 @@ def build_unit(unit: UnitSpec, options: EngineOptions, device: torch.device, pac
             )
         give_back_freed_memory()
     return module
+
+
+def _with_own_memory(tensor: Tensor) -> Tensor:
+    """The tensor, whose elements lie apart: a checkpoint cannot be read into what `expand` gives."""
+    tensor = tensor.resolve_conj()
+    return tensor.clone(memory_format=torch.contiguous_format) if 0 in tensor.stride() else tensor
 
 
 def compile_unit(module: nn.Module, mode: CompileMode) -> None:

@@ -45,9 +45,8 @@ class ExtraState:
         ]
 
     def values(self) -> dict[str, Any]:
-        """The extra state of each module now; modules that return None are left out."""
-        values = {name: module.get_extra_state() for name, module, is_first in self._modules if is_first}
-        return {name: value for name, value in values.items() if value is not None}
+        """The extra state of each module now."""
+        return {name: module.get_extra_state() for name, module, is_first in self._modules if is_first}
 
     def take_values(self, values: Mapping[str, Any]) -> None:
         """Set the extra state of this rank's modules from copies of the values."""
@@ -96,4 +95,4 @@ class ExtraState:
 
 
 def _is_empty(value: Any) -> bool:
-    return value.numel() == 0 if isinstance(value, Tensor) else value in ("", b"", (), [], {})
+    return value.numel() == 0 if isinstance(value, Tensor) else value in (None, "", b"", (), [], {})

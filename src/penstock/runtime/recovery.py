@@ -234,7 +234,7 @@ class Recovery:
             self.recorder.give_up()
             failure = self._failure_behind(error)
             if failure is None:
-                self.state.restore()
+                self._restore()
                 if self._store is None:
                     for act in (*self._undo, *self._redo):
                         act()
@@ -318,15 +318,21 @@ class Recovery:
         """Undo the step, and make new communicators with all other ranks. Raises: StepError if one has left."""
         for undo in self._undo:
             undo()
-        self.state.restore()
+        self._restore()
         if failure.left:
             self.lost = f"this engine cannot go on, since {failure}; start all processes again"
             raise self._step_error(failure) from error
+        assert self._store is not None
         self._generation += 1
+        uncertain = f"{self._generation}/uncertain"
+        if self.uncertain:
+            self._store.set(uncertain, self.uncertain)
         try:
             for communicator in self.communicators:
                 communicator.renew(self._generation)
             self._meet()
+            if self._store.check([uncertain]):
+                self.uncertain = self._store.get(uncertain).decode()
         except RuntimeError as gone:
             self.lost = f"this engine cannot go on, since {failure}, and then not all ranks came back ({gone})"
             raise StepError(f"{failure}; after that not all ranks came back") from gone
@@ -339,6 +345,16 @@ class Recovery:
             redo()
         if failure.stepped:
             self.uncertain = str(failure)
+
+    def _restore(self) -> None:
+        """Put back the layers' state; where a `set_extra_state` fails, no step is possible until weights are loaded."""
+        try:
+            self.state.restore()
+        except Exception as error:
+            self.uncertain = (
+                f"rank {self._rank} could not put back its layers' state after a step that failed "
+                f"({type(error).__name__}: {words_of(error)}), so it may have moved: load a checkpoint"
+            )
 
     def _step_error(self, failure: Failure) -> StepError:
         error = StepError(str(failure))

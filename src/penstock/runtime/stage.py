@@ -342,6 +342,8 @@ class Stage:
     #: the units as they are called: one with collectives alone, by its name, as it runs where all activations are kept
     #: and where not, the others in runs as long as possible
     _runs: list[tuple[str, SegmentedUnit, SegmentedUnit | RecomputedLane] | list[UnitCall]]
+    #: training or evaluation mode as it was last set
+    _is_training: bool | None = None
 
     def __init__(
         self,
@@ -381,8 +383,10 @@ class Stage:
     def set_training(self, training: bool) -> None:
         """Put the units into training or evaluation mode, whatever was done to them before."""
         for _, module in self.units:
-            if any(part.training is not training for part in module.modules()):
+            # A layer may keep to a mode of its own, as a frozen normalisation does: it hears of the first one too.
+            if training is not self._is_training or any(part.training is not training for part in module.modules()):
                 module.train(training)
+        self._is_training = training
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(full name, buffer) in model order; those that belong to the modules' state dict."""
