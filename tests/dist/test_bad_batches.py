@@ -228,6 +228,7 @@ def differing(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
         "broadcast": answers(engine, lambda e: e.forward(batch_of(), broadcast=bool(rank))),
         "sampling": answers(engine, lambda e: e.generate([[1]], SamplingParams(max_new_tokens=2, seed=rank))),
         "slots": answers(engine, lambda e: e.generate([[1]], FEW, GenerateOptions(num_slots=1 + rank))),
+        "rows": answers(engine, lambda e: e.generate([[1], [2]], FEW, GenerateOptions(rows_per_slot=1 + rank))),
     }
     engine.train_batch(batch_of())
     engine.close()
@@ -258,7 +259,8 @@ def test_ranks_that_are_called_differently_say_how(tmp_path: Path) -> None:
             assert "pp 0" in text and "pp 1" in text and text.count("contents ") == 2
         assert "rank 0 made forward(broadcast=False) and rank 1 evaluate()" in answered["method"][1]
         assert "forward(broadcast=True)" in answered["broadcast"][1]
-        assert "other prompts or parameters" in answered["sampling"][1]
+        assert "other prompts, parameters or options" in answered["sampling"][1]
+        assert "other prompts, parameters or options" in answered["rows"][1]
         assert "num_slots=" in answered["slots"][1]
 
 

@@ -125,6 +125,7 @@ def differing(rank: int, layout: Layout) -> dict[str, str]:
         "optimizer.clip_norm": {"optimizer": OptimizerConfig(clip_norm=0.2 if is_last else 0.1)},
         "optimizer.": {"optimizer": factory if rank else "sgd"},
         "precision": {"precision": "bf16" if rank else "fp32"},
+        "measure_lengths": {"measure_lengths": (4, 4) if is_last else None},
         "schedule.cut": {"schedule": ScheduleConfig(cut=(1, 2) if rank else (2, 1))},
         "schedule": {"schedule": "afab" if rank else "1f1b"},
         "schedule, by its text": {"schedule": "order.txt"},

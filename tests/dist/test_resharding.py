@@ -91,6 +91,7 @@ def resume(engine: Engine, saved: Checkpointer) -> None:
         assert engine.step == 0
         saved.load(found, engine.state())
         engine.load_progress(found.extra)
+        engine.trainer.follow_progress()
         assert engine.step == found.step > 0
 
 

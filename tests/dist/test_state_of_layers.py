@@ -333,3 +333,31 @@ def test_state_that_cannot_be_put_back_hides_no_error_and_lets_no_rank_wait(worl
     for error, then in run_ranks(world, failing_return, world):
         assert "too large" in error and "no way back" not in error
         assert then.startswith("PipelineError") and "TypeError: no way back" in then and "load a checkpoint" in then
+
+
+class RefusesOnOneRank(Keeps):
+    """Takes no extra state on the second rank."""
+
+    def set_extra_state(self, state: Any) -> None:
+        raise OverflowError("it does not fit")
+
+
+def refused_load(rank: int, folder: Path) -> list[str]:
+    model: list[nn.Module] = [nn.Embedding(VOCAB, WIDTH), Keeps(1), RefusesOnOneRank(2), nn.Linear(WIDTH, VOCAB)]
+    engine = opened((Layout(pp=2), "1f1b"), model)
+    train(engine, 0)
+    engine.save(folder)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as raised:
+            engine.load(folder)
+        errors.append(str(raised.value))
+    closed(engine)
+    return errors
+
+
+@pytest.mark.shows(102)
+def test_extra_state_that_one_rank_refuses_at_a_load_is_told_by_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, refused_load, tmp_path)
+    assert first == second and len(set(first)) == 1
+    assert first[0].endswith("layers.2._extra_state was not taken by its layer (OverflowError: it does not fit)")

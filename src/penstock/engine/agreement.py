@@ -21,6 +21,8 @@ from penstock.parallel.tensor_slice import Shard, laid_out
 from penstock.settings import ConfigError, ParameterGroup, ScheduleConfig, differences
 
 _NUM_NAMED = 4
+# A host's own affair; an adapter's files may lie elsewhere, and its values are compared as the model's.
+_MAY_DIFFER = {"device", "timeout_s", "adapter"}
 _ADDED_AT_ONCE = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,9 +35,8 @@ def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callab
 
     Raises: ConfigError on all ranks alike, with the first setting that differs.
     """
-    names = ("seed", "precision", "recompute", "num_kept_microbatches", "reproducible", "learns", "read_only")
-    names += ("quantize", "label_share", "attention")
-    settings, schedule = {name: getattr(options, name) for name in names}, options.schedule
+    names = {field.name for field in fields(options)} - _MAY_DIFFER - {"schedule", "optimizer"}
+    settings, schedule = {name: getattr(options, name) for name in sorted(names)}, options.schedule
     settings |= {
         f"optimizer.{field.name}": getattr(options.optimizer, field.name) for field in fields(options.optimizer)
     }

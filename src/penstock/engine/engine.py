@@ -362,7 +362,7 @@ class Engine(ModelState, WeightEndpoint):
         skips the optimizer's state. Each rank gets its own `extra` if there are as many ranks as then, else rank 0's.
 
         Raises: FileNotFoundError, DamagedCheckpoint; ValueError for a checkpoint of another model. On all ranks alike,
-        with nothing loaded.
+        with nothing loaded, unless a layer or an optimizer of your own has refused its state: then load again.
         """
         pipeline = self.pipeline
         self.check_call("load", path=(path, str | Path))
@@ -380,6 +380,7 @@ class Engine(ModelState, WeightEndpoint):
             return values.get("extra")
 
         extra = reader.restore(info, go_on)
+        self.trainer.follow_progress()
         pipeline.casts.renew()
         return extra
 

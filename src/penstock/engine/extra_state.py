@@ -16,6 +16,7 @@ from penstock.engine.checkpoint.manifest import CheckpointInfo
 from penstock.parallel.nested import pack, tensor_forms, unpack
 from penstock.runtime import Stage
 from penstock.runtime.layer_state import has_extra_state
+from penstock.settings.declare import words_of
 
 _KEY = "_extra_state"
 """Ends the name of extra state in torch's state dicts."""
@@ -49,10 +50,14 @@ class ExtraState:
         return {name: module.get_extra_state() for name, module, is_first in self._modules if is_first}
 
     def take_values(self, values: Mapping[str, Any]) -> None:
-        """Set the extra state of this rank's modules from copies of the values."""
+        """Set the extra state of this rank's modules from copies of the values. Raises: ValueError if one refuses."""
         for name, module, _ in self._modules:
             if name in values:
-                module.set_extra_state(copy.deepcopy(values[name]))
+                try:
+                    module.set_extra_state(copy.deepcopy(values[name]))
+                except Exception as error:
+                    why = f"{type(error).__name__}: {words_of(error)}"
+                    raise ValueError(f"{name} was not taken by its layer ({why})") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint stores. Raises: ValueError for extra state that cannot be saved."""

@@ -110,7 +110,9 @@ class ModelState:
                 )
         if self.pipeline.grid.rank == 0:
             warn_of_attributes(checkpoint)
-        state = self.state(optimizer=False) | self.pipeline.extra_state.expect(checkpoint)
+        gather, extra = partial(gather_json, group=self.pipeline.grid.control), self.pipeline.extra_state
+        room = on_all_ranks(lambda: extra.expect(checkpoint), gather, ValueError, message="{error}")
+        state = self.state(optimizer=False) | room
         if not self.pipeline.options.learns:
             return state
         engine = checkpoint.extra.get("engine") if isinstance(checkpoint.extra, dict) else None
@@ -154,10 +156,10 @@ class ModelState:
         return {"step": self.step, "optimizer": self.trainer.optimizer.progress()}
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Go on from `progress`, after the tensors of `state` have been loaded."""
+        """Go on from `progress`, after the tensors of `state` have been loaded; see `Trainer.follow_progress`."""
         self.pipeline.extra_state.take()
         self.pipeline.continue_from(int(progress["step"]))
-        self.trainer.load_progress(progress["optimizer"])
+        self.trainer.optimizer.load_progress(progress["optimizer"])
 
     def check_call(self, call: str, **arguments: tuple[Any, Any]) -> None:
         """Begin the method `call` on all ranks: check that they are in the same one, and its arguments' types.

@@ -121,6 +121,7 @@ class TrainLoop:
         if newest is not None:
             self.checkpoints.load(newest, self.engine.state_to_load(newest))
             self.checkpoints.restore(newest, lambda values: self._go_on(values, newest))
+            self.engine.trainer.follow_progress()
             self._saved_step = step = self.engine.step
             self.result = replace(self.result, step=step, resumed_from=step)
         elif damaged := self.checkpoints.refused:

@@ -109,10 +109,11 @@ class Generator:
             if options.tokenizer is None and any(sampling.stop for sampling in samplings):
                 raise ValueError("stop is given as text, but no tokenizer; give one in GenerateOptions(tokenizer=...)")
             agrees_on_interrupt = listeners.interrupt is not None and pipeline.layout.tp * pipeline.layout.cp > 1
-            text = repr((token_lists, samplings, sorted(options.skip), agrees_on_interrupt))
+            shape = options.shape(num_answers - len(options.skip), pipeline.layout.pp)
+            form = (shape, options.refill, options.longest_first, options.decode)
+            text = repr((token_lists, samplings, sorted(options.skip), agrees_on_interrupt, form))
             digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-            num_slots = options.num_slots or pipeline.layout.pp
-            return (token_lists, samplings, digest, num_slots), [grid.dp_rank, digest, num_slots]
+            return (token_lists, samplings, digest, shape.num_slots), [grid.dp_rank, digest, shape.num_slots]
 
         group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
 
@@ -127,13 +128,13 @@ class Generator:
             message="rank {rank} of those that generate together cannot: {error}",
         )
         for rank, (dp_rank, rank_digest, rank_slots) in enumerate(views):
-            if dp_rank == grid.dp_rank and rank_digest != digest:
-                raise PipelineError(
-                    f"rank {rank} of those that generate together was given other prompts or parameters"
-                )
             if rank_slots != num_slots:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given num_slots={rank_slots}, not {num_slots}"
+                )
+            if dp_rank == grid.dp_rank and rank_digest != digest:
+                raise PipelineError(
+                    f"rank {rank} of those that generate together was given other prompts, parameters or options"
                 )
         return schedule.Sequence.all_of(token_lists, samplings)
 

@@ -109,6 +109,8 @@ class Trainer:
     _required: list[bool]
     #: full names of all that is trained, on any rank
     _names: set[str]
+    #: `Optimizer.since` of what was trained when gradients and optimizer were made
+    _built_since: Mapping[str, int]
     #: the loss of the last step, which the next one mostly has too
     _loss: StepLoss | None
     #: undoes the optimizer's step, while some rank may still fail in it
@@ -147,7 +149,7 @@ class Trainer:
 
     def _build(self, since: Mapping[str, int]) -> None:
         """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
-        pipeline = self.pipeline
+        pipeline, self._built_since = self.pipeline, since
         self.gradients = build_on_all_ranks(lambda: pipeline.gradient_buckets(since), pipeline.grid.control)
         # Parameters have moved into their buckets.
         pipeline.lend_weights()
@@ -199,17 +201,19 @@ class Trainer:
         self.optimizer.take_whole_state(state)
         self.optimizer.load_progress(progress | counts)
 
-    def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from an optimizer's `progress`, after its state has been loaded."""
-        optimizer, num_updates = self.optimizer, int(progress["num_updates"])
-        built_with = optimizer.since
-        optimizer.load_progress(progress)
+    def follow_progress(self) -> None:
+        """Fit gradients and optimizer to the parameters that its loaded progress says are trained; all ranks call it.
+
+        Raises: see `refit`.
+        """
+        optimizer = self.optimizer
+        num_updates = int(optimizer.progress()["num_updates"])
         aside = gather_json(sorted(optimizer.aside.names), self.pipeline.grid.control)
         seen = dict.fromkeys((*self._names, *itertools.chain.from_iterable(aside)), num_updates)
         seen |= {name: num_updates - first for name, first in optimizer.since.items()}
         seen |= optimizer.paused
         counts = _counts(num_updates, seen, self._names)
-        if counts["since"] != built_with:
+        if counts["since"] != self._built_since:
             self.refit(seen)
         else:
             optimizer.since, optimizer.paused = counts["since"], counts["paused"]
