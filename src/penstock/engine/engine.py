@@ -131,7 +131,8 @@ class Engine(ModelState, WeightEndpoint):
         The first layer takes the batch's `tokens`: ids [T], or anything else with T rows, such as images. Each layer
         gives [T, hidden_size] to the next one, and the last one gives the loss its input. A layer's `forward` may ask
         by name for `sequences`, any key of the batch, or the numbers `microbatch`, `num_microbatches` and `step`. A
-        parameter that several layers hold is tied. The option `precision` casts fp32 parameters and buffers in place.
+        parameter that several layers hold is tied. The option `precision` casts fp32 parameters and buffers in place,
+        and each plain `nn.Linear` becomes a linear layer of Penstock's, in place too.
 
         Args:
             layers: the modules in order, or for each a `functools.partial` that makes it on the rank that holds it,

@@ -459,7 +459,7 @@ def argument(default: T, bounds: Bounds) -> T:
 
 
 def same_as(kind: type["Settings"], attribute: str) -> Any:
-    """Declare that a field is the setting of another dataclass's attribute."""
+    """Declare that a field is the setting of another dataclass's attribute, with its name, such as train.recompute."""
     same = next(one for one in _fields(kind) if one.path == (attribute,))
     return dataclasses.field(default=same.default, metadata={_KEY: same})
 

@@ -44,7 +44,7 @@ def is_of_all(owner: str) -> bool:
 
 
 def keeps_type(kind: str) -> bool:
-    """True for a kind of state that has another type than its parameter."""
+    """True for a kind of state that has another type than its parameter, such as "exp_avg%float32"."""
     return "%float" in kind
 
 

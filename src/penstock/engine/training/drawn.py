@@ -32,7 +32,7 @@ class Comparison:
 
     @classmethod
     def of(cls, pipeline: Pipeline, has_iterator: Sequence[bool]) -> Self:
-        """That of this rank; `has_iterator` by rank."""
+        """The comparison for this rank's microbatches. has_iterator: of each rank, whether it has one."""
         ranks = next(ranks for ranks in pipeline.ranks_by_batch if pipeline.grid.rank in ranks)
         have_one = [has_iterator[rank] for rank in ranks]
         return cls(pipeline, ranks, have_one.index(True), tells_all=not all(have_one))
@@ -42,7 +42,7 @@ class Comparison:
         return self.ranks[self.leader] == self.pipeline.grid.rank
 
     def heard(self, microbatch: PackedBatch | None, number: int) -> PackedBatch:
-        """The microbatch that this rank has drawn; of one without an iterator what all may know of the first one's.
+        """The microbatch that this rank has drawn; where it has no iterator, the first rank's without its data.
 
         Raises: PipelineError where the two differ.
         """

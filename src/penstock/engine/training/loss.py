@@ -1,4 +1,7 @@
-"""The main loss of a step: the functions that give it, their calls, its weight, and what it is divided by."""
+"""The main loss of a step: the functions that give it, their calls, and its weight.
+
+`MicrobatchSource.factor` says what it is multiplied by.
+"""
 
 from __future__ import annotations
 

@@ -97,14 +97,14 @@ _ROW = struct.Struct("<" + "".join(_LETTERS[type(entry.default)] for entry in fi
 
 @contextmanager
 def agree_on_microbatches(
-    pipeline: Pipeline, call: str, source: Callable[[], MicrobatchSource], report: BatchReport | None = None
+    pipeline: Pipeline, call: str, make_source: Callable[[], MicrobatchSource], report: BatchReport | None = None
 ) -> Iterator[MicrobatchSource]:
     """Make this rank's source, report it to all ranks, and divide again if another rank needs more microbatches.
 
     The context is that of the call: if it fails, iterators of all ranks are left at one place.
 
-    call: the engine's method, with the settings that must be the same on all ranks. source: makes the source, or raises
-    what is wrong with this rank's arguments. report: what this rank reports beside, such as a wish to end.
+    call: the engine's method, with the settings that must be the same on all ranks. make_source: makes the source, or
+    raises what is wrong with this rank's arguments. report: what this rank reports beside, such as a wish to end.
 
     Raises:
         SplitError: the batch cannot be split so; on all ranks alike.
@@ -112,13 +112,13 @@ def agree_on_microbatches(
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
     base = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
-    source_here: MicrobatchSource | None = None
+    source: MicrobatchSource | None = None
     num: int | None = None
     while True:
         report, error = replace(base, failed=True), None
         try:
-            source_here = source_here or source()
-            report = source_here.divide_and_report(base, num)
+            source = source or make_source()
+            report = source.divide_and_report(base, num)
         except Exception as exception:  # reported to all ranks, then raised there: no rank may wait for this one
             error = exception
         reports = [report]
@@ -127,16 +127,16 @@ def agree_on_microbatches(
                 rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
             reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
         _check_alike(pipeline, reports, call, error)
-        assert source_here is not None, "a rank without a source has failed"
-        num = agree(reports, source_here.spec)
+        assert source is not None, "a rank without a source has failed"
+        num = agree(reports, source.spec)
         if all(view.ended or view.num_microbatches == num for view in reports):
             break
         # Another rank needs more microbatches than this one wished for.
-    source_here.begin(num, reports)
+    source.begin(num, reports)
     try:
-        yield source_here
+        yield source
     except BaseException:
-        source_here.leave()
+        source.leave()
         raise
 
 
@@ -272,7 +272,7 @@ class MicrobatchSource:
         if not any(report.drawn for report in reports):
             self._add_up(self.rank_totals, sum(report.num_tokens for report in seeing_labels))
         if self.loss and self.loss.divisor is Normalize.MICROBATCH_MEAN and pipeline.context and self.weights:
-            # From now on those of this rank's part of each.
+            # From now on the weights of this rank's part of each microbatch.
             parts, self.weights = [pipeline.context.shard(part)[0] for part in self.split.microbatches], []
             for part in parts:
                 self._weigh(part)

@@ -229,32 +229,34 @@ class Trainer:
     ) -> TrainResult:
         """Take one optimizer step on the batch; see `Engine.train_batch`."""
         pipeline, recovery, start = self.pipeline, self.pipeline.recovery, time.perf_counter()
-        number = pipeline.step + 1 if step is None else step
-        call = f"train_batch(step={number!r}, normalize={str(normalize)!r})"
-        # A call from within a loss ends here: it must leave the running step's loss and record as they are.
+        step = pipeline.step + 1 if step is None else step
+        call = f"train_batch(step={step!r}, normalize={str(normalize)!r})"
+        # Within `joined` any rank's failure ends the step on all. Within `announcing` a failure is this rank's alone,
+        # and the others have to hear of it; outside of it all ranks fail alike. A call from within a loss ends at
+        # `joined`, which leaves the running step's loss and record as they are.
         with recovery.joined():
             loss_scale, step_loss = self.optimizer.loss_scale, self._step_loss(loss_fn, loss_weight_fn, normalize)
-            source = partial(self._source, batch, micro_batches, step_loss, number)
-            was_changed = [own.requires_grad for own in self._parameters.values()] != self._required
+            source = partial(self._source, batch, micro_batches, step_loss, step)
+            was_changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
             report = BatchReport(stop=self.stop_requested, refit=was_changed)
-            pipeline.recorder.begin_step(number)
+            pipeline.recorder.begin_step(step)
             with agree_on_microbatches(pipeline, call, source, report) as microbatches:
                 self._follow_freezing(microbatches.reports)
                 with recovery.announcing():
                     executor = pipeline.executor(microbatches.num, training=True)
-                    feeds = self.feeds(microbatches, step_loss, loss_scale, number, executor.program)
+                    feeds = self.feeds(microbatches, step_loss, loss_scale, step, executor.program)
                     self.prepare()
                     losses = pipeline.run(executor, feeds)
-                    rates = self.optimizer.rates.at(number)
+                    rates = self.optimizer.rates.at(step)
                     # Each rank gives its part when it is through its program: so now none can fail in it any more.
                     loss, num_metrics = step_loss.total(pipeline, losses)
                     microbatches.add_up_drawn()
                 # What is wrong with them every rank raises alike, so nobody announces it.
                 metrics = reduce_metrics(pipeline, step_loss.metrics) if num_metrics else {}
-                update, aux_losses = self.step_weights(feeds, loss_scale, number, rates)
-        pipeline.step, step_time_s = number, time.perf_counter() - start
+                update, aux_losses = self.step_weights(feeds, loss_scale, step, rates)
+        pipeline.step, step_time_s = step, time.perf_counter() - start
         return TrainResult(
-            step=number,
+            step=step,
             loss=loss / loss_scale,
             num_tokens=microbatches.num_tokens,
             num_microbatches=microbatches.num,
@@ -285,22 +287,15 @@ class Trainer:
         last.begin()
         return last
 
-    def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
-        """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
-        if any(report.refit for report in reports):
-            self.refit()
-        if not self._names:
-            raise ValueError(_NONE_TRAINED)
-
     def _source(
-        self, batch: Any, micro_batches: MicroBatchSpec | None, step_loss: StepLoss, number: Any
+        self, batch: Any, micro_batches: MicroBatchSpec | None, step_loss: StepLoss, step: Any
     ) -> MicrobatchSource:
         """The source of a step's microbatches. Raises: ValueError for what no step can be taken with."""
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
         source = source_of(self.pipeline, batch, micro_batches, step_loss)
-        if not (isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= _LAST):
-            raise ValueError(f"step = {number!r} is not the number of a step; steps are counted from 1 to {_LAST}")
+        if not (isinstance(step, int) and not isinstance(step, bool) and 1 <= step <= _LAST):
+            raise ValueError(f"step = {step!r} is not the number of a step; steps are counted from 1 to {_LAST}")
         divisor = step_loss.divisor
         by_parts = divisor is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
         needs_counts = divisor in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None
@@ -313,12 +308,22 @@ class Trainer:
             )
         return source
 
+    def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
+        """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
+        if any(report.refit for report in reports):
+            self.refit()
+        if not self._names:
+            raise ValueError(_NONE_TRAINED)
+
     def feeds(
-        self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, number: int, program: Program
+        self, microbatches: MicrobatchSource, step_loss: StepLoss, loss_scale: float, step: int, program: Program
     ) -> Iterable[Feed]:
-        """The microbatches with their losses, each times its factor; those that are drawn come as they are needed."""
+        """The microbatches with their losses, each times its factor; those that are drawn come as they are needed.
+
+        `Stage` calls a feed's `finish` with the last layer's output, and that calls `scaled_loss` here.
+        """
         grid = self.pipeline.grid
-        is_first = number == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
+        is_first = step == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
         loss_of = step_loss.watched if is_first else step_loss
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Numbers) -> Tensor:
@@ -327,18 +332,18 @@ class Trainer:
 
         labelled = step_loss.reads_labelled_rows
         feed = partial(self.pipeline.feed, output_fn=scaled_loss, training=True, labelled=labelled)
-        feeds = microbatches.feeds(feed, number, program)
+        feeds = microbatches.feeds(feed, step, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
 
     def prepare(self) -> None:
         """Zero the gradients, and put the units into training mode.
 
-        Raises: PipelineError naming a tied parameter that has parted from its owner beside it.
+        Raises: PipelineError naming a tied parameter that has parted from its original beside it.
         """
-        for copy, owner in self.pipeline.loans.items():
-            if self._parameters[copy].untyped_storage()._cdata != self._parameters[owner].untyped_storage()._cdata:
+        for copy, original in self.pipeline.loans.items():
+            if self._parameters[copy].untyped_storage()._cdata != self._parameters[original].untyped_storage()._cdata:
                 raise PipelineError(
-                    f"{copy} is tied to {owner}, but one of them was given other memory, so that they are no longer "
+                    f"{copy} is tied to {original}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
                 )
         for buckets in self.gradients.values():
@@ -346,12 +351,12 @@ class Trainer:
         self.pipeline.set_training(True)
 
     def step_weights(
-        self, feeds: Iterable[Feed], loss_scale: float, number: int, rates: Sequence[Values]
+        self, feeds: Iterable[Feed], loss_scale: float, step: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
         """The optimizer's step, and what follows from it: weights that other ranks have stepped, new casts, routers."""
         pipeline, aux_losses = self.pipeline, AuxLossReport()
         record = pipeline.recorder.begin(Action(Op.STEP))
-        update = self._update(self._finish_gradients(), number, rates)
+        update = self._update(self._finish_gradients(), step, rates)
         with pipeline.recovery.announcing(stepping=True):
             with pipeline.recorder.collective("gather the weights"):
                 self._gather_weights()
@@ -377,16 +382,16 @@ class Trainer:
             self.optimizer.take_edits()
         return norm
 
-    def _update(self, norm: float, number: int, rates: Sequence[Values]) -> Update:
+    def _update(self, norm: float, step: int, rates: Sequence[Values]) -> Update:
         """Clip the gradients and step the weights; a step that may fail is undone on all ranks if it fails on one."""
         pipeline, optimizer = self.pipeline, self.optimizer
         if not optimizer.may_fail:
             with pipeline.recovery.announcing(stepping=True):
-                return optimizer.update(norm, number, rates)
+                return optimizer.update(norm, step, rates)
         # The copy takes memory while no activation does.
         with pipeline.recovery.announcing():
             self._put_back = optimizer.snapshot()
-            update = optimizer.update(norm, number, rates)
+            update = optimizer.update(norm, step, rates)
             # Nobody drops the copy before all have stepped.
             with pipeline.recorder.collective("finish the optimizer's step"):
                 meet(pipeline.grid.control)
