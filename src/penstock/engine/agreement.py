@@ -1,24 +1,32 @@
-"""The agreement of all ranks when an engine is made: one set of options, one model, one set of initial values."""
+"""The agreement of all ranks when an engine is made: one set of options, one model, one set of initial values.
+
+What one rank cannot make, all ranks raise.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import SECOND_COPY
 from penstock.parallel import Grid
 from penstock.parallel.gradients import as_real
-from penstock.parallel.host import gather_json
+from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.parallel.tensor_slice import Shard, laid_out
+from penstock.runtime import PipelineError
 from penstock.settings import ConfigError, ParameterGroup, ScheduleConfig, differences
+
+T = TypeVar("T")
 
 _NUM_NAMED = 4
 # A host's own affair; an adapter's files may lie elsewhere, and its values are compared as the model's.
@@ -123,3 +131,18 @@ def _bit_sums(tensors: Sequence[Tensor]) -> list[int]:
                 total += part.sum(dtype=torch.int64)
         totals.append(total.cpu())
     return torch.stack(totals).tolist() if totals else []
+
+
+def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Build this rank's part of something; all ranks of `group`, which carries host memory, call it at one point.
+
+    Raises: the error itself on the rank that cannot; on all others a FileNotFoundError, ValueError or PipelineError,
+    whichever is nearest, that names rank, kind and message.
+    """
+    return on_all_ranks(
+        build,
+        partial(gather_json, group=group),
+        *(FileNotFoundError, ValueError),
+        otherwise=PipelineError,
+        message="rank {rank} could not make its part of the engine: {kind}: {error}",
+    )

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from penstock.data import labels_of_share, rows_with_label
+from penstock.engine.agreement import build_on_all_ranks
 from penstock.engine.build import build_stages, recomputes
 from penstock.engine.options import EngineOptions
 from penstock.engine.precision import parameter_dtype
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Message, Stage, Tape
-from penstock.runtime.errors import build_on_all_ranks
 from penstock.runtime.stage import Finish
 from penstock.schedule import Costs, Placement, balanced_cut, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice

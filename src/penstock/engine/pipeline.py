@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch, labelled_part, part_of
-from penstock.engine.agreement import check_alike, check_whole_model
+from penstock.engine.agreement import build_on_all_ranks, check_alike, check_whole_model
 from penstock.engine.build import build_stages
 from penstock.engine.cut import cut_units, measure_units, timed_cut
 from penstock.engine.extra_state import ExtraState
@@ -61,7 +61,6 @@ from penstock.runtime import (
     Stage,
     Transport,
 )
-from penstock.runtime.errors import build_on_all_ranks
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from penstock.engine.agreement import build_on_all_ranks
 from penstock.engine.options import EngineOptions
 from penstock.model import UnitSpec
 from penstock.model.cpu.quantized import measured_seconds, quantizer, seconds_of_all, times_as_slow
 from penstock.model.linear import Pack
 from penstock.parallel import Grid
 from penstock.parallel.host import gather_json
-from penstock.runtime.errors import build_on_all_ranks
 from penstock.settings import ConfigError, Precision, Quantize
 
 

@@ -1,14 +1,12 @@
 """The errors that a rank raises because of other ranks, or of the way to them."""
 
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.parallel.host import gather_json, on_all_ranks
 from penstock.settings.declare import words_of
 
 T = TypeVar("T")
@@ -124,18 +122,3 @@ def name_changing(error: RuntimeError, layers: Sequence[str], changing: Sequence
     if "inplace operation" in words_of(error):
         who = " or ".join(changing) or f"one of the layers {layers[0]} to {layers[-1]}"
         raise RuntimeError(f"{who} changes in place what a backward needs; let it work on a copy ({error})") from error
-
-
-def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Build this rank's part of something; all ranks of `group`, which carries host memory, call it at one point.
-
-    Raises: the error itself on the rank that cannot; on all others a FileNotFoundError, ValueError or PipelineError,
-    whichever is nearest, that names rank, kind and message.
-    """
-    return on_all_ranks(
-        build,
-        partial(gather_json, group=group),
-        *(FileNotFoundError, ValueError),
-        otherwise=PipelineError,
-        message="rank {rank} could not make its part of the engine: {kind}: {error}",
-    )

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.agreement import build_on_all_ranks
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
@@ -37,7 +38,6 @@ from penstock.model import Numbers
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
 from penstock.parallel.host import gather_json, meet
 from penstock.runtime import Feed, PipelineError
-from penstock.runtime.errors import build_on_all_ranks
 from penstock.schedule import Action, Op, Program
 from penstock.settings import Normalize, Precision
 
