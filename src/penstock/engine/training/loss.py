@@ -111,8 +111,8 @@ def check_loss_fn(loss_fn: Any, loss_weight_fn: Any) -> None:
         raise ValueError(f"loss_fn has reduction={reduction!r}; a loss of (logits, labels) has 'mean' or 'sum'")
     if reduction is not None and (ignored := argument_of(loss_fn, "ignore_index", NO_LABEL)) != NO_LABEL:
         raise ValueError(f"loss_fn has ignore_index={ignored}; tokens without a label have {NO_LABEL} here")
-    if reduction is not None and argument_of(loss_fn, "weight", None) is not None:
-        raise ValueError("loss_fn has a weight for each class; a loss of (output, microbatch) that gives a sum may")
+    if reduction == "mean" and argument_of(loss_fn, "weight", None) is not None:
+        raise ValueError("loss_fn has a weight for each class, by which its mean divides; one that gives a sum may")
     check_callable("loss_weight_fn", loss_weight_fn, "microbatch")
 
 
