@@ -493,6 +493,49 @@ def a_parameter_replaced_in_a_forward(layer: Any, x: Tensor) -> Tensor:
     return x + layer.down.bias
 
 
+# ---- Breaches: memory that tensors share
+
+
+@parts(Cause.SHARED)
+def a_head_in_the_memory_of_the_embedding() -> Given:
+    layers: list[Any] = model()
+    layers[-1].weight.data = layers[0].weight.data
+    return layers, {"optimizer": "sgd"}
+
+
+@parts(Cause.SHARED)
+def a_buffer_in_the_memory_of_a_parameter() -> Model:
+    first = Block()
+    second = changed(lambda layer, x: Block.forward(layer, x) @ layer.weight)
+    second.register_buffer("weight", first.up.weight.detach())
+    return model(first, second)
+
+
+@parts(Cause.SHARED)
+def parameters_of_one_layer_in_one_memory() -> Model:
+    first = Block()
+    first.down.weight.data = first.up.weight.data
+    return model(first)
+
+
+@parts(Cause.SHARED)
+def an_attribute_in_the_memory_of_a_parameter() -> Model:
+    first, second = Block(), changed(lambda layer, x: Block.forward(layer, x) @ layer.weight)
+    second.weight = first.up.weight.detach()
+    return model(first, second)
+
+
+# ---- Breaches: hooks of parameters
+
+
+@parts(Cause.UNDECLARED)
+def a_hook_of_a_parameter_that_counts() -> Model:
+    first = Block()
+    counts = itertools.count(1)
+    first.up.weight.register_hook(lambda gradient: gradient / next(counts))
+    return model(first)
+
+
 # ---- Breaches: under activation checkpointing
 
 
@@ -650,6 +693,37 @@ def a_tied_block() -> Model:
     first, second = Block(), Block()
     second.up = first.up
     return model(first, second)
+
+
+@parts()
+def a_buffer_of_one_element_in_the_place_of_many() -> Model:
+    first = changed(lambda layer, x: Block.forward(layer, x) * layer.scale)
+    first.register_buffer("scale", torch.full((1,), 0.5).expand(WIDTH), persistent=False)
+    return model(first)
+
+
+@parts()
+def attributes_that_refer_back() -> Model:
+    first: Any = Block()
+    first.up.owner, first.settings, first.ring = [first], {"root": first}, []
+    first.ring.append(first.ring)
+    return model(first)
+
+
+@parts()
+def parameters_side_by_side_in_one_memory() -> Model:
+    first, memory = Block(), torch.randn(WIDTH, 2 * WIDTH)
+    first.up.weight.data, first.down.weight.data = memory.chunk(2, dim=1)
+    return model(first)
+
+
+@parts()
+def a_table_of_all_layers() -> Model:
+    table = torch.linspace(0, 1, WIDTH)
+    layers = [changed(lambda layer, x: Block.forward(layer, x) + layer.table) for _ in range(2)]
+    for own in layers:
+        own.register_buffer("table", table[:])
+    return model(*layers)
 
 
 @parts()
@@ -861,6 +935,11 @@ def layers_made_where_they_are_held() -> Model:
 
 
 # ---- Losses and optimizers that are right
+
+
+@parts()
+def a_sum_with_a_weight_for_each_class() -> Given:
+    return model(), {"loss_fn": nn.CrossEntropyLoss(torch.linspace(1, 3, VOCAB), reduction="sum")}
 
 
 @parts()

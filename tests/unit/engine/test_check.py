@@ -16,7 +16,7 @@ from penstock.engine.check.comparison import Check
 from penstock.engine.check.observed import Observed, Quantity
 from penstock.engine.check.own_parts import OwnParts
 from penstock.engine.check.report import Cause, CheckReport, Way
-from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, model
+from tests.unit.engine.check_cases import BREACHES, RIGHT, Block, Case, batch, changed, model, nats
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -95,6 +95,28 @@ def test_the_layers_the_batch_and_random_numbers_stay_as_they_are() -> None:
     assert given.digest() == batch().digest()
 
 
+@pytest.mark.shows(196)
+def test_what_ends_a_check_leaves_the_layers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of one element too, and every tensor keeps its own memory."""
+    layers = model(nn.Sequential(Block(), nn.BatchNorm1d(8)))
+    layers[2].register_buffer("scale", torch.full((1,), 0.5).expand(8))
+    tensors = [tensor for layer in layers for tensor in layer.state_dict(keep_vars=True).values()]
+    before = [(tensor.data_ptr(), tensor.stride(), tensor.clone()) for tensor in tensors]
+    run_plain = Check.run_plain
+
+    def ends(self: Check, *arguments: Any) -> Observed:
+        if self.plain.values:
+            raise KeyboardInterrupt
+        return run_plain(self, *arguments)
+
+    monkeypatch.setattr(Check, "run_plain", ends)
+    with pytest.raises(KeyboardInterrupt):
+        check(layers, batch())
+    for tensor, (place, stride, values) in zip(tensors, before, strict=True):
+        assert (tensor.data_ptr(), tensor.stride()) == (place, stride)
+        assert torch.equal(tensor, values)
+
+
 def example(name: str) -> Any:
     """The example's module, without running it."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -150,6 +172,8 @@ def test_more_stages_and_other_schedules_are_checked_too() -> None:
 
 def test_what_cannot_be_checked_is_refused_in_one_sentence() -> None:
     one = PackedBatch.from_documents([[1, 2, 3]])
+    script: Any = torch.jit.script(Block())
+    asks = changed(lambda layer, x, colour: x)
     for words, act in {
         "pipeline stages alone": lambda: check(model(), batch(), Layout(dp=2)),
         "give 2 or more": lambda: check(model(), batch(), steps=1),
@@ -157,9 +181,33 @@ def test_what_cannot_be_checked_is_refused_in_one_sentence() -> None:
         "which compile = True changes": lambda: check(model(), batch(), compile=True),
         "precision = fp16 cannot be checked": lambda: check(model(), batch(), precision="fp16"),
         "an engine has no option": lambda: check(model(), batch(), optimiser="adamw"),
+        "copy of a ScriptModule cannot be trained": lambda: check(model(script), batch()),
+        "LBFGS steps with a closure": lambda: check(model(), batch(), optimizer=torch.optim.LBFGS),
+        "layers.1 takes 'colour', which has no default and is no key": lambda: check(model(asks), batch()),
     }.items():
         with pytest.raises(ValueError, match=words):
             act()
+
+
+@pytest.mark.shows(196)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_numbers_that_are_none_are_refused_with_their_place(is_late: bool) -> None:
+    def loss_fn(logits: torch.Tensor, microbatch: PackedBatch, step: int) -> torch.Tensor:
+        scale = float("nan") if step == 2 or not is_late else 1.0
+        return nats(logits, microbatch) * scale
+
+    place = "step 2, microbatch 0" if is_late else "step 1, microbatch 0"
+    with pytest.raises(ValueError, match=f"^{place}: the loss is NaN in a plain loop"):
+        check(model(), batch(), loss_fn=loss_fn)
+
+
+def test_a_parameter_that_is_nan_is_refused_with_its_name() -> None:
+    layers: list[Any] = model()
+    with torch.no_grad():
+        layers[0].weight[-1] = float("nan")
+    given = PackedBatch.from_documents([[1, 2, 3], [2, 3], [3, 4, 5, 6]])
+    with pytest.raises(ValueError, match=r"^step 1: layers\.0\.weight is NaN in a plain loop"):
+        check(layers, given)
 
 
 def test_an_error_of_ones_own_in_a_plain_loop_is_raised_as_it_is() -> None:

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, merge, split
-from penstock.engine.check.observed import Observed, Point, Quantity, difference_in_words, has_equal_bits
+from penstock.engine.check.observed import (
+    Observed,
+    Point,
+    Quantity,
+    check_number,
+    check_numbers,
+    difference_in_words,
+    has_equal_bits,
+)
 from penstock.engine.check.own_parts import OwnParts
 from penstock.engine.check.ranks_in_turn import RanksInTurn
 from penstock.engine.check.report import Cause, CheckReport, Difference, Way
@@ -49,8 +57,9 @@ class Check:
     plain: Observed = field(default_factory=Observed)
     #: full names of the parameters
     parameters: frozenset[str] = frozenset()
-    #: see `PlainLoop.strangers`
+    #: see `PlainLoop`
     strangers: Sequence[Tensor] = ()
+    torn: Sequence[tuple[str, str]] = ()
 
     def split(self, num: int) -> Split:
         """The batch, whose tensors are a copy, in microbatches."""
@@ -67,12 +76,16 @@ class Check:
         }
 
     def run_plain(self, parts: OwnParts, num: int, num_steps: int, observed: Observed) -> Observed:
-        """Train copies of the layers by a plain loop. Raises: whatever a user's own parts raise there."""
+        """Train copies of the layers by a plain loop.
+
+        Raises: whatever a user's own parts raise there; ValueError where it computes NaN.
+        """
         loop = parts.plain_loop()
         observed.watch(loop.modules, self.watched)
         for step in range(1, num_steps + 1):
             observed.take(loop, self.split(num).microbatches, step)
-        self.parameters, self.strangers = frozenset(loop.parameters), loop.strangers
+        check_numbers(observed, loop.parameters)
+        self.parameters, self.strangers, self.torn = frozenset(loop.parameters), loop.strangers, loop.torn
         return observed
 
     def run_engine(
@@ -191,15 +204,19 @@ class Check:
             values = f"it is of {list(self.strangers[0].shape)}"
             cause = Cause.ELSEWHERE if is_original else Cause.UNTRAINED
             return Difference(Way.AGAIN, 1, None, "a tensor gets a gradient that no layer holds", values, (cause,))
+        if self.torn:
+            what = f"{' and '.join(self.torn[0])} share memory"
+            return Difference(Way.AGAIN, 1, None, what, "an engine gives each its own", (Cause.SHARED,))
         second_loop = partial(self.run_plain, self.parts.copied(), self.num_microbatches, self.num_steps)
-        before = [tensor.detach().clone() for tensor in floats]
-        for tensor in floats:
-            tensor.data.add_(1.0)
+        before = [tensor.data for tensor in floats]
         try:
+            for tensor, values in zip(floats, before, strict=True):
+                # Other memory; what the user gave is not written to.
+                tensor.data = values + 1.0
             return self.compare(Way.AGAIN, self.plain, second_loop)
         finally:
             for tensor, values in zip(floats, before, strict=True):
-                tensor.data.copy_(values)
+                tensor.data = values
 
     def _sums(self) -> Difference | None:
         """Compare the batch's loss, weight and outputs in evaluation for both numbers of microbatches."""
@@ -235,6 +252,8 @@ class Check:
         shapes = [output.shape[:1] if isinstance(output, Tensor) else None for output in outputs]
         are_rows = shapes == [(microbatch.num_tokens,) for microbatch in microbatches]
         rows = merge([output.detach().double() for output in outputs], batch_split) if are_rows else None
+        for microbatch, loss in enumerate(losses):
+            check_number(loss, f"in evaluation, microbatch {microbatch} of {num}: the loss")
         return math.fsum(map(float, losses)) * weight, weight, rows
 
 

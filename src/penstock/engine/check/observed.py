@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,6 +91,22 @@ def _digest(value: Any) -> int:
     if isinstance(value, list | tuple):
         return zlib.crc32(repr([_digest(part) for part in value]).encode())
     return zlib.crc32(repr(value).encode())
+
+
+def check_number(value: Tensor, what: str) -> None:
+    """Refuse a value of a plain loop that nothing can be compared with. Raises: ValueError where it holds NaN."""
+    if value.isnan().any():
+        raise ValueError(f"{what} is NaN in a plain loop, which equals nothing; give layers and a batch that have none")
+
+
+def check_numbers(observed: Observed, parameters: Container[str]) -> None:
+    """Refuse losses and parameters of a plain loop that are NaN. Raises: ValueError with the first one's place."""
+    for place, value in observed.values.items():
+        match place.kind:
+            case Quantity.LOSS:
+                check_number(value, f"step {place.step}, microbatch {place.microbatch}: the loss")
+            case Quantity.STATE if place.name in parameters:
+                check_number(value, f"step {place.step}: {place.name}")
 
 
 def has_equal_bits(one: Any, other: Any) -> bool:

@@ -5,11 +5,12 @@ Each rank and each plain loop has copies of its own, as each process has.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,10 +39,20 @@ class OwnParts:
         """Copies, which share among themselves what the originals share. Raises: ValueError if one cannot be copied."""
         optimizer, memo = self.options.optimizer, dict[int, Any]()
         parts = [list(self.layers), self.loss_fn, self.loss_weight_fn, optimizer.factory, optimizer.scheduler]
-        for function in _functions(parts):
-            _copy_function(function, memo)
+        found = list(_parts_within(parts))
+        parameters = [part for part in found if isinstance(part, nn.Parameter)]
         try:
+            for parameter in parameters:
+                _copy_parameter(parameter, memo)
+            for function in found:
+                if isinstance(function, FunctionType):
+                    _copy_function(function, memo)
             layers, loss_fn, weight_fn, factory, scheduler = copy.deepcopy(parts, memo)
+            for parameter in parameters:
+                _copy_hooks(parameter, memo)
+            modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+            if not all(parameter.is_leaf for module in modules for parameter in module.parameters()):
+                raise TypeError("torch's copy of a ScriptModule cannot be trained; give the module it was made of")
         except (TypeError, RuntimeError) as error:
             raise ValueError(
                 f"a layer, the loss or the optimizer cannot be copied: {words_of(error)}; a check works on copies, by "
@@ -68,18 +79,57 @@ class OwnParts:
         return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)
 
 
-def _functions(parts: Iterable[Any]) -> Iterator[FunctionType]:
-    """The functions among parts, and among the attributes and hooks of modules."""
-    for part in parts:
-        if isinstance(part, FunctionType):
-            yield part
-        elif isinstance(part, nn.Module):
-            for module in part.modules():
-                yield from _functions(value for key, value in vars(module).items() if key != "_modules")
-        elif isinstance(part, partial):
-            yield from _functions((part.func, *part.args, *part.keywords.values()))
-        elif isinstance(part, list | tuple | dict):
-            yield from _functions(part.values() if isinstance(part, dict) else part)
+def _parts_within(parts: Iterable[Any]) -> Iterator[FunctionType | nn.Parameter]:
+    """The functions and parameters among parts: of modules, containers, closures, and hooks."""
+    seen, found = set[int](), list(parts)
+    while found:
+        part = found.pop()
+        # A part may refer back to what holds it.
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        match part:
+            case FunctionType():
+                yield part
+                for cell in part.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # a variable without a value
+                        found.append(cell.cell_contents)
+            case MethodType():
+                found.append(part.__self__)
+            case nn.Parameter():
+                yield part
+                found += (hook for hooks in _hooks(part) for hook in hooks)
+            case nn.Module():
+                found += vars(part).values()
+            case partial():
+                found += (part.func, *part.args, *part.keywords.values())
+            case dict():
+                found += part.values()
+            case list() | tuple():
+                found += part
+
+
+def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Copy a parameter, its memory and its attributes; torch's own copy has memory that it shares with nothing."""
+    new = copy.deepcopy(parameter, memo)
+    new.data = copy.deepcopy(parameter.data, memo)
+    vars(new).update(copy.deepcopy(vars(parameter), memo))
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """A parameter's hooks on gradients, and those after their accumulation; torch lists them in attributes alone."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list((parameter._backward_hooks or {}).values()), list((after or {}).values())
+
+
+def _copy_hooks(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Register copies of a parameter's hooks with its copy, which `deepcopy` leaves without."""
+    if parameter.requires_grad:
+        hooks, hooks_after = copy.deepcopy(_hooks(parameter), memo)
+        for hook in hooks:
+            memo[id(parameter)].register_hook(hook)
+        for hook in hooks_after:
+            memo[id(parameter)].register_post_accumulate_grad_hook(hook)
 
 
 def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:

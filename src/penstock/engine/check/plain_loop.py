@@ -6,7 +6,9 @@ divided by the same formula, and one optimizer has all parameters; nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import Ties
 from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss
-from penstock.model import Given, Numbers, Parameters, Randomness, Sequences, UnitSpec, kept_random_state
+from penstock.model import Given, Numbers, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
+from penstock.runtime import UnitCall
 
 
 class PlainLoop:
@@ -36,6 +39,8 @@ class PlainLoop:
     gradients: dict[str, Tensor]
     #: tensors with a gradient of the last loss that are no parameter of a layer
     strangers: list[Tensor]
+    #: the names of a trained parameter and a tensor that shared its memory until it was trained
+    torn: list[tuple[str, str]]
     #: steps taken
     _num_steps: int
     #: the loss, and the seed and device of random numbers
@@ -44,8 +49,8 @@ class PlainLoop:
     _device: torch.device
     #: see `UnitSpec.present`
     _present: Callable[[Tensor], Any] | None
-    #: layer -> the parameters of its `forward`
-    _signatures: dict[str, Parameters]
+    #: layer -> what its `forward` asks for
+    _calls: dict[str, UnitCall]
     #: gradients, ties between parameters, and the optimizer of all
     _buckets: GradientBuckets
     _ties: Ties
@@ -68,10 +73,13 @@ class PlainLoop:
             for key, parameter in module.named_parameters()
         }
         self._present = units[-1].present
-        self._signatures = {name: Parameters.of(module) for name, module in self.modules.items()}
+        self._calls = {name: UnitCall(name, module, recompute=False) for name, module in self.modules.items()}
         self._ties = Ties.of(units, self.parameters, 1)
         parameter_groups = ParameterGroups(options.optimizer, self._ties.originals)
+        for name, parameter in self.parameters.items():
+            parameter_groups.division(name, parameter)  # refuses an optimizer that no engine steps
         freeze(self.parameters, parameter_groups)
+        self.torn = [pair for pair in _in_one_memory(self.modules) if self._ties.originals.keys().isdisjoint(pair)]
         self._buckets = GradientBuckets(list(self.parameters.items()), group_of=parameter_groups.number)
         self._optimizer = Optimizer([self._buckets], parameter_groups, ties=self._ties.originals)
 
@@ -102,7 +110,7 @@ class PlainLoop:
         return losses
 
     def _output(self, microbatch: PackedBatch, numbers: Numbers, training: bool) -> Any:
-        """The last layer's output for a microbatch."""
+        """The last layer's output for a microbatch. Raises: ValueError naming a key that the batch lacks."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
         named_values = Given(
             {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
@@ -111,9 +119,31 @@ class PlainLoop:
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)
-            args, named = self._signatures[name].arguments(x, sequences, named_values)
+            args, named = self._calls[name].parameters.arguments(x, sequences, named_values)
+            if isinstance(x, Tensor) and (lacks := self._calls[name].lacking(microbatch.keys)):
+                raise ValueError(lacks)
             x = module(*args, **named)
         return x if self._present is None else self._present(x)
+
+
+def _in_one_memory(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """The full names of each parameter that requires a gradient and another tensor that has elements of its memory."""
+    found = defaultdict[int, list[tuple[str, Tensor]]](list)
+    for layer, module in modules.items():
+        attributes = [(key, value) for part in module.modules() for key, value in vars(part).items()]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers(), *attributes):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                found[tensor.untyped_storage().data_ptr()].append((f"{layer}.{name}", tensor))
+    for tensors in found.values():
+        for (name, one), (other_name, other) in permutations(tensors, 2):
+            if one.requires_grad and one is not other and torch.isin(_elements(one), _elements(other)).any():
+                yield name, other_name
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor's elements in its storage."""
+    numbers = torch.arange(tensor.untyped_storage().nbytes() // tensor.element_size())
+    return numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -19,6 +19,11 @@ class Cause(enum.Enum):
         "so that in its stage nobody trains it; assign it (self.weight = other.weight), which ties it, or hand on "
         "what is computed with it as an output"
     )
+    SHARED = (
+        "a trained parameter shares memory with another tensor, as a view or by .data; an engine moves what it trains, "
+        "so that a step of one is not seen in the other; let both layers hold the parameter itself (self.weight = "
+        "other.weight), which ties it"
+    )
     UNTRAINED = (
         "a layer or the loss reaches a parameter, or another tensor that requires a gradient, which no layer holds, so "
         "that nobody trains it; let a layer hold it as a parameter (a loss's the last layer, which gives it beside its "
