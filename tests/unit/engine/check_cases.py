@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock import Metric, OptimizerConfig, PackedBatch, ParameterGroup
+from penstock import Labels, Metric, OptimizerConfig, PackedBatch, ParameterGroup
 from penstock.engine.check.report import Cause
 
 WIDTH, VOCAB = 8, 16
@@ -573,6 +573,22 @@ def rewards_normalised_within_the_microbatch(logits: Tensor, microbatch: PackedB
     return (nats_of_tokens(logits, microbatch) * (weight - weight.mean())).sum()
 
 
+@parts(Cause.NO_SUM)
+def a_mean_by_weights_of_classes() -> Given:
+    weights = torch.linspace(1, 1.3, VOCAB)
+    return model(), {"loss_fn": Labels(lambda logits, labels: F.cross_entropy(logits, labels, weights), "mean")}
+
+
+@loss(Cause.NO_SUM)
+def a_small_penalty_for_each_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+    return nats(logits, microbatch) + 0.01 * logits.square().mean()
+
+
+@layer(Cause.MIXED)
+def a_small_part_of_other_rows(layer: Any, x: Tensor) -> Tensor:
+    return Block.forward(layer, x) - 0.0005 * x.mean(0)
+
+
 @layer(Cause.MIXED, attention=lambda: nn.MultiheadAttention(WIDTH, 2))
 def attention_over_all_rows(layer: Any, x: Tensor) -> Tensor:
     x = Block.forward(layer, x)
@@ -877,6 +893,11 @@ def a_layer_without_parameters() -> Model:
 @parts()
 def a_layer_that_gives_what_it_gets() -> Model:
     return [*model()[:2], nn.Identity(), *model()[2:]]
+
+
+@parts()
+def bfloat16() -> Model:
+    return [own.bfloat16() for own in model()]
 
 
 @parts()

@@ -68,6 +68,11 @@ def test_the_report_says_where_the_first_difference_is_and_raises_on_request() -
         "equal, bit for bit: 2 steps in 2 stages as in a plain loop, after a save and load, under activation "
         "checkpointing, and with 4 and 2 microbatches"
     )
+    noisy = report_of(of_name("noise in evaluation too"))
+    assert str(noisy).startswith(str(right))
+    assert str(noisy).endswith(
+        "; not compared are the sums over microbatches, for a layer draws random numbers in evaluation too"
+    )
     report = report_of(of_name("a counter of two layers"))
     assert report.first is not None
     assert (report.first.way, report.first.step, report.first.microbatch) == (Way.STAGES, 1, 0)
