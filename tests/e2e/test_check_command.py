@@ -38,6 +38,7 @@ try:
 except Exception:
     print("not reached")
 """
+BATCH = "PackedBatch.from_documents([list(range(n)) for n in (5, 3, 7, 4)])"
 
 
 def write(folder: Path, text: str) -> str:
@@ -88,8 +89,9 @@ def test_the_model_of_a_run_is_checked(capsys: pytest.CaptureFixture[str]) -> No
             "an iterator of microbatches",
         ),
         (SCRIPT.replace("(5, 3, 7, 4)", "(5,)"), "2 items or more to split; this one has 1"),
+        (SCRIPT.replace(BATCH, "[]"), "trains on an empty list"),
     ],
-    ids=["no step", "a source", "one item"],
+    ids=["no step", "a source", "one item", "an empty list"],
 )
 def test_a_script_that_cannot_be_checked_is_refused_in_one_sentence(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,3 +100,55 @@ def test_a_script_that_cannot_be_checked_is_refused_in_one_sentence(
     assert main(["check", write(tmp_path, text)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert words in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], "the following arguments are required: FILE"),
+        (["."], ".: is a directory"),
+        (["nothing.py"], "nothing.py: no such file"),
+        (["--pp", "9"], "9 stages need as many layers; there are 4"),
+    ],
+    ids=["no file", "a folder", "none there", "too many stages"],
+)
+def test_a_command_that_cannot_be_done_is_refused_in_one_sentence(
+    words: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*words, write(tmp_path, SCRIPT)] if "--pp" in words else words
+    assert main(["check", *words]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert shown in line
+    assert "ARGUMENT" not in line
+
+
+@pytest.mark.shows(195)
+def test_microbatches_of_a_list_and_layers_given_by_name_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = "PackedBatch.from_documents([[1, 2], [3, 4, 5]])"
+    text = SCRIPT.replace("from_layers(layers", "from_layers(layers=layers").replace('+ place["x"]', "")
+    text = text.replace(f"train_batch({BATCH})", f"train_batch([{two}, {two}])")
+    assert main(["check", write(tmp_path, text)]) == 0
+    assert "with 4 and 2 microbatches" in capsys.readouterr().out
+
+
+def test_a_warning_of_a_loss_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = SCRIPT.replace(BATCH, f"{BATCH}, loss_fn=lambda x, y: nn.functional.cross_entropy(x, y['labels'])")
+    assert main(["check", write(tmp_path, text.replace('+ place["x"]', ""))]) == 1
+    assert sum("gives the mean" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_error_of_a_script_is_shown_from_its_own_line_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "def train():\n    raise KeyError('rows')\n\n\ntrain()\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", script])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 5, in <module>',
+        "    train()",
+        f'  File "{script}", line 2, in train',
+        "    raise KeyError('rows')",
+        "KeyError: 'rows'",
+    ]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import itertools
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.main import FAILED
 from penstock.cli.options import Parser, add_json
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
+    from penstock.data import PackedBatch
     from penstock.engine.check import CheckReport
 
 
@@ -34,7 +40,8 @@ down to its first layers, on made-up tokens.""",
         ),
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a script (.py), or the settings of a run (.toml)")
-    parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="all that follows is the script's")
+    words = parser.add_argument("words", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="all else is the script's")
+    words.required = False  # none is as good; argparse would ask for one
     parser.add_argument("--pp", type=int, default=2, metavar="STAGES", help="pipeline stages (default 2)")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps (default 2)")
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="layers that are left of a run (default 2)")
@@ -46,7 +53,8 @@ def main(words: list[str]) -> int:
     """Check a file, and print the report; returns 0 where nothing differs, else 1."""
     given = parser().parse_args(words)
     if not given.file.is_file():
-        raise FileNotFoundError(2, os.strerror(2), str(given.file))
+        number = errno.EISDIR if given.file.is_dir() else errno.ENOENT
+        raise OSError(number, os.strerror(number), str(given.file))
     if given.file.suffix not in (".py", ".toml"):
         raise ValueError(f"{given.file} is neither a script (.py) nor the settings of a run (.toml)")
     # What a script prints goes beside the report.
@@ -104,8 +112,8 @@ def _of_script(given: Any) -> CheckReport:
     layers, reached = _first_step(given.file, given.words)
     found = dict(reached.arguments)
     batch = found.pop("batch")
-    if isinstance(batch, list | tuple) and batch:
-        batch = PackedBatch.gather(batch)
+    if isinstance(batch, list | tuple):
+        batch = _in_one(batch, given.file)
     if not isinstance(batch, PackedBatch):
         raise ValueError(f"{given.file} trains on an iterator of microbatches; a check needs a PackedBatch, or a list")
     loss_fn, weight_fn = found.get("loss_fn", token_cross_entropy), found.get("loss_weight_fn", num_loss_tokens)
@@ -113,10 +121,22 @@ def _of_script(given: Any) -> CheckReport:
     return compare_parts(parts, batch, Layout(pp=given.pp), given.steps)
 
 
+def _in_one(microbatches: Sequence[PackedBatch], script: Path) -> PackedBatch:
+    """A script's own microbatches as one batch. Raises: ValueError where there is none."""
+    from penstock.data import PackedBatch
+
+    if not microbatches:
+        raise ValueError(f"{script} trains on an empty list; a check needs a PackedBatch, or a list of them")
+    counts = itertools.count()
+    # Two may have the same ids, as those of `from_documents` have.
+    numbered = [replace(own, ids=tuple(itertools.islice(counts, len(own.ids)))) for own in microbatches]
+    return PackedBatch.gather(numbered)
+
+
 def _first_step(script: Path, words: list[str]) -> tuple[Any, _Reached]:
     """The layers that a script gives to `Engine.from_layers`, and its first call of `train_batch`.
 
-    Raises: ValueError where it makes no such engine, or takes no step.
+    Raises: ValueError where it makes no such engine, or takes no step; SystemExit after an error of its own.
     """
     try:
         with _recorded() as layers, _as_main(script, words):
@@ -128,6 +148,13 @@ def _first_step(script: Path, words: list[str]) -> tuple[Any, _Reached]:
                 "run's file"
             ) from None
         return layers[id(reached.engine)], reached
+    except Exception as error:
+        # As Python shows it, from the script's own line on.
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
+        raise SystemExit(FAILED) from None
     raise ValueError(f"{script} ended without a call of train_batch, so there is no step to check")
 
 
@@ -139,13 +166,13 @@ def _recorded() -> Iterator[dict[int, Any]]:
     from penstock.engine.engine import Engine
     from penstock.settings import Layout
 
-    layers: dict[int, Any] = {}
+    layers_of: dict[int, Any] = {}
     make, step = Engine.from_layers.__func__, Engine.train_batch
 
-    def from_layers(cls: Any, own: Any, hidden_size: int, layout: Any = None, *others: Any, **changes: Any) -> Any:
+    def from_layers(cls: Any, layers: Any, hidden_size: int, layout: Any = None, *others: Any, **changes: Any) -> Any:
         # An engine changes what it is given; the loss may reach the layers themselves.
-        engine = make(cls, copy.deepcopy(own), hidden_size, Layout(), *others, **changes)
-        layers[id(engine)] = own
+        engine = make(cls, copy.deepcopy(layers), hidden_size, Layout(), *others, **changes)
+        layers_of[id(engine)] = layers
         return engine
 
     def train_batch(self: Any, batch: Any, *others: Any, **named: Any) -> Any:
@@ -154,7 +181,7 @@ def _recorded() -> Iterator[dict[int, Any]]:
 
     Engine.from_layers, Engine.train_batch = classmethod(from_layers), train_batch  # type: ignore[assignment]
     try:
-        yield layers
+        yield layers_of
     finally:
         Engine.from_layers, Engine.train_batch = classmethod(make), step  # type: ignore[assignment]
 

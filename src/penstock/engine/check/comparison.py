@@ -8,10 +8,12 @@ activation checkpointing, and the first bit that differs says where.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ from penstock.engine.check.ranks_in_turn import RanksInTurn
 from penstock.engine.check.report import Cause, CheckReport, Difference, Way
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.options import EngineOptions, changed
-from penstock.engine.training.loss import LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss, num_loss_tokens, token_cross_entropy
 from penstock.model import UnitSpec, decoder_units
 from penstock.runtime import PipelineError
 from penstock.settings import Layout, Precision, RunConfig, ScheduleConfig, checked
@@ -311,6 +313,8 @@ def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: in
     """Check parts on a batch; see `check`. Raises: ValueError, and whatever the parts raise in a plain loop."""
     if layout.world_size != layout.pp or layout.pp < 2:
         raise ValueError(f"a check runs pipeline stages alone, two or more, not {layout}; give Layout(pp=2)")
+    if layout.pp > len(parts.layers):
+        raise ValueError(f"{layout.pp} stages need as many layers; there are {len(parts.layers)}")
     if steps < 2:
         raise ValueError(f"steps = {steps}: one step comes before a save and load and one after; give 2 or more")
     num_items = len(batch.ids)
@@ -320,12 +324,29 @@ def compare_parts(parts: OwnParts, batch: PackedBatch, layout: Layout, steps: in
     other = num - num // 2
     parts = replace(parts, options=_comparable(parts.options))
     one = Check(parts, batch, layout, steps, num, other)
-    differences = tuple(one.differences())
+    with _said_once():
+        differences = tuple(one.differences())
     compared = (
         f"{steps} steps in {layout.pp} stages as in a plain loop, after a save and load, under activation "
         f"checkpointing, and with {num} and {other} microbatches"
     )
     return CheckReport(differences, compared + (f"; not compared are {one.omitted}" if one.omitted else ""))
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Within this context each warning of a loss is given once, however many engines and loops have it."""
+    said, logger = set[str](), logging.getLogger(StepLoss.__module__)
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return text not in said and not said.add(text)
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _comparable(options: EngineOptions) -> EngineOptions:
