@@ -756,6 +756,13 @@ def spectral_norm() -> Model:
     return model(second=second)
 
 
+@parts()
+def spectral_norm_by_a_hook() -> Model:
+    second = Block()
+    nn.utils.spectral_norm(second.up)
+    return model(second=second)
+
+
 @layer(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
 def attention_within_sequences(layer: Any, x: Tensor, sequences: Any) -> Tensor:
     rows = [own[None].chunk(3, -1) for own in layer.qkv(x).split(sequences.lengths)]

@@ -89,7 +89,7 @@ class Check:
         for step in range(1, num_steps + 1):
             observed.take(loop, self.split(num).microbatches, step)
         check_numbers(observed, loop.parameters)
-        self.parameters, self.strangers, self.torn = frozenset(loop.parameters), loop.strangers, loop.torn
+        self.parameters, self.strangers, self.torn = frozenset(loop.parameters), loop.strangers, loop.torn()
         return observed
 
     def run_engine(

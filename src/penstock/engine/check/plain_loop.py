@@ -6,9 +6,7 @@ divided by the same formula, and one optimizer has all parameters; nothing else 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import permutations
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +37,6 @@ class PlainLoop:
     gradients: dict[str, Tensor]
     #: tensors with a gradient of the last loss that are no parameter of a layer
     strangers: list[Tensor]
-    #: the names of a trained parameter and a tensor that shared its memory until it was trained
-    torn: list[tuple[str, str]]
     #: steps taken
     _num_steps: int
     #: the loss, and the seed and device of random numbers
@@ -51,6 +47,8 @@ class PlainLoop:
     _present: Callable[[Tensor], Any] | None
     #: layer -> what its `forward` asks for
     _calls: dict[str, UnitCall]
+    #: what trained parameters were before buckets gave them other memory, by full name
+    _memory: dict[str, Tensor]
     #: gradients, ties between parameters, and the optimizer of all
     _buckets: GradientBuckets
     _ties: Ties
@@ -79,9 +77,28 @@ class PlainLoop:
         for name, parameter in self.parameters.items():
             parameter_groups.division(name, parameter)  # refuses an optimizer that no engine steps
         freeze(self.parameters, parameter_groups)
-        self.torn = [pair for pair in _in_one_memory(self.modules) if self._ties.originals.keys().isdisjoint(pair)]
+        trained = {name: own for name, own in self.parameters.items() if own.requires_grad}
+        self._memory = {name: own.data for name, own in trained.items() if name not in self._ties.originals}
         self._buckets = GradientBuckets(list(self.parameters.items()), group_of=parameter_groups.number)
         self._optimizer = Optimizer([self._buckets], parameter_groups, ties=self._ties.originals)
+
+    def torn(self) -> list[tuple[str, str]]:
+        """The full names of each trained parameter and another tensor, trained or not, in the memory that it had."""
+        tensors = list(self._memory.items())
+        for layer, module in self.modules.items():
+            # After a step, as a hook may have given an attribute a new tensor.
+            attributes = [(key, value) for part in module.modules() for key, value in vars(part).items()]
+            for name, tensor in (*module.named_parameters(), *module.named_buffers(), *attributes):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.requires_grad:
+                    tensors.append((f"{layer}.{name}", tensor))
+        return [
+            (name, other_name)
+            for name, one in self._memory.items()
+            for other_name, other in tensors
+            if name != other_name
+            and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            and torch.isin(_elements(one), _elements(other)).any()
+        ]
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         self._num_steps += 1
@@ -124,20 +141,6 @@ class PlainLoop:
                 raise ValueError(lacks)
             x = module(*args, **named)
         return x if self._present is None else self._present(x)
-
-
-def _in_one_memory(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """The full names of each parameter that requires a gradient and another tensor that has elements of its memory."""
-    found = defaultdict[int, list[tuple[str, Tensor]]](list)
-    for layer, module in modules.items():
-        attributes = [(key, value) for part in module.modules() for key, value in vars(part).items()]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers(), *attributes):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                found[tensor.untyped_storage().data_ptr()].append((f"{layer}.{name}", tensor))
-    for tensors in found.values():
-        for (name, one), (other_name, other) in permutations(tensors, 2):
-            if one.requires_grad and one is not other and torch.isin(_elements(one), _elements(other)).any():
-                yield name, other_name
 
 
 def _elements(tensor: Tensor) -> Tensor:
