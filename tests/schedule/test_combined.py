@@ -21,7 +21,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.actions import flatten, parts
 from penstock.schedule.builders import one_f_one_b
-from penstock.schedule.builders.orders import backwards, forwards, fuse_turns
+from penstock.schedule.builders.orders import fuse_turns
 from tests.schedule.families import built, lowered
 
 GRID = [(p, v, m) for p in range(1, 9) for v in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)]
@@ -115,16 +115,6 @@ def test_the_warm_up_is_the_interleaved_one_and_one_more():
 
 
 @pytest.mark.shows(52)
-def test_without_the_additional_forward_the_last_rank_would_pair_a_forward_with_its_own_backward():
-    for p in (1, 2, 4):
-        for v in (1, 2, 3):
-            placement, last = built("combined-interleaved", p, 2 * p, v).placement, p - 1
-            passes = [pass_over(placement, last, 2 * p, p) for pass_over in (forwards, backwards)]
-            with pytest.raises(ValueError, match=f"{p * v - 1}B0 needs {p * v - 1}F0"):
-                fuse_turns(*passes, warm_up=(v - 1) * p)
-
-
-@pytest.mark.shows(52)
 @pytest.mark.parametrize("name", ["combined-1f1b", "combined-interleaved"])
 def test_with_one_warm_up_forward_less_the_builders_schedule_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -169,5 +159,4 @@ def test_a_file_with_such_a_pair_is_refused_by_its_cell():
 
 def test_one_stage_a_rank_is_the_order_without_local_stages():
     for p in (1, 2, 4):
-        assert built("combined-interleaved", p, 9, 1).orders[0][:3] == built("combined-1f1b", p, 9).orders[0][:3]
         assert built("combined-interleaved", p, 2 * p, 1).orders == built("combined-1f1b", p, 2 * p).orders

@@ -88,7 +88,6 @@ def test_a_pair_takes_its_own_time_and_as_long_as_its_halves_if_none_is_given():
         ({"lengths": (1, 2)}, "4 microbatches need as many lengths, got 2"),
         ({"forward": (1, -2, 1)}, "forward must be a time of at least 0, got -2"),
         ({"lengths": (1, 2, 1, float("nan"))}, "lengths must be a number of at least 0, got nan"),
-        ({"bandwidth": 0}, "bandwidth must be at least 1e-100 bytes in a unit of time, got 0"),
         ({"bandwidth": 1e-308}, "bandwidth must be at least 1e-100 bytes in a unit of time, got 1e-308"),
         ({"transfer": 1e308}, r"transfer must be a time of at most 1e\+100, got 1e\+308"),
         ({"backward_weight": [1, 10**400, 1]}, r"backward_weight must be a time of at most 1e\+100"),
@@ -158,12 +157,6 @@ def test_the_last_link_joins_the_last_rank_and_the_first():
     program, costs = lowered("interleaved", 3, 1, 2), Costs(forward=2, transfer=(0, 0, 5))
     starts = {str(e.action): e.start for events in simulate(program, costs).events for e in events}
     assert starts["2F0"] == 2 and starts["3F0"] == 8
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe"])
-def test_equal_links_are_one_transfer_time(name: str):
-    program = lowered(name, 4, 8, stages_of(name)[-1])
-    assert simulate(program, Costs(transfer=0.5)) == simulate(program, Costs(transfer=[0.5] * 4))
 
 
 def test_every_compute_action_takes_its_constant_besides():

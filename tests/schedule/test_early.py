@@ -46,10 +46,3 @@ def test_1f1b_waits_for_a_weight_gradient_less_on_every_rank_but_the_first(ranks
     costs = Costs(forward=f, backward_input=i, backward_weight=w)
     early = simulate(lower(early_gradients(built("1f1b", ranks, microbatches))), costs)
     assert early.makespan == pytest.approx(microbatches * (f + i + w) + (ranks - 1) * (f + i), rel=1e-12)
-
-
-def test_a_program_sends_between_the_two_parts() -> None:
-    steps = lower(early_gradients(built("1f1b", 2, 3))).ranks[1]
-    for microbatch in range(3):
-        places = [steps.index(Action(op, 1, microbatch)) for op in (Op.I, Op.SEND_B, Op.W)]
-        assert places == sorted(places)

@@ -43,18 +43,6 @@ def test_a_send_waits_for_its_place_behind_another_one_in_its_direction() -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reading_a_program_finds_the_same_early_sends(name: str) -> None:
-    program = lowered(name)
-    assert schedule.from_text(schedule.to_text(program)) == program
-
-
-def test_a_send_leaves_at_its_place_where_it_does_not_follow_its_maker() -> None:
-    program = lowered("combined-1f1b")
-    late = next(step for step in program.ranks[0] if isinstance(step, Action) and step.op is Op.SEND_F)
-    assert late not in early_sends(program.ranks[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_early_sends_keep_the_order_of_every_channel(name: str) -> None:
     for steps in lowered(name, receives_ahead=1).ranks:
         early, leaving = early_sends(steps), []

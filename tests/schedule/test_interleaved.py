@@ -25,16 +25,6 @@ def table(num_ranks: int, stages_per_rank: int, group_size: int, num_microbatche
 
 
 @pytest.mark.shows(50)
-def test_the_table_of_two_ranks_two_stages_and_groups_of_three():
-    schedule = build("interleaved", ranks=2, microbatches=5, stages_per_rank=2, group_size=3)
-    for rank, order in enumerate(schedule.orders):
-        forward, backward = passes(order, (Op.F,)), passes(order, (Op.B,))
-        assert [microbatch for _, microbatch in forward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-        assert [stage // 2 for stage, _ in forward] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-        assert backward == [(2 * (1 - stage // 2) + rank, microbatch) for stage, microbatch in forward]
-
-
-@pytest.mark.shows(50)
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
 def test_all_orders_follow_the_table(name: str):
     for p, v, m in GRID:

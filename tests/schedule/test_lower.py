@@ -182,30 +182,6 @@ def test_reductions_of_several_stages_lie_between_the_compute_of_others():
             assert len(computed) >= min(4, num_behind)
 
 
-@pytest.mark.shows(7)
-@given(schedules())
-def test_a_reduction_follows_the_last_weight_gradient(schedule: Schedule):
-    program = lower(schedule)
-    for rank, steps in enumerate(program.ranks):
-        actions = list(flatten(steps))
-        for stage in schedule.placement.stages_of(rank) if schedule.training else ():
-            writers = [at for at, a in enumerate(actions) if a.stage == stage and a.op in (Op.B, Op.W)]
-            at = actions.index(Action(Op.REDUCE_GRAD, stage))
-            assert len(writers) == len(schedule.microbatches_of(stage)) and max(writers, default=-1) < at
-            # Nothing is computed between the last writer and the reduction.
-            between = actions[writers[-1] + 1 : at] if writers else []
-            assert not any(action.op in COMPUTE for action in between)
-
-
-@pytest.mark.shows(13)
-def test_the_ends_of_the_model_have_nobody_beyond_them():
-    for ranks in range(2, 6):
-        program = lower(build("1f1b", ranks=ranks, microbatches=4))
-        first, last = ({action.op for action in flatten(program.ranks[rank])} for rank in (0, -1))
-        assert first.isdisjoint({Op.RECV_F, Op.SEND_B}) and {Op.SEND_F, Op.RECV_B} <= first
-        assert last.isdisjoint({Op.SEND_F, Op.RECV_B}) and {Op.RECV_F, Op.SEND_B} <= last
-
-
 def test_neighbours_on_one_rank_hand_over_without_a_message():
     placement = Placement(PlacementKind.V, num_ranks=2, stages_per_rank=2)
     orders = (

@@ -22,7 +22,6 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS
-from tests.schedule.families import NAMES, stages_of
 from tests.schedule.random_schedules import schedules
 
 GRID = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in (1, 2, 3, 5, 8, 13, 25)]
@@ -60,19 +59,6 @@ def test_inference_brings_microbatch_m_to_stage_s_at_step_m_plus_s():
                 (Action(Op.F, stage, number), number + stage) for number in range(m)
             ]
         assert result.peak_live_microbatches == (1,) * p
-
-
-@pytest.mark.parametrize("name", ["afab", "inference"])
-def test_stages_of_one_rank_share_its_time(name: str):
-    """Full groups of p microbatches: v stages a rank shorten the way to the last rank v times, as in interleaving."""
-    for v in (1, 2, 3):
-        for p in (1, 2, 4):
-            m = 3 * p
-            result = timeline(name, p, m, Costs(forward=6, backward_input=6, backward_weight=6), stages_per_rank=v)
-            per_stage = (6 if name == "inference" else 18) / v
-            assert result.makespan == (m * v + p - 1) * per_stage
-            live = (m,) * p if name == "afab" else (1 / v,) * p
-            assert result.peak_live_microbatches == live
 
 
 PUBLISHED_1F1B = [
@@ -158,15 +144,6 @@ def test_a_timeline_holds_each_action_once_in_order(schedule: Schedule):
     assert result.makespan >= result.span_cost >= 0 and min(result.idle) >= 0
 
 
-def test_a_transfer_delays_the_message_and_keeps_nobody_busy():
-    slow = timeline("1f1b", 2, 3, Costs(1, 1, 1, transfer=10))
-    first = {event.action: event for event in slow.events[0]}
-    assert first[Action(Op.F, 0, 1)].start == 1
-    last = {event.action: event for event in slow.events[1]}
-    assert last[Action(Op.F, 1, 0)].start == 11
-    assert first[Action(Op.B, 0, 0)].start == last[Action(Op.B, 1, 0)].end + 10
-
-
 def test_a_reduction_runs_beside_compute_and_the_step_waits_for_it():
     result = timeline("afab", 1, 2, Costs(4, 4, 4, reduce=20, step=3), stages_per_rank=2)
     (events,) = result.events
@@ -189,14 +166,6 @@ def test_a_measured_timeline_is_made_of_events_alone():
     assert (late.makespan, late.span_cost, late.bubble_rate, late.idle) == (4.5, 1.0, 0.0, (3.5, 3.5))
     nothing = Timeline.from_events([[], []])
     assert (nothing.makespan, nothing.bubble_rate, nothing.idle) == (0.0, 0.0, (0.0, 0.0))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_compute_of_a_microbatch_does_not_depend_on_the_number_of_stages(name: str):
-    for v in stages_of(name):
-        result = timeline(name, 2, 4, Costs(12, 12, 12), stages_per_rank=v)
-        busy = [sum(event.end - event.start for event in events) for events in result.events]
-        assert busy == [4 * (12 if name == "inference" else 36)] * 2
 
 
 @pytest.mark.parametrize("cost", ["forward", "backward_input", "backward_weight", "transfer", "reduce", "step"])

@@ -18,24 +18,12 @@ from penstock.schedule import (
     from_csv,
     from_text,
     lower,
-    simulate,
     to_csv,
     to_text,
     verify,
 )
 from penstock.schedule.actions import COMPUTE, TRANSFERS, flatten
-from tests.schedule.families import NAMES, lowered
 from tests.schedule.random_schedules import schedules
-
-
-@pytest.mark.shows(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_text_reads_back_as_itself(name: str):
-    for ranks in (1, 2, 3, 8):
-        for microbatches in (1, 2, 11):
-            program = lowered(name, ranks, microbatches)
-            assert from_text(to_text(program.schedule)) == program.schedule
-            assert from_text(to_text(program)) == program
 
 
 @given(schedules())
@@ -63,21 +51,6 @@ def test_csv_keeps_the_order_of_every_rank(schedule: Schedule):
         assert (read.num_microbatches, read.training) == (schedule.num_microbatches, schedule.training)
         stages = range(schedule.placement.num_stages)
         assert [read.placement.rank_of(stage) for stage in stages] == list(map(schedule.placement.rank_of, stages))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
-def test_a_program_from_csv_is_proved_and_timed_like_the_original(name: str):
-    program = lowered(name, 4, 6)
-    read = from_csv(to_csv(program), name=name)
-    assert isinstance(read, Program)
-    assert verify(read) == verify(program)
-    assert simulate(read) == simulate(program)
-
-
-def test_a_file_without_transfers_is_lowered_like_the_builder():
-    schedule = build("1f1b", ranks=3, microbatches=4)
-    read = from_csv(to_csv(schedule))
-    assert isinstance(read, Schedule) and lower(read).ranks == lower(schedule).ranks
 
 
 def test_idle_cells_and_words_without_meaning_are_skipped():

@@ -22,11 +22,9 @@ from penstock.schedule import (
     from_csv,
     from_text,
     lower,
-    parts,
     to_text,
     verify,
 )
-from penstock.schedule.actions import COMPUTE
 from tests.covering import EVERY
 from tests.schedule.brute_force import BruteForce, harm_of
 from tests.schedule.families import NAMES as SCHEDULES
@@ -287,15 +285,3 @@ def test_the_step_is_the_last_action():
     unneeded = [step for step in training.ranks[0] if step != Action(Op.STEP)]
     with pytest.raises(ScheduleError, match="rank 0: STEP is missing"):
         verify(replaced(training, 0, unneeded))
-
-
-def test_a_pair_waits_for_both_halves():
-    chance = random.Random(3)
-    for _ in range(20):
-        schedule = legal_schedule(Placement(PlacementKind.V, 2, 2), 4, True, chance)
-        pairs = [step for order in schedule.orders for step in order if isinstance(step, Pair)]
-        program = lower(schedule, receives_ahead=100)
-        assert verify(program).num_actions == sum(len(parts(step)) for steps in program.ranks for step in steps)
-        assert all(part.op in COMPUTE for pair in pairs for part in parts(pair))
-    with pytest.raises(ValueError, match="a pair is an F with a B or an I, not 0B0 with 0F1"):
-        Pair(Action(Op.B, 0, 0), Action(Op.F, 0, 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedule import Costs, Op, flatten, simulate
+from penstock.schedule import Costs, flatten, simulate
 from tests.schedule.families import built, lowered
 
 PUBLISHED = [
@@ -60,19 +60,3 @@ def test_with_equal_times_h2_has_no_bubble():
         for m in (2 * p - 1, 2 * p, 4 * p, 33):
             result = simulate(lowered("zb-h2", p, m))
             assert result.bubble_rate == 0 and result.makespan == 3 * m + p - 1
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"])
-def test_each_w_follows_its_i(name: str):
-    for p in (1, 2, 4, 5):
-        for m in (1, 4, 11):
-            for order in built(name, p, m).orders:
-                seen: set[tuple[int, int]] = set()
-                num_weights = 0
-                for action in flatten(order):
-                    if action.op is Op.I:
-                        seen.add((action.stage, action.microbatch))
-                    if action.op is Op.W:
-                        assert (action.stage, action.microbatch) in seen
-                        num_weights += 1
-                assert num_weights == len(seen)

@@ -129,12 +129,6 @@ def test_gathered_microbatches_in_inverse_order_are_the_batch(batch: PackedBatch
 
 
 @pytest.mark.shows(78)
-def test_one_long_item_stands_alone():
-    result = split(batch_of([100, 10, 10, 10, 10, 10]), MicroBatchSpec(num=2))
-    assert [part.num_tokens for part in result.microbatches] == [100, 50]
-
-
-@pytest.mark.shows(78)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 9) | st.integers(1, 1000), min_size=2, max_size=8), st.integers(2, 4))
 def test_small_batches_are_balanced_as_well_as_can_be(loads, num_groups):

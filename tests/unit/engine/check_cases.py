@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -162,34 +160,15 @@ def a_running_mean_in_an_attribute(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) - layer.mean
 
 
-@layer(Cause.UNDECLARED, scale=lambda: None)
-def a_scale_set_by_the_first_rows_seen(layer: Any, x: Tensor) -> Tensor:
-    x = Block.forward(layer, x)
-    if layer.scale is None:
-        layer.scale = x.detach().std()
-    return x / layer.scale
-
-
 @layer(Cause.UNDECLARED, seen=lambda: nn.Buffer(torch.zeros(()), persistent=False))
 def a_buffer_that_is_not_persistent_but_changes(layer: Any, x: Tensor) -> Tensor:
     layer.seen += len(x)
     return Block.forward(layer, x) * (1 + 0.01 * layer.seen)
 
 
-@layer(Cause.UNDECLARED, seen=list)
-def a_list_of_what_was_seen(layer: Any, x: Tensor) -> Tensor:
-    layer.seen.append(x.detach().mean(0))
-    return Block.forward(layer, x) + torch.stack(layer.seen).mean(0)
-
-
 @layer(Cause.UNDECLARED, generator=lambda: torch.Generator().manual_seed(1))
 def a_generator_of_torch_of_its_own(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) + torch.randn(x.shape, generator=layer.generator)
-
-
-@layer(Cause.UNDECLARED, random=partial(np.random.default_rng, 1))
-def a_generator_of_numpy_of_its_own(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) * layer.random.random()
 
 
 @parts(Cause.UNDECLARED, Cause.CALLS)
@@ -253,16 +232,6 @@ def numbers_of_the_system(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) * random.SystemRandom().random()
 
 
-@layer(Cause.CHANCE)
-def a_new_generator_of_numpy_at_each_call(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) * np.random.default_rng().random()
-
-
-@layer(Cause.CHANCE)
-def the_time_of_day(layer: Any, x: Tensor) -> Tensor:
-    return Block.forward(layer, x) * (time.perf_counter_ns() % 1000)
-
-
 # ---- Breaches: what layers leave for others
 
 
@@ -289,16 +258,6 @@ def with_place(first: Callable[..., Any], second: Callable[..., Any], place: Any
 @parts(Cause.LEFT_BEHIND)
 def a_skip_connection_by_a_shared_dict() -> Model:
     return with_place(leaves, takes, {})
-
-
-@parts(Cause.LEFT_BEHIND)
-def a_mask_by_a_shared_dict() -> Model:
-    def masks(layer: Any, x: Tensor) -> Tensor:
-        x = Block.forward(layer, x)
-        layer.place["x"] = (x.detach() > 0).float()
-        return x
-
-    return with_place(masks, takes, {})
 
 
 @parts(Cause.LEFT_BEHIND)
@@ -472,15 +431,6 @@ def a_temperature_that_the_loss_alone_holds() -> Given:
     return model(), {"loss_fn": lambda logits, microbatch: nats(logits * temperature, microbatch)}
 
 
-@parts(Cause.UNTRAINED)
-def a_loss_with_parameters_of_its_own() -> Given:
-    class Projects(nn.Linear):
-        def forward(self, input: Tensor, microbatch: PackedBatch) -> Tensor:
-            return nats(super().forward(input), microbatch)
-
-    return model(), {"loss_fn": Projects(VOCAB, VOCAB)}
-
-
 @layer(Cause.UNTRAINED, scale=lambda: torch.ones(WIDTH, requires_grad=True))
 def a_tensor_with_a_gradient_that_is_no_parameter(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) * layer.scale
@@ -567,12 +517,6 @@ def a_weight_that_is_the_same_for_every_microbatch() -> Given:
     return model(), {"loss_fn": nats, "loss_weight_fn": lambda microbatch: 10.0}
 
 
-@loss(Cause.NO_SUM)
-def rewards_normalised_within_the_microbatch(logits: Tensor, microbatch: PackedBatch) -> Tensor:
-    weight = microbatch["weight"]
-    return (nats_of_tokens(logits, microbatch) * (weight - weight.mean())).sum()
-
-
 @parts(Cause.NO_SUM)
 def a_mean_by_weights_of_classes() -> Given:
     weights = torch.linspace(1, 1.3, VOCAB)
@@ -595,12 +539,6 @@ def attention_over_all_rows(layer: Any, x: Tensor) -> Tensor:
     return x + layer.attention(x, x, x, need_weights=False)[0]
 
 
-@layer(Cause.MIXED)
-def a_mean_over_all_rows(layer: Any, x: Tensor) -> Tensor:
-    x = Block.forward(layer, x)
-    return x - x.mean(0)
-
-
 # ---- Breaches: optimizers
 
 
@@ -608,11 +546,6 @@ def a_mean_over_all_rows(layer: Any, x: Tensor) -> Tensor:
 def a_trust_ratio_of_all_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
     ratio = float(torch.stack([own.square().sum() for own in parameters]).sum().sqrt())
     return [own.grad * ratio for own in parameters]
-
-
-@optimizer(Cause.JOINT)
-def a_rate_by_the_place_among_parameters(optimizer: Any, parameters: list[Any]) -> list[Tensor]:
-    return [own.grad * 0.9**place for place, own in enumerate(parameters)]
 
 
 @optimizer(Cause.OPTIMIZER_STATE)
@@ -633,19 +566,8 @@ def momenta_as_attributes_of_parameters(optimizer: Any, parameters: list[Any]) -
 
 
 @parts()
-def plain_blocks() -> Model:
-    return model()
-
-
-@parts()
 def dropout() -> Model:
     return model(nn.Sequential(Block(), nn.Dropout(0.3)), nn.Sequential(nn.Dropout(0.3), Block()))
-
-
-@layer()
-def noise_of_torch(layer: Any, x: Tensor) -> Tensor:
-    x = Block.forward(layer, x)
-    return x + 0.1 * torch.randn_like(x) if layer.training else x
 
 
 @layer()
@@ -743,13 +665,6 @@ def a_table_of_all_layers() -> Model:
 
 
 @parts()
-def weight_norm() -> Model:
-    first = Block()
-    parametrizations.weight_norm(first.up)
-    return model(first)
-
-
-@parts()
 def spectral_norm() -> Model:
     second = Block()
     parametrizations.spectral_norm(second.up)
@@ -761,12 +676,6 @@ def spectral_norm_by_a_hook() -> Model:
     second = Block()
     nn.utils.spectral_norm(second.up)
     return model(second=second)
-
-
-@layer(qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
-def attention_within_sequences(layer: Any, x: Tensor, sequences: Any) -> Tensor:
-    rows = [own[None].chunk(3, -1) for own in layer.qkv(x).split(sequences.lengths)]
-    return x + torch.cat([F.scaled_dot_product_attention(*own, is_causal=True)[0] for own in rows])
 
 
 @layer(recurrent=lambda: nn.GRU(WIDTH, WIDTH, batch_first=True))
@@ -783,14 +692,6 @@ def keys_of_the_batch_by_name(layer: Any, x: Tensor, weight: Tensor, reward: Ten
 @layer()
 def numbers_by_name(layer: Any, x: Tensor, microbatch: int, num_microbatches: int, step: int) -> Tensor:
     return Block.forward(layer, x) * (step + microbatch / num_microbatches if layer.training else 1.0)
-
-
-@parts()
-def a_tuple_between_layers() -> Model:
-    return model(
-        changed(lambda layer, x: (Block.forward(layer, x), x)),
-        changed(lambda layer, x, skip: Block.forward(layer, x) + skip),
-    )
 
 
 @parts()
@@ -893,11 +794,6 @@ def sparse_gradients() -> Model:
 
 
 @parts()
-def a_layer_without_parameters() -> Model:
-    return [*model()[:2], nn.Tanh(), *model()[2:]]
-
-
-@parts()
 def a_layer_that_gives_what_it_gets() -> Model:
     return [*model()[:2], nn.Identity(), *model()[2:]]
 
@@ -910,13 +806,6 @@ def bfloat16() -> Model:
 @parts()
 def float64() -> Model:
     return [own.double() for own in model()]
-
-
-@layer(parts=lambda: nn.ModuleList(Block() for _ in range(2)))
-def a_list_of_modules(layer: Any, x: Tensor) -> Tensor:
-    for part in layer.parts:
-        x = part(x)
-    return Block.forward(layer, x)
 
 
 @parts()
@@ -1010,11 +899,6 @@ def a_frozen_teacher_in_the_loss() -> Given:
         return F.cross_entropy(logits, teacher(microbatch["tokens"]).softmax(-1), reduction="sum")
 
     return model(), {"loss_fn": loss_fn, "loss_weight_fn": lambda microbatch: microbatch.num_tokens}
-
-
-@parts()
-def gradient_descent_with_momentum() -> Given:
-    return model(), {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
 
 
 @parts()

@@ -196,17 +196,13 @@ def _change_step(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "file cut short": (lambda path: _truncate(_first_file(path)), "model-.*bytes instead of"),
-    "file emptied": (lambda path: _first_file(path).write_bytes(b""), "model-.*has 0 bytes"),
     "file altered": (lambda path: _flip(_first_file(path)), "model-.*checksum"),
-    "header altered": (lambda path: _flip(_first_file(path), 12), "model-.*checksum"),
     "file missing": (lambda path: _first_file(path).unlink(), "model-.*is missing"),
     "file too many": (lambda path: shutil.copy(_first_file(path), path / "x.safetensors"), "x.safetensors is not in"),
     "manifest missing": (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
     "manifest cut short": (lambda path: _truncate(path / "manifest.json"), "manifest.json cannot be read"),
-    "manifest emptied": (lambda path: (path / "manifest.json").write_text(""), "manifest.json cannot be read"),
     "manifest altered": (lambda path: _change_step(path / "manifest.json"), "manifest.json was altered"),
     "manifest of something else": (lambda path: (path / "manifest.json").write_text("[]"), "not of the format"),
-    "folder empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json cannot be read"),
 }
 
 

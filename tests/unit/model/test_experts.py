@@ -242,10 +242,7 @@ class TestRouter:
 
     def test_nothing_is_noted_where_nothing_is_learned(self) -> None:
         half, part = half_of(EXPERTS), microbatches()[0]
-        sequences = Sequences.from_lengths(LENGTHS[0])
         expected = plain(half, part.x, LENGTHS[0])[0]
-        with torch.no_grad():
-            torch.testing.assert_close(half(part.x, sequences), expected)
         rows: Any = None  # what a piece's tokens are to each other is of no account to experts
         torch.testing.assert_close(half.decode(part.x, half.new_cache(rows), rows), expected)
 

@@ -181,24 +181,6 @@ def test_an_owner_that_does_not_defer_changes_nothing() -> None:
     assert_same_bits(gradients(layer), gradients(reference))
 
 
-def test_the_input_gradient_does_not_wait() -> None:
-    torch.manual_seed(0)
-    layer, owner, queue = Linear(4, 3), WeightGradients(), []
-    nn.init.normal_(layer.weight)
-    defer(layer, owner)
-    x = torch.randn(5, 4, requires_grad=True)
-    y = layer(x)
-    with owner.deferred_to(queue):
-        assert owner.queue is not None
-        y.sum().backward()
-    assert owner.queue is None
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(5, 3) @ layer.weight)
-    assert layer.weight.grad is None
-    owner.drain(queue)
-    assert layer.weight.grad is not None
-
-
 def test_frozen_parameters_get_no_gradient_and_a_needless_input_gradient_is_not_computed() -> None:
     layer, owner, queue = Linear(4, 3, bias=True), WeightGradients(), []
     nn.init.normal_(layer.weight)

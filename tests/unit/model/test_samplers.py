@@ -188,8 +188,6 @@ def test_tokens_do_not_depend_on_the_layout_or_the_company() -> None:
         ({"bad_words": ((),)}, "give one or more token ids"),
         ({"bad_words": (3,)}, "expected list"),
         ({"stop": ("",)}, "give some characters"),
-        ({"min_p": 1.5}, "at most 1"),
-        ({"repetition_penalty": 0.0}, "more than 0"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> None:

@@ -198,26 +198,13 @@ IMPOSSIBLE = {
         "8 is more than the 4 sequences",
     ),
     "budget": ({"train": {"max_microbatch_tokens": 255}}, "255 is less than one sequence"),
-    "cut of a wrong length": ({"schedule": {"cut": [5, 5]}}, "for 2 stages, there are 1"),
     "cut that loses a unit": (
         {"parallel": {"pp": 2}, "schedule": {"cut": [5, 4]}},
         "places 9 units, the model has 10",
     ),
-    "a layout with an unknown letter": (
-        {"parallel": {"pp": 2}, "schedule": {"cut": "Ett|tx*2L"}},
-        r"cut = 'Ett\|tx\*2L': 'x' at character 6 is none of E, t, m, L",
-    ),
-    "a layout of other layers": (
-        {"parallel": {"pp": 2}, "schedule": {"cut": "Ett|tL"}},
-        "it has 3 t, .* there are 8 besides E and L",
-    ),
     "a layout of other stages": (
         {"parallel": {"pp": 2}, "schedule": {"cut": "E|tt|ttL"}},
         r"cut = 'E\|tt\|ttL': the cut \[1, 4, 5\] is for 3 stages, there are 2",
-    ),
-    "cut with an empty stage": (
-        {"parallel": {"pp": 2}, "schedule": {"cut": [10, 0]}},
-        r"cut = \(10, 0\): each stage.s number of units must be a whole number of at least 1, got 0",
     ),
     "unknown schedule": ({"schedule": {"name": "1b1f"}}, "no schedule '1b1f'.*1f1b"),
     "no training schedule": ({"schedule": {"name": "inference"}}, "cannot train"),
@@ -226,13 +213,8 @@ IMPOSSIBLE = {
         "parallel.dp = 1024 x parallel.pp = 2048 x .* is 2097152 processes; at most 1048576 are possible",
     ),
     "null character": ({"output": "a\0b"}, "without null characters"),
-    "no steps": ({"train": {"steps": 0}}, "steps = 0 is not possible"),
-    "negative": ({"checkpoint": {"every": -1}}, "every = -1 is not possible; it must be at least 0"),
-    "not finite": ({"optimizer": {"learning_rate": float("nan")}}, "not a finite number"),
     "all warm-up": ({"optimizer": {"decay": "cosine", "num_warmup_steps": 100}}, "leaves nothing of the 100 steps"),
     "rising rate": ({"optimizer": {"final_learning_rate": 1.0}}, "the rate can only rise to that"),
-    "beta": ({"optimizer": {"beta2": 1.0}}, "beta2 = 1.0 is not possible; it must be at least 0 and less than 1"),
-    "share": ({"data": {"validation_fraction": 1.0}}, "must be at least 0 and less than 1"),
 }
 
 
@@ -256,7 +238,6 @@ def test_the_world_must_fit_the_layout():
         ([], "takes the path of a run's TOML file, such as examples/tiny.toml, or settings alone"),
         (["-x", "3"], "penstock train has no use for '-x'"),
         (["no/such.toml"], "no/such.toml cannot be read: No such file"),
-        (["FILE", "3"], "penstock train has no use for '3'"),
         (["FILE", "--dryrun"], "no option of penstock train is called '--dryrun'; did you mean '--dry-run'"),
         (["FILE", "--steps", "3"], "there is no setting steps; the nearest one is train.steps"),
         (["FILE", "--dry-run", "3"], "penstock train has no use for '3'"),

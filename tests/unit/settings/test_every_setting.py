@@ -232,7 +232,6 @@ def has_most(bounds: Bounds) -> bool:
         (lambda: LearningRate(peak=10**400), "optimizer.learning_rate = inf is not a finite number"),
         (lambda: LearningRate(initial=-1), r"optimizer\.initial = -1\.0 is not possible"),
         (lambda: LearningRate(0.1, initial=1), r"optimizer\.initial = 1\.0 is above optimizer\.learning_rate = 0\.1"),
-        (lambda: WeightDecay(0.1, 0.2, num_steps=-5), r"optimizer\.num_steps = -5 .* at least 1"),
         (lambda: WeightDecay(last=0.1, ramp="linear", num_steps=0), r"optimizer\.num_steps = 0 .* at least 1"),
         (
             lambda: ScheduleConfig(overlap=False, early_release=True),
