@@ -20,7 +20,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "_next_prompt: int = field(default=(1), init=False)": "numbers of prompts only tell them apart",
     },
     "engine/optimizer/optimizer.py": {
-        "self._counted = [as_real(view) for name, view in (sorted(gradients)) if name in counted]": "no two have one name",
+        "self._counted = [as_real(view) for name, view in (sorted(gradients)) if name in counted]": (
+            "no two have one name"
+        ),
     },
     "engine/rehearsal/counted.py": {
         "return (len())": "only tests ask a transport for it, and none a rehearsal's",

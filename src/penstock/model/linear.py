@@ -214,32 +214,27 @@ class WeightGradients:
     queue: list[PendingGradient] | None = None
     #: False while forwards run of which no backward defers: torch's own function, half as long in Python, serves then
     may_defer: bool = True
-    #: True once a graph of the stage has shown which parameters have other uses
-    knows_uses: bool = False
+    #: parameters that something beside linear layers reads, as the first graph of the stage has shown; None before it
+    read_elsewhere: set[Tensor] | None = None
 
     def learn_uses(self, edges: Sequence[GradientEdge]) -> None:
-        """Detach layers of a graph, given by its roots, whose weight or bias something else in it reads too.
+        """Learn from a graph, given by its roots, which parameters something beside linear layers reads.
 
         Autograd adds up all uses of a parameter before it accumulates them; a deferred one would come after the others.
         """
-        self.knows_uses = True
-        nodes = [edge.node for edge in edges]
-        seen, calls, others = set(nodes), list[Any](), set[Tensor]()
+        nodes: list[Any] = [edge.node for edge in edges]
+        seen, self.read_elsewhere = set(nodes), set()
         while nodes:
-            node: Any = nodes.pop()
-            if is_linear := isinstance(getattr(node, "layer", None), Linear):
-                calls.append(node)
+            node = nodes.pop()
+            is_linear = isinstance(getattr(node, "layer", None), Linear)
             for child, _ in node.next_functions:
                 if child is None:
                     continue
                 if not is_linear and (parameter := getattr(child, "variable", None)) is not None:
-                    others.add(parameter)
+                    self.read_elsewhere.add(parameter)
                 if child not in seen:
                     seen.add(child)
                     nodes.append(child)
-        for call in calls:
-            if not others.isdisjoint(call.parameters):
-                call.layer.gradients = None
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:
@@ -334,7 +329,9 @@ class _LinearFunction(torch.autograd.Function):
         own, bias = ctx.parameters
         now = own if needs_weight else None, bias if needs_bias else None
         if layer.gradients is not None and (queue := layer.gradients.queue) is not None:
-            later = _if_it_can_wait(now[0], ctx, 1), _if_it_can_wait(now[1], ctx, 2)
+            apart = layer.gradients.read_elsewhere or ()
+            can_wait = [None if one in apart else _if_it_can_wait(one, ctx, place) for place, one in enumerate(now, 1)]
+            later = can_wait[0], can_wait[1]
             if later[0] is not None or later[1] is not None:
                 # Detached, since a view could keep its base's graph.
                 queue.append(PendingGradient(*later, x.detach().reshape(-1, x.shape[-1]), grad_TO, layer.matmul))

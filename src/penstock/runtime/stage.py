@@ -550,7 +550,7 @@ class Stage:
         fill = self.exchanges and not split
         deferred: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.weight_gradients is not None and (split or fill):
-            if not self.weight_gradients.knows_uses:
+            if self.weight_gradients.read_elsewhere is None:
                 self.weight_gradients.learn_uses(tape.roots)
             deferred = partial(self.weight_gradients.deferred_to, tape.weight_gradients)
         grads = None if grad is None else grad.tensors

@@ -54,18 +54,20 @@ def loss_of(h: Tensor) -> Tensor:
 
 @pytest.mark.shows(20)
 @pytest.mark.parametrize("order", ["zb-h1", "1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", USES)
-def test_sums_have_the_order_of_a_plain_loop(name: str, order: str) -> None:
+def test_sums_have_the_order_of_a_plain_loop(name: str, recompute: bool, order: str) -> None:
     inputs = [torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     plain = layers_of(name)
     built = schedule.build(order, ranks=2, microbatches=len(LENGTHS))
     program = schedule.lower(schedule.early_gradients(built) if order == "1f1b" else built)
-    hub, executors, staged = InProcessHub(), list[Executor](), layers_of(name)
+    hub, executors, staged, owners = InProcessHub(), list[Executor](), layers_of(name), list[WeightGradients]()
     for number, layer in enumerate(staged):
-        owner = WeightGradients()
+        owners.append(owner := WeightGradients())
         switch_linears(layer)
         defer(layer, owner)
-        stage = Stage(number, [("layer", layer)], Boundary(WIDTH, torch.float32), owner)
+        names = ["layer"] if recompute else []
+        stage = Stage(number, [("layer", layer)], Boundary(WIDTH, torch.float32), owner, recompute=names)
         executors.append(Executor(program, {number: stage}, InProcessTransport(hub, number), Recorder(number)))
     feeds = [Feed(len(x), Sequences.from_lengths([len(x)]), x, loss_of) for x in inputs]
     for _ in range(2):
@@ -76,4 +78,6 @@ def test_sums_have_the_order_of_a_plain_loop(name: str, order: str) -> None:
             for key, parameter in theirs.named_parameters():
                 assert torch.equal(ours.get_parameter(key).grad, parameter.grad), key  # pyright: ignore
     # What has no other use is deferred as before.
-    assert (staged[1].up.gradients is None) is name.startswith("the") and staged[1].down.gradients is not None
+    known = owners[1].read_elsewhere
+    assert known is not None and known.isdisjoint(staged[1].down.parameters())
+    assert known.isdisjoint(staged[1].up.parameters()) is not name.startswith("the")
