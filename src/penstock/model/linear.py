@@ -214,27 +214,30 @@ class WeightGradients:
     queue: list[PendingGradient] | None = None
     #: False while forwards run of which no backward defers: torch's own function, half as long in Python, serves then
     may_defer: bool = True
-    #: parameters that something beside linear layers reads, as the first graph of the stage has shown; None before it
+    #: layers' parameters that something else reads too, as the first graph of the stage has shown; None before it
     read_elsewhere: set[Tensor] | None = None
 
     def learn_uses(self, edges: Sequence[GradientEdge]) -> None:
-        """Learn from a graph, given by its roots, which parameters something beside linear layers reads.
+        """Learn from a graph, given by its roots, which weights and biases something beside linear layers reads.
 
         Autograd adds up all uses of a parameter before it accumulates them; a deferred one would come after the others.
         """
         nodes: list[Any] = [edge.node for edge in edges]
-        seen, self.read_elsewhere = set(nodes), set()
+        seen, of_layers, others = set(nodes), set[Tensor | None](), set[Tensor]()
         while nodes:
             node = nodes.pop()
-            is_linear = isinstance(getattr(node, "layer", None), Linear)
+            if is_linear := isinstance(getattr(node, "layer", None), Linear):
+                of_layers.update(node.parameters)
             for child, _ in node.next_functions:
                 if child is None:
                     continue
                 if not is_linear and (parameter := getattr(child, "variable", None)) is not None:
-                    self.read_elsewhere.add(parameter)
+                    others.add(parameter)
                 if child not in seen:
                     seen.add(child)
                     nodes.append(child)
+        # Others are also the microbatch's activations, which must not stay.
+        self.read_elsewhere = others & of_layers
 
     @contextmanager
     def deferred_to(self, queue: list[PendingGradient]) -> Iterator[None]:

@@ -81,3 +81,4 @@ def test_sums_have_the_order_of_a_plain_loop(name: str, recompute: bool, order: 
     known = owners[1].read_elsewhere
     assert known is not None and known.isdisjoint(staged[1].down.parameters())
     assert known.isdisjoint(staged[1].up.parameters()) is not name.startswith("the")
+    assert known <= {*staged[1].parameters()}, "activations stay"
