@@ -54,6 +54,7 @@ DEVICE_ROOMS = {
         "engine/folders/export.py",
         "cli/models/session.py",
     },
+    "model/cuda": {"model/devices.py"},
 }
 STANDARD_LIBRARY_ONLY = ("io", "settings", "schedule", "planner")
 

@@ -20,6 +20,7 @@ from penstock.engine.rehearsal.counted import TrafficCount
 from penstock.engine.rehearsal.meter import Meter
 from penstock.model import UnitSpec, drain
 from penstock.model.attention.tiles import forget_masks
+from penstock.model.devices import use_kernels_of
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Boundary, Feed, Message, Stage, Tape
 from penstock.schedule import Op
@@ -69,6 +70,7 @@ class RehearsedPlace:
             stage.autocast = autocast_of(options.precision, self.device)
             for _, module in stage.units:
                 _allocate(module, self.device)
+                use_kernels_of(self.device, module)
         return stages
 
 

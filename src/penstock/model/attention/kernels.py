@@ -1,8 +1,7 @@
 """Attention of one layer's heads: over whole packed sequences, and over the rows of a KV cache.
 
 Packed sequences of unequal lengths need no padding: runs of adjacent sequences of equal length are one call of
-`scaled_dot_product_attention`, which usually is the whole microbatch. On a GPU in 16 bit, one call of the
-variable-length kernel takes all lengths. Results depend on the microbatch alone.
+`scaled_dot_product_attention`, which usually is the whole microbatch. Results depend on the microbatch alone.
 
 Over a cache each item attends over exactly the tokens before it, so that where the kernels allow it (fp32 on a CPU) its
 numbers do not depend on the rest of its batch. Items of one token attend in one call where their rows are neighbours
@@ -12,10 +11,7 @@ Shapes: T tokens of the microbatch or batch, N sequences of a run, L tokens of e
 cache, S items of one token, H query heads, G key and value heads, K width of a head.
 """
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 
 import torch
@@ -67,11 +63,6 @@ class AttentionKernel:
 
         Keys and values may have fewer heads than queries (grouped queries: H is a multiple of G).
         """
-        has_kernel = q_THK.device.type != "cpu" and q_THK.dtype in (torch.float16, torch.bfloat16)
-        if has_kernel and (kernel := _variable_length_kernel()) is not None:
-            starts, longest = sequences.cu_seqlens, sequences.max_length
-            seen, grouped = (-1 if self.window is None else self.window - 1, 0), q_THK.shape[1] != k_TGK.shape[1]
-            return kernel(q_THK, k_TGK, v_TGK, starts, starts, longest, longest, window_size=seen, enable_gqa=grouped)
         runs = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
         if len(runs) == 1:
             return self.run(q_THK, k_TGK, v_TGK, runs[0], self.window, sequences)
@@ -141,18 +132,6 @@ class AttentionKernel:
         is_grouped = len(k_GLK) != q_LHK.shape[1]
         out_HLK = F.scaled_dot_product_attention(q, k, v, mask_LL, enable_gqa=is_grouped)[0]
         return out_HLK.transpose(0, 1).to(q_LHK.dtype)
-
-
-@cache
-def _variable_length_kernel() -> Callable[..., Tensor] | None:
-    """PyTorch's kernel for packed sequences, if this release has it with windows and grouped queries."""
-    # Importing it loads the compiler, which takes a second that a run on CPUs need not spend.
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    has = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if has else None  # pyright: ignore[reportReturnType]
 
 
 # ---- over the KV cache

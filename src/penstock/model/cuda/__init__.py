@@ -1,0 +1,1 @@
+"""The parts for CUDA alone: attention by flash kernels."""
