@@ -142,7 +142,7 @@ class CachedRows(SharedByLayers):
             if item.sampled:
                 sampled.append(len(rows) - 1)
         # One tensor, because each copy to a device takes its time.
-        numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device)
+        numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device, non_blocking=True)
         positions_T, rows_T, sampled_S = numbers.split((len(positions), len(rows), len(sampled)))
         return cls(tuple(items), positions_T, rows_T, sampled_S, has_copies, num_single)
 

@@ -56,9 +56,10 @@ class Generator:
         # In a bidirectional model the stages of the first copy generate.
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
-        captures = pipeline.options.precision is not Precision.BF16_AUTOCAST
-        dtype = cache_dtype(pipeline.boundary.dtype, pipeline.device.type)
-        self.decoders = Decoders(stages, dtype, pipeline.device, captures)
+        is_autocast = pipeline.options.precision is Precision.BF16_AUTOCAST
+        # Keys and values come out of products.
+        dtype = cache_dtype(torch.bfloat16 if is_autocast else pipeline.boundary.dtype, pipeline.device.type)
+        self.decoders = Decoders(stages, dtype, pipeline.device, captures=not is_autocast)
         # No thread of a failed generation uses the links that come after.
         pipeline.recovery.around_renewal(undo=lambda: self._loop.relay.join() if self._loop is not None else None)
 

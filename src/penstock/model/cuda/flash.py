@@ -1,21 +1,27 @@
-"""Attention by PyTorch's flash kernels in 16 bit, which take sequences of any lengths in one call.
+"""Attention by PyTorch's flash kernels in 16 bit: one call for sequences, or rows of a cache, of any lengths.
 
 They are called by name, because every supported release has them with windows and grouped heads, and because
 `scaled_dot_product_attention` may choose cuDNN, which spends half a second on each new shape.
 
-Shapes: T tokens of the microbatch, H query heads, G key and value heads, K width of a head.
+Shapes: T tokens of the microbatch or batch, S items of a batch, X tokens of all rows of a cache, H query heads, G key
+and value heads, K width of a head.
 
 Source: Dao 2023 (FlashAttention-2).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.model.attention.kernels import AttentionKernel
+from penstock.model.kv_cache import CacheSize, KVCache, Rows, SlotRows, spare_position
 from penstock.model.linear import with_gradient
 from penstock.model.sequences import Sequences
+from penstock.schedule import BatchItem
 
 _WIDEST = 256
 _VECTOR = 8
@@ -36,7 +42,7 @@ class FlashAttention(AttentionKernel):
         return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
 
     def packed(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, sequences: Sequences) -> Tensor:
-        if not self.takes(q_THK.dtype):
+        if not self.takes(dtype := v_TGK.dtype):
             return super().packed(q_THK, k_TGK, v_TGK, sequences)
         starts, longest = (sequences.cu_seqlens,) * 2, (sequences.max_length,) * 2
 
@@ -52,4 +58,84 @@ class FlashAttention(AttentionKernel):
                 grad_THK, *kept, *starts, *longest, 0.0, True, no_dropout, no_dropout, **self.seen
             )
 
-        return with_gradient(forward, backward, q_THK, k_TGK, v_TGK)
+        # Under autocast a norm of queries and keys gives fp32.
+        return with_gradient(forward, backward, q_THK.to(dtype), k_TGK.to(dtype), v_TGK)
+
+    def new_cache(self, size: CacheSize) -> KVCache:
+        return FlashCache(size, self.num_kv_heads, self.head_dim) if self.takes(size.dtype) else super().new_cache(size)
+
+    def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
+        if not isinstance(cache, FlashCache):
+            return super().cached(q_THK, k_TGK, v_TGK, cache, rows)
+        reads = rows.shared(("reads", cache.num_tokens), lambda: CacheReads.of(rows, cache.num_tokens))
+        out_THK, *_ = torch.ops.aten._flash_attention_forward(
+            q_THK.to(cache.keys.dtype),
+            *cache.rows_in_one(),
+            reads.query_starts,
+            reads.key_starts,
+            *reads.longest,
+            0.0,
+            True,
+            False,
+            seqused_k=reads.num_keys,
+            **self.seen,
+        )
+        return out_THK.to(q_THK.dtype)
+
+
+class FlashCache(KVCache):
+    """A cache in which tokens lie before heads, as the kernels read them; its keys and values are views of that."""
+
+    #: of each row
+    num_tokens: int
+
+    def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
+        super().__init__(size, num_heads, head_dim, _tokens_first)
+        self.num_tokens = size.num_tokens
+
+    def rows_in_one(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [X, G, K] of all rows, one behind the other."""
+        keys_XGK, values_XGK = (x.transpose(1, 2).flatten(0, 1) for x in (self.keys, self.values_RGLK))
+        return keys_XGK, values_XGK
+
+
+def _tokens_first(shape: tuple[int, int, int, int], **options: Any) -> Tensor:
+    num_rows, num_heads, num_tokens, head_dim = shape
+    return torch.zeros((num_rows, num_tokens, num_heads, head_dim), **options).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class CacheReads:
+    """The queries of each item of a batch, and the keys that they read; each row is read from its beginning on."""
+
+    #: [S + 1] int32, each item's first query, and the end of the last
+    query_starts: Tensor
+    #: [S + 1] int32, the beginning of each item's row among the tokens of all rows; the last number is not read
+    key_starts: Tensor
+    #: [S] int32
+    num_keys: Tensor
+    #: the most queries of an item, and as many keys as any reads, or more
+    longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: Rows, num_tokens: int) -> "CacheReads":
+        """The reads of a batch from a cache with rows of so many tokens."""
+        if isinstance(rows, SlotRows):
+            return cls._of_slot(rows, num_tokens)
+        return cls._of_items(rows.items, num_tokens, rows.positions.device)
+
+    @classmethod
+    def _of_items(cls, items: Sequence[BatchItem], num_tokens: int, device: torch.device) -> "CacheReads":
+        lengths, ends = [item.length for item in items], [item.end for item in items]
+        parts = [0, *accumulate(lengths)], [*(item.row * num_tokens for item in items), 0], ends
+        # One tensor, because each copy to a device takes its time.
+        numbers = torch.tensor([*chain(*parts)], dtype=torch.int32).to(device, non_blocking=True)
+        query_starts, key_starts, num_keys = numbers.split(list(map(len, parts)))
+        return cls(query_starts, key_starts, num_keys, (max(lengths), max(ends)))
+
+    @classmethod
+    def _of_slot(cls, rows: SlotRows, num_tokens: int) -> "CacheReads":
+        row_X = torch.arange(rows.num_tokens + 1, dtype=torch.int32, device=rows.positions.device)
+        # A dead row reads one key, so that its numbers are finite.
+        num_keys = (rows.positions + 1).masked_fill(rows.positions == spare_position(num_tokens), 1)
+        return cls(row_X, (row_X + rows.first) * num_tokens, num_keys.to(torch.int32), (1, rows.num_seen))

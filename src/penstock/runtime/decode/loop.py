@@ -281,7 +281,7 @@ class DecodeLoop:
             ids: list[int] = []
             for item, sequence in zip(batch.items, local.sequences, strict=True):
                 ids += sequence.token_ids[item.start : item.end]
-            x = torch.tensor(ids, dtype=torch.int64).to(ring.device)
+            x = torch.tensor(ids, dtype=torch.int64).to(ring.device, non_blocking=True)
         elif receipt is None or wire.arriving is None:
             x = self._outputs.pop((wire.source, batch.slot))
         else:
