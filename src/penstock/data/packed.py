@@ -435,6 +435,19 @@ class PackedBatch:
         non_blocking = torch.device(device).type != "cpu"
         return self.with_parts(data={key: x.to(device, non_blocking=non_blocking) for key, x in self.data.items()})
 
+    def on_device(self, data: Mapping[str, Tensor]) -> "PackedBatch":
+        """This batch with copies of some of its data on a device; their `host` is this batch."""
+        if self.data is None:
+            return self
+        copy = self.with_parts(data={**self.data, **data})
+        copy.__dict__["_host"] = self
+        return copy
+
+    @property
+    def host(self) -> "PackedBatch":
+        """The batch from which `on_device` made this one, whose values are read without waiting; else this one."""
+        return self.__dict__.get("_host", self)
+
     def to_json(self) -> str:
         """Everything but the data as JSON; metadata must consist of JSON values."""
         dtypes = {key: str(dtype).removeprefix("torch.") for key, dtype in self.dtypes.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.data import PackedBatch
 from penstock.engine.build import keep_linears_eager
-from penstock.model import Given, Limits, Randomness, UnitSpec, kept_random_state, switch_linears
+from penstock.model import Limits, Randomness, UnitSpec, kept_random_state, switch_linears
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Stage, UnitCall
 from penstock.settings import checked
@@ -159,8 +159,6 @@ class OwnLayers:
     _first: str
     #: the stages of this rank by number
     _stages: Mapping[int, Stage]
-    #: the device of the batch's keys
-    _device: torch.device
     #: the keys of the last batch that was checked, and True if this rank had its metadata alone
     _checked: tuple[frozenset[str], bool] | None = None
 
@@ -182,10 +180,9 @@ class OwnLayers:
         """True if all take and give the plain stream with its sequences, and ask for no more."""
         return not (self._keys or self._are_open or any(call.parameters.required for call in self.calls))
 
-    def given(self, part: PackedBatch, randomness: Randomness | None, numbers: Mapping[str, int]) -> Given:
-        """The arguments that this rank's units take by name; `part` is this rank's part of the microbatch."""
-        keys = sorted(self._keys.intersection(part.keys))
-        return Given({key: part[key].to(self._device) for key in keys}, randomness, numbers)
+    def inputs(self, part: PackedBatch) -> dict[str, Tensor]:
+        """The keys of its part of a microbatch that this rank's units take by name, where the batch has them."""
+        return {key: part[key] for key in sorted(self._keys.intersection(part.keys))}
 
     def prepare_for(self, batch: PackedBatch) -> None:
         """Refuse a batch without a key that a layer needs, unless an earlier layer may give it.

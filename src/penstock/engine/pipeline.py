@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.data import PackedBatch, labelled_part, part_of
+from penstock.data import PackedBatch, labelled_part, part_of, rows_with_label
 from penstock.engine.agreement import build_on_all_ranks, check_alike, check_whole_model
 from penstock.engine.build import build_stages
 from penstock.engine.cut import cut_units, measure_units, timed_cut
@@ -26,6 +27,7 @@ from penstock.engine.own_layers import OwnLayers
 from penstock.engine.precision import stream_dtype, with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
+    FutureTokens,
     Given,
     Logits,
     ModelGroups,
@@ -47,6 +49,7 @@ from penstock.model.linear import Pack
 from penstock.parallel import GradientBuckets, Grid, connect, gather_uneven
 from penstock.parallel.collectives import Collectives
 from penstock.parallel.host import gather_json
+from penstock.parallel.staging import in_one_copy
 from penstock.runtime import (
     Boundary,
     DistributedTransport,
@@ -75,24 +78,32 @@ _MAX_EXECUTORS = 64
 """Programs that are kept, each for one number of microbatches; a budget of tokens may lead to any number."""
 
 
+def _numbers_by_row(part: PackedBatch) -> dict[str, Tensor]:
+    """The keys with one number for each row, such as labels, which a loss on a device finds there."""
+    return {key: x for key, x in (part.data or {}).items() if x.dim() == 1}
+
+
 @dataclass(frozen=True, eq=False)
 class ContextShards:
     """This rank's part of every microbatch under context parallelism."""
 
     #: the ranks that share every sequence, for device tensors
     group: dist.ProcessGroup
-    #: the device of this rank's sequences
-    device: torch.device
 
     def shard(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
         """This rank's part, cut alike for all keys, and the sequences that units see."""
         spread = self.spread(microbatch)
-        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread, self.device)
+        return part_of(microbatch, spread.pieces[spread.rank]), Sequences.of_spread(spread)
 
     def spread(self, microbatch: PackedBatch) -> Spread:
         """The tokens of every rank; some may have none."""
         pieces = cut_sequences(microbatch.sequence_lengths("tokens"), self.group.size())
         return Spread(self.group.rank(), pieces)
+
+    def whole_on(self, device: torch.device, microbatch: PackedBatch) -> PackedBatch:
+        """The whole microbatch, as a hook finds it on a device."""
+        [read] = in_one_copy([_numbers_by_row(microbatch)], device)
+        return microbatch.on_device(read)
 
     def whole_logits(self, logits: Logits, microbatch: PackedBatch) -> Logits:
         """The logits of all of the microbatch's tokens; where ranks share the vocabulary, they still do."""
@@ -194,7 +205,7 @@ class Pipeline:
         check_count("hidden_size", int(hidden_size))
         self.grid = self._make_grid()
         self.device = self.grid.device
-        self.context = ContextShards(self.grid.cp_group, self.device) if self.grid.cp_group is not None else None
+        self.context = ContextShards(self.grid.cp_group) if self.grid.cp_group is not None else None
         model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, model_groups, self.layout), self.grid.control)
         is_open = all(unit.is_own for unit in self.units)
@@ -320,7 +331,7 @@ class Pipeline:
     @cached_property
     def own_layers(self) -> OwnLayers | None:
         """This rank's layers that are called by the names of their parameters; None if all take the plain stream."""
-        own_layers = OwnLayers(self.units[0].name, self.stages, self.device)
+        own_layers = OwnLayers(self.units[0].name, self.stages)
         return None if own_layers.are_plain else own_layers
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -390,11 +401,43 @@ class Pipeline:
 
         The microbatch is reduced to this rank's part under context parallelism, and with `labelled` to tokens with a
         label. `output_fn` gets that part and its logits, which are `ShardedLogits` where ranks share the vocabulary.
+        All that is needed of it on the device goes there in one copy.
         Random numbers of layers depend on `numbers`, so that a step has the same ones whenever it is taken.
         """
+        part, sequences = self._part(microbatch)
+        data_rank = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
+        # In training `numbers.step` is the step being taken, elsewhere the last one taken.
+        num_steps_taken = numbers.step - 1 if training else numbers.step
+        randomness = Randomness(self.options.seed, num_steps_taken, data_rank, numbers.microbatch, self.device)
+        present, read_part = self.units[-1].present, part
+        # A user's own last layer computes all tokens.
+        if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
+            read_part, rows = labelled_part(part)
+            sequences = sequences.with_read_rows(rows)
+        if training and self.holds_last_stage:
+            sequences = replace(sequences, ahead=self._ahead(microbatch))
+        entering = {"tokens": part["tokens"]} if self.holds_first_stage else {}
+        named = {} if self.own_layers is None else self.own_layers.inputs(part)
+        read = _numbers_by_row(read_part) if self.holds_last_stage else {}
+        tables = in_one_copy([entering, named, read, *sequences.tables()], self.device)
+        (entering, named, read), sequences = tables[:3], sequences.with_tables(tables[3:])
+        read_part = read_part.on_device(read)
+
+        def finish(output: Any) -> Tensor:
+            return output_fn(output if present is None else present(output), read_part, numbers)
+
+        return Feed(
+            num_tokens=sequences.num_tokens,
+            sequences=sequences,
+            tokens=entering.get("tokens"),
+            finish=finish if self.holds_last_stage else None,
+            given=Given(named, randomness, {} if self.own_layers is None else numbers._asdict()),
+        )
+
+    def _part(self, microbatch: PackedBatch) -> tuple[PackedBatch, Sequences]:
+        """This rank's part of a microbatch, and its sequences, on the host."""
         if self.context is None:
-            lengths = microbatch.sequence_lengths("tokens")
-            part, sequences = microbatch, Sequences.from_lengths(lengths, self.device)
+            part, sequences = microbatch, Sequences.from_lengths(microbatch.sequence_lengths("tokens"))
         else:
             part, sequences = self.context.shard(microbatch)
         # Positions of another form than a whole number for each token are for a user's own layers.
@@ -405,28 +448,21 @@ class Pipeline:
             and not part.dtypes["positions"].is_floating_point
         ):
             sequences = sequences.with_positions(part["positions"])
-        data_rank = self.grid.dp_rank * self.layout.cp + self.grid.cp_rank
-        # In training `numbers.step` is the step being taken, elsewhere the last one taken.
-        num_steps_taken = numbers.step - 1 if training else numbers.step
-        randomness = Randomness(self.options.seed, num_steps_taken, data_rank, numbers.microbatch, self.device)
-        present, read_part = self.units[-1].present, part
-        # A user's own last layer computes all tokens.
-        if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
-            read_part, rows = labelled_part(part)
-            sequences = sequences.with_read_rows(rows)
+        return part, sequences
 
-        def finish(output: Any) -> Tensor:
-            return output_fn(output if present is None else present(output), read_part, numbers)
-
-        return Feed(
-            num_tokens=sequences.num_tokens,
-            sequences=sequences,
-            tokens=part["tokens"].to(self.device) if self.holds_first_stage else None,
-            finish=finish if self.holds_last_stage else None,
-            given=Given({}, randomness)
-            if self.own_layers is None
-            else self.own_layers.given(part, randomness, numbers._asdict()),
-        )
+    def _ahead(self, microbatch: PackedBatch) -> tuple[FutureTokens, ...]:
+        """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
+        if not (num_ahead := self.units[-1].num_ahead):
+            return ()
+        tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
+        # The batch has values where a rehearsal's tensors have none.
+        with _disable_current_modes():
+            ahead = [FutureTokens.of(tokens, labels, lengths, distance + 1) for distance in range(num_ahead)]
+            if self.context is not None:
+                spread = self.context.spread(microbatch)
+                rows = spread.rows(spread.rank).to(tokens.device)
+                ahead = [targets.rows(rows) for targets in ahead]
+        return tuple(targets.reading(rows_with_label(targets.labels_T)) for targets in ahead)
 
     def program(self, num_microbatches: int, training: bool = True) -> Program:
         """The program of a training step, or of the forwards alone."""

@@ -10,8 +10,8 @@ Shapes: T tokens of all sequences, B sequences.
 """
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.linear import with_gradient
+from penstock.parallel.staging import in_one_copy
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -66,11 +67,9 @@ class FutureTokens:
         """Tokens and labels of these rows alone."""
         return FutureTokens(self.tokens_T.index_select(0, rows), self.labels_T.index_select(0, rows))
 
-    def reading(self, rows: Tensor | None, device: torch.device) -> "FutureTokens":
-        """Tokens on a device, with the labels of the rows from which they are predicted; None for all rows."""
-        labels_T = self.labels_T if rows is None else self.labels_T.index_select(0, rows)
-        read = None if rows is None else rows.to(device)
-        return FutureTokens(self.tokens_T.to(device), labels_T.to(device), read)
+    def reading(self, rows: Tensor | None) -> "FutureTokens":
+        """All tokens, with the labels of the rows from which they are predicted; None for all rows."""
+        return self if rows is None else FutureTokens(self.tokens_T, self.labels_T.index_select(0, rows), rows)
 
 
 @dataclass(eq=False)
@@ -85,8 +84,6 @@ class AuxLosses:
     #: factor of a sum over tokens: `factor` times the labels' weight per token of the step, so that a coefficient means
     #: the same whatever share of the tokens has a label
     per_token: float
-    #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage
-    ahead: Sequence[FutureTokens] = ()
     #: (unit, kind) -> the loss, detached
     values: dict[tuple[nn.Module, AuxLoss], Tensor] = field(default_factory=dict)
     #: router's state -> tokens of each expert
@@ -202,6 +199,8 @@ class Sequences(SharedByLayers):
     has_own_positions: bool = False
     #: the tokens [R] int64 whose outputs somebody reads; None for all
     read_rows: Tensor | None = None
+    #: tokens one, two, ... places further on, for a head that predicts them; known on the last stage in training
+    ahead: tuple[FutureTokens, ...] = ()
 
     @classmethod
     def from_lengths(
@@ -221,7 +220,7 @@ class Sequences(SharedByLayers):
         elif tuple(positions.shape) != (num_tokens,):
             raise ValueError(f"positions have shape {tuple(positions.shape)}, but the lengths add up to {num_tokens}")
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths, starts.to(device), positions.to(device, torch.int64), max(lengths), num_tokens)
+        return cls(lengths, starts, positions.to(torch.int64), max(lengths), num_tokens).to(torch.device(device))
 
     @classmethod
     def of_spread(cls, spread: Spread, device: torch.device | str = "cpu") -> "Sequences":
@@ -231,8 +230,21 @@ class Sequences(SharedByLayers):
         # A rank may have no token at all.
         positions = torch.cat([torch.arange(0), *(torch.arange(run.start, run.stop) for runs in parts for run in runs)])
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        positions = positions.to(device, torch.int64)
-        return cls(lengths, starts.to(device), positions, max(lengths), len(positions), spread)
+        return cls(lengths, starts, positions, max(lengths), len(positions), spread).to(torch.device(device))
+
+    def tables(self) -> list[dict[str, Tensor]]:
+        """The tensors, by field: these sequences' own, and those of each of the tokens ahead."""
+        records = (self, *self.ahead)
+        return [{f.name: x for f in fields(own) if isinstance(x := getattr(own, f.name), Tensor)} for own in records]
+
+    def with_tables(self, tables: Sequence[Mapping[str, Tensor]]) -> "Sequences":
+        """These sequences with copies of what `tables` gives."""
+        own, *ahead = tables
+        return replace(self, **own, ahead=tuple(FutureTokens(**tensors) for tensors in ahead))
+
+    def to(self, device: torch.device) -> "Sequences":
+        """These sequences with their tensors on a device; see `in_one_copy`."""
+        return self.with_tables(in_one_copy(self.tables(), device))
 
     def with_aux_losses(self, aux_losses: AuxLosses) -> "Sequences":
         """These sequences with a record for auxiliary losses."""

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.data import PackedBatch, rows_with_label
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import SECOND_COPY
 from penstock.engine.training.microbatches import MicrobatchSource
-from penstock.model import AuxLoss, AuxLosses, FutureTokens
+from penstock.model import AuxLoss, AuxLosses
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
 from penstock.runtime import Feed
@@ -70,8 +68,8 @@ class AuxLossTracker:
         factors = self._send_factors([microbatches.factor(number) * loss_scale for number in range(microbatches.num)])
         weight_per_token = sum(microbatches.rank_totals) / microbatches.num_tokens
         attached = []
-        for feed, factor, microbatch in zip(feeds, factors, microbatches.split.microbatches, strict=True):
-            aux_losses = AuxLosses(factor, factor * weight_per_token, self._ahead(microbatch))
+        for feed, factor in zip(feeds, factors, strict=True):
+            aux_losses = AuxLosses(factor, factor * weight_per_token)
             attached.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
         return attached
 
@@ -103,22 +101,6 @@ class AuxLossTracker:
         with pipeline.recorder.collective("send the loss's factors", pipeline.grid.pp_control):
             dist.broadcast(sent, group=pipeline.grid.pp_control, group_src=pipeline.placement.output_rank)
         return sent.tolist()
-
-    def _ahead(self, microbatch: PackedBatch) -> list[FutureTokens]:
-        """Tokens and labels further ahead, of this rank's part of the microbatch, for multi-token prediction."""
-        pipeline = self.pipeline
-        distances = range(1, pipeline.units[-1].num_ahead + 1)
-        if not pipeline.holds_last_stage or not distances:
-            return []
-        tokens, labels, lengths = microbatch["tokens"], microbatch["labels"], microbatch.sequence_lengths("tokens")
-        # The batch has values where a rehearsal's tensors have none.
-        with _disable_current_modes():
-            tokens_ahead = [FutureTokens.of(tokens, labels, lengths, distance) for distance in distances]
-            if pipeline.context is not None:
-                spread = pipeline.context.spread(microbatch)
-                rows = spread.rows(spread.rank).to(tokens.device)
-                tokens_ahead = [ahead.rows(rows) for ahead in tokens_ahead]
-        return [ahead.reading(rows_with_label(ahead.labels_T), pipeline.device) for ahead in tokens_ahead]
 
     def _loads(self, aux_losses: Sequence[AuxLosses]) -> dict[str, Tensor]:
         """Tokens of each expert [E] int64 by router, of the whole step; all ranks call it at the same point."""

@@ -46,6 +46,9 @@ Or one of (logits, labels), as `Labels` or if its second parameter is called lab
 by its `reduction` whether it gives the "mean" over tokens with a label or their "sum", as torch's losses do. The mean
 is turned into the sum, so that a batch's loss is the mean over its tokens with a label, however it is split.
 
+On a GPU the microbatch's keys of one number for each row, such as labels, are there already. Wider ones it moves with
+`.to(output.device)`. Values are read without waiting for the GPU from `microbatch.host`.
+
 Beside it, in a pair, it may give anything: of a dict each `Metric` is a number that it reports under that name, and all
 else comes back as it is, microbatch by microbatch. It may ask for `penstock.model.Numbers` by name.
 """
@@ -96,7 +99,7 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
     >>> num_loss_tokens(PackedBatch.from_documents([torch.tensor([0, 1, 0]), torch.tensor([1, 1])]))
     3.0
     """
-    return float((microbatch["labels"] != NO_LABEL).sum())
+    return float((microbatch.host["labels"] != NO_LABEL).sum())
 
 
 def check_loss_fn(loss_fn: Any, loss_weight_fn: Any) -> None:

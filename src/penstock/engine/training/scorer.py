@@ -256,12 +256,15 @@ class OutputCollector:
 
         def take(logits: Logits, part: PackedBatch, numbers: Numbers) -> Tensor:
             if context is not None and not isinstance(hook, PerToken):
-                logits, part = context.whole_logits(logits, microbatch), microbatch
+                logits, part = context.whole_logits(logits, microbatch), whole
             asked = {name: getattr(numbers, name) for name in names}
             result = whole_logits(logits) if hook is None else hook(logits, part, **asked)
             self._results.append(by_key(sequences.whole, result) if isinstance(hook, PerToken) else result)
             return torch.empty(0, device=logits.device)
 
+        whole = microbatch
+        if context is not None and not isinstance(hook, PerToken):
+            whole = context.whole_on(pipeline.device, microbatch)
         labelled = isinstance(hook, PerToken) and reads_labelled_rows(hook.hook)
         feed = pipeline.feed(microbatch, numbers, take, labelled=labelled)
         # Not the feed itself, which holds `take`: a circle would outlive the microbatch.

@@ -107,16 +107,16 @@ class MultiTokenHead(SegmentedUnit, Head):
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         aux_losses = sequences.aux_losses
-        if aux_losses is None or not aux_losses.ahead:
+        if aux_losses is None or not sequences.ahead:
             return [Compute("head", lambda x_TD: (Head.forward(self, x_TD, sequences),))]
         # One segment for all uses of the projection, so that its gradients add up in one order, deferred or not.
         head = Compute("head", partial(self._logits, aux_losses, sequences))
-        return [*self.predictions.segments(self.embedding, aux_losses.ahead, sequences), head]
+        return [*self.predictions.segments(self.embedding, sequences.ahead, sequences), head]
 
     def _logits(self, aux_losses: AuxLosses, sequences: Sequences, *streams: Tensor) -> State:
         *ahead, x_TD = streams
         logits_TV = Head.forward(self, x_TD, sequences)
-        for prediction, h_TD, target in zip(self.predictions, reversed(ahead), aux_losses.ahead, strict=True):
+        for prediction, h_TD, target in zip(self.predictions, reversed(ahead), sequences.ahead, strict=True):
             logits_RV = self.projection(prediction.norm(only_read(h_TD, target.read_rows)))
             total = cross_entropy_sum(logits_RV, target.labels_T)
             loss = total * (aux_losses.factor * self.predictions.loss_weight)
@@ -137,10 +137,10 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         aux_losses = sequences.aux_losses
-        if aux_losses is None or not aux_losses.ahead:
+        if aux_losses is None or not sequences.ahead:
             return super().segments(sequences)
         norms, logits = Compute("norms", self._norms), Compute("logits", partial(self._logits, aux_losses, sequences))
-        return [*self.predictions.segments(self.embedding, aux_losses.ahead, sequences), norms, self.gather(), logits]
+        return [*self.predictions.segments(self.embedding, sequences.ahead, sequences), norms, self.gather(), logits]
 
     def _norms(self, *streams: Tensor) -> State:
         """All streams normalised and concatenated [K S, D]: the model's own, then the predictions'."""
@@ -154,7 +154,7 @@ class TensorParallelMultiTokenHead(TensorParallelHead):
         of_ranks = gathered.unflatten(0, (self.collectives.size, len(self.predictions) + 1, -1))
         h_TD, *ahead = of_ranks.transpose(0, 1).flatten(1, 2)[:, : sequences.num_tokens]
         logits_TU = self.projection(only_read(h_TD, sequences.read_rows))
-        for prediction, own_TD, target in zip(self.predictions, ahead, aux_losses.ahead, strict=True):
+        for prediction, own_TD, target in zip(self.predictions, ahead, sequences.ahead, strict=True):
             own_RU = self.projection(only_read(own_TD, target.read_rows))
             sharded = ShardedLogits(own_RU, self.part, self.collectives)
             loss = cross_entropy_sum(sharded, target.labels_T) * (aux_losses.factor * self.predictions.loss_weight)
