@@ -30,7 +30,7 @@ def operands(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, RowGroups]
     generator = torch.Generator().manual_seed(sum(sizes))
     shapes = (sum(sizes), NUM_INPUTS), (sum(sizes), NUM_OUTPUTS), (len(sizes), NUM_OUTPUTS, NUM_INPUTS)
     x_NI, grad_NO, weight_EOI = (torch.randn(s, generator=generator).to("cuda", torch.bfloat16) for s in shapes)
-    return x_NI, grad_NO, weight_EOI, RowGroups(sizes, torch.device("cuda"))
+    return x_NI, grad_NO, weight_EOI, RowGroups(torch.tensor(sizes, device="cuda"), sum(sizes))
 
 
 def computed(products: GroupedMatmul, sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,9 @@ def test_rows_that_the_kernel_cannot_take_go_through_the_loop() -> None:
             GroupedMatmulKernel().output(rows, weight, groups), GroupedMatmul().output(rows, weight, groups)
         )
     assert not GroupedMatmulKernel.takes(x_NI[:0], weight_EOI), "nobody came"
-    assert GroupedMatmulKernel().output(x_NI[:0], weight_EOI, RowGroups((0, 0), x_NI.device)).shape == (0, NUM_OUTPUTS)
+    assert GroupedMatmulKernel().output(
+        x_NI[:0], weight_EOI, RowGroups(torch.zeros(2, dtype=torch.int64, device="cuda"), 0)
+    ).shape == (0, NUM_OUTPUTS)
 
 
 def trained(schedule: ScheduleConfig, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:

@@ -64,6 +64,7 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a branch on a value": (clipped_if_large, "0F0.*the host reads a value"),
     "a list of values": (lambda x: x * x.detach()[:, 0].tolist()[0], "0F0.*the host reads a value"),
     "a copy to the host": (lambda x: x + x.detach().cpu().mean().to(x.device), "0F0.*copied to the host"),
+    "a copy from the host": (lambda x: x + torch.ones(WIDTH).to(x.device), "0F0.*copied to the device"),
     "a value read in backward": (ReadInBackward.apply, "0B0.*the host reads a value"),
     "rows chosen by a mask": (lambda x: x + x[x[:, 0] > 0].mean(0), "0F0.*needs the data of a tensor"),
     "a tensor left on the host": (

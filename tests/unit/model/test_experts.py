@@ -253,7 +253,7 @@ class TestStack:
         stack = GroupedLinear(4, 5, 7, grouped_matmul(TORCH)).double()
         nn.init.normal_(stack.weight)
         x = torch.randn(sum(sizes), 5, dtype=torch.float64, requires_grad=True)
-        groups = RowGroups(sizes, x.device)
+        groups = RowGroups(torch.tensor(sizes), sum(sizes))
         out = stack(x, groups)
         of_row = [e for e, size in enumerate(sizes) for _ in range(size)]
         expected = [stack.weight[e] @ x[i] for i, e in enumerate(of_row)]
@@ -275,7 +275,7 @@ class TestStack:
             def takes(x: Tensor, weight_EOI: Tensor) -> bool:
                 return True
 
-        groups, generator = RowGroups((3, 0, 5, 8), torch.device("cpu")), torch.Generator().manual_seed(0)
+        groups, generator = RowGroups(torch.tensor([3, 0, 5, 8]), 16), torch.Generator().manual_seed(0)
         x, weight, grad = (
             torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (4, 24, 16), (16, 24))
         )
@@ -293,7 +293,7 @@ class TestStack:
         assert totals[0, 1].eq(1).all()
 
     def test_a_gradient_that_waited_has_the_same_bits(self) -> None:
-        stack, groups = GroupedLinear(3, 4, 6, GroupedMatmul()), RowGroups((2, 0, 3), torch.device("cpu"))
+        stack, groups = GroupedLinear(3, 4, 6, GroupedMatmul()), RowGroups(torch.tensor([2, 0, 3]), 5)
         nn.init.normal_(stack.weight)
         found = []
         for waits in (False, True):
@@ -365,9 +365,9 @@ class TestPrediction:
         lengths, generator = (5, 4), torch.Generator().manual_seed(1)
         tokens, labels = torch.randint(0, 40, (2, 9), generator=generator)
         x = torch.randn(9, D, generator=generator, dtype=torch.float64)
-        ahead = [FutureTokens.of(tokens, labels, lengths, distance) for distance in (1, 2)]
-        terms = AuxLosses(0.7, 0.7, ahead)
-        sequences = Sequences.from_lengths(lengths)
+        ahead = tuple(FutureTokens.of(tokens, labels, lengths, distance) for distance in (1, 2))
+        terms = AuxLosses(0.7, 0.7)
+        sequences = replace(Sequences.from_lengths(lengths), ahead=ahead)
         ours, tape = head(), Tape()
         stage = Stage(0, [("head", ours)], Boundary(D, torch.float64))
         sequences = sequences.with_aux_losses(terms)

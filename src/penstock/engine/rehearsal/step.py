@@ -62,8 +62,11 @@ def never_read(func: Any, args: Any, kwargs: Any) -> Any:
         raise RehearsalError(f"the host reads a value of {_shape_and_dtype(args[0])}")
     if func in _COPIES:
         source, target = (args[0], kwargs.get("device")) if func is _TO_COPY else (args[1], args[0].device)
-        if target is not None and torch.device(target).type == "cpu" != source.device.type:
+        places = source.device.type, source.device.type if target is None else torch.device(target).type
+        if places[0] != places[1] == "cpu":
             raise RehearsalError(f"{_shape_and_dtype(source)} is copied to the host")
+        if places[0] != places[1] and not (kwargs.get("non_blocking") or True in args[2:]):
+            raise RehearsalError(f"{_shape_and_dtype(source)} is copied to the device")
     if func in _PRODUCTS and len({factor.dtype for factor in args if isinstance(factor, Tensor)}) > 1:
         # Tensors without data are multiplied whatever their types.
         raise RuntimeError(f"{func} of {' and '.join(str(f.dtype) for f in args if isinstance(f, Tensor))}")
@@ -339,7 +342,7 @@ def rehearse(
         fakes = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
         meter.claim(MemoryKind.OTHER, fakes)
         step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
-        feeds = _take_step(trainer, _microbatches(pipeline, parts, step_loss), step_loss)
+        feeds = _take_step(trainer, microbatches_of(pipeline, parts, step_loss), step_loss)
         program, traffic = pipeline.program(len(feeds)), place.traffic
         step = Rehearsal(
             rank=rank,
@@ -392,7 +395,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
     return feeds
 
 
-def _microbatches(pipeline: RehearsedPipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
+def microbatches_of(pipeline: RehearsedPipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
     """The microbatches on which all ranks would agree if each had this batch."""
     weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
     return MicrobatchList(

@@ -21,6 +21,7 @@ from penstock.engine.rehearsal.meter import Meter
 from penstock.model import UnitSpec, drain
 from penstock.model.attention.tiles import forget_masks
 from penstock.model.devices import use_kernels_of
+from penstock.model.layers.experts import ExpertBlock
 from penstock.parallel.gradients import in_place_of
 from penstock.runtime import Boundary, Feed, Message, Stage, Tape
 from penstock.schedule import Op
@@ -71,7 +72,17 @@ class RehearsedPlace:
             for _, module in stage.units:
                 _allocate(module, self.device)
                 use_kernels_of(self.device, module)
+                for part in module.modules():
+                    if isinstance(part, ExpertBlock):
+                        part.read_counts = even_counts
         return stages
+
+
+def even_counts(num_rows: int, counts_E: Tensor, *received: Tensor) -> Sequence[int]:
+    """Numbers of rows in place of `read_counts`: equally many for each expert, and all ranks send alike."""
+    whole, longer = divmod(num_rows, len(counts_E))
+    sizes = [whole + (expert < longer) for expert in range(len(counts_E))]
+    return [*sizes, *(size for counts_RE in received for size in sizes[: counts_RE.shape[1]] * len(counts_RE))]
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

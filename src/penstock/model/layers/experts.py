@@ -16,12 +16,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.model.kv_cache import CachedRows, CacheSize
 from penstock.model.lanes import Compute, Exchange, Lane, Segment, SegmentedUnit, State, Undo, drain, walk
 from penstock.model.layers.dense import RMSNorm, gated, gated_joint
-from penstock.model.layers.grouped_linear import GroupedLinear, RowGroups, grouped_matmul
+from penstock.model.layers.grouped_linear import GroupedLinear, ReadCounts, RowGroups, grouped_matmul, read_counts
 from penstock.model.layers.router import Choice, Router
 from penstock.model.linear import Linear, Matmul, dtype_of_sums, with_gradient
 from penstock.model.sequences import Sequences
@@ -113,38 +112,28 @@ class ArrivedRows:
     by_rank: RowOrder
 
     @classmethod
-    def of(
-        cls, sent_counts_E: Tensor, received_counts_RE: Tensor, experts_of_ranks: Sequence[int], num_rows: int
-    ) -> "ArrivedRows":
-        """Compute from the rows sent to every expert, and the rows that each rank sends to each expert here.
+    def of(cls, received_counts_RE: Tensor, numbers: Sequence[int], experts_of_ranks: Sequence[int]) -> "ArrivedRows":
+        """Compute from the rows that each rank sends to each expert here.
 
-        `num_rows` are sent in all.
+        numbers: the rows sent to every expert, and those received, as they were read. All else stays on the device.
         """
-        device = sent_counts_E.device
-        num_experts, num_local = len(sent_counts_E), received_counts_RE.shape[1]
-        if isinstance(sent_counts_E, FakeTensor):
-            # In a rehearsal all ranks send alike.
-            sizes = list(RowGroups.of(sent_counts_E, num_rows).sizes)
-            sizes += sizes[:num_local] * len(experts_of_ranks)
-        else:
-            # Both at once, to wait for the device only once.
-            sizes = torch.cat([sent_counts_E, received_counts_RE.flatten()]).tolist()
-        sent = [sum(part) for part in _split(sizes[:num_experts], experts_of_ranks)]
-        by_rank = _split(sizes[num_experts:], [num_local] * len(experts_of_ranks))
+        num_experts, num_local = sum(experts_of_ranks), received_counts_RE.shape[1]
+        sent = [sum(part) for part in _split(numbers[:num_experts], experts_of_ranks)]
+        by_rank = _split(numbers[num_experts:], [num_local] * len(experts_of_ranks))
         received = [sum(part) for part in by_rank]
-        runs = torch.tensor(by_rank, dtype=torch.int64).view(len(experts_of_ranks), -1)
-        expert_of_run = torch.arange(num_local).expand(runs.shape).flatten()
-        expert_of_row = torch.repeat_interleave(expert_of_run, runs.flatten(), output_size=sum(received))
-        by_expert = expert_of_row.sort(stable=True).indices
-        by_rank_N = torch.empty_like(by_expert)
-        by_rank_N[by_expert] = torch.arange(len(by_expert))
-        groups = RowGroups(tuple(map(sum, zip(*by_rank, strict=True))), device)
-        there_N, back_N = by_expert.to(device), by_rank_N.to(device)
+        num_rows, device = sum(received), received_counts_RE.device
+        expert_of_run = torch.arange(num_local, device=device).expand(received_counts_RE.shape).flatten()
+        expert_of_row = torch.repeat_interleave(expert_of_run, received_counts_RE.flatten(), output_size=num_rows)
+        there_N = expert_of_row.sort(stable=True).indices
+        back_N = torch.empty_like(there_N)
+        back_N[there_N] = torch.arange(num_rows, device=device)
+        sizes = [sum(of_expert) for of_expert in zip(*by_rank, strict=True)]
+        groups = RowGroups(received_counts_RE.sum(0), num_rows, lambda *counts: sizes)
         orders = RowOrder(there_N, back_N[:, None]), RowOrder(back_N, there_N[:, None])
         return cls(groups, tuple(sent), tuple(received), *orders)
 
 
-def _split(values: list[int], sizes: Sequence[int]) -> list[list[int]]:
+def _split(values: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
     parts, first = [], 0
     for size in sizes:
         parts.append(values[first : first + size])
@@ -176,15 +165,16 @@ class AwaitSizes:
 
     route: Route
     experts_of_ranks: tuple[int, ...]
+    #: reads the sizes, of which the exchanges' buffers are: the one wait for the device in a layer
+    read: ReadCounts
     name: str = "sizes"
 
     def forward(self, state: State, undo: list[Undo] | None) -> Lane[State]:
         yield
         route = self.route
         received_RE = route.sizes.wait().view(len(self.experts_of_ranks), -1)
-        route.arrived = ArrivedRows.of(
-            route.choice.counts_E, received_RE, self.experts_of_ranks, len(route.order.token_of_row_N)
-        )
+        numbers = self.read(len(route.order.token_of_row_N), route.choice.counts_E, received_RE)
+        route.arrived = ArrivedRows.of(received_RE, numbers, self.experts_of_ranks)
         del route.sizes
         return state
 
@@ -227,11 +217,14 @@ class ExpertBlock(SegmentedUnit):
         config: of the model, with experts.
         matmul: computes the matrix products.
         groups: each rank of `ep` holds a run of neighbouring experts.
+
+    `read_counts` reads numbers of rows; a rehearsal, whose rows have no numbers, puts another in its place.
     """
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups | None = None) -> None:
         super().__init__()
         groups = groups or ModelGroups()
+        self.read_counts: ReadCounts = read_counts
         self.collectives, self.token_peers = Collectives(groups.ep), Collectives(groups.tp)
         self.experts_of_ranks = experts_of_ranks(config.experts.num_experts, self.collectives.size)
         num_local = self.experts_of_ranks[self.collectives.rank]
@@ -264,7 +257,7 @@ class ExpertBlock(SegmentedUnit):
             return [router, experts, combine]
         return [
             router,
-            AwaitSizes(route, self.experts_of_ranks),
+            AwaitSizes(route, self.experts_of_ranks, self.read_counts),
             Exchange("dispatch", partial(self._to_experts, route), partial(self._from_experts, route), True),
             experts,
             Exchange("combine", partial(self._from_experts, route), partial(self._to_experts, route)),
@@ -299,7 +292,8 @@ class ExpertBlock(SegmentedUnit):
 
     def _compute(self, route: Route, rows_ND: Tensor) -> State:
         if route.arrived is None:
-            return (self.experts(rows_ND, RowGroups.of(route.choice.counts_E, rows_ND.shape[0])),)
+            groups = RowGroups(route.choice.counts_E, rows_ND.shape[0], self.read_counts)
+            return (self.experts(rows_ND, groups),)
         arrived = route.arrived
         out_ND = self.experts(spread(rows_ND, arrived.by_expert), arrived.groups)
         return (spread(out_ND, arrived.by_rank),)

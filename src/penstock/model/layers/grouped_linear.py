@@ -8,7 +8,7 @@ would take longer than the product.
 Shapes: N rows of all experts, E experts of this rank, I inputs, O outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,25 +17,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.model.linear import TORCH, Matmul, PendingGradient, WeightGradients, autocast_dtype
+
+ReadCounts = Callable[..., Sequence[int]]
+"""From a number of rows, and tensors with the numbers of them that belong together, to the latter's values in a row."""
+
+
+def read_counts(num_rows: int, *counts: Tensor) -> Sequence[int]:
+    """Read how the rows are divided: all at once, because the host waits for the device each time."""
+    return torch.cat([numbers.flatten() for numbers in counts]).tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """The number of rows of each expert, where rows are sorted by expert."""
+    """The number of rows of each expert, where rows are sorted by expert: on the device, and on the host if asked for.
 
-    sizes: tuple[int, ...]
-    device: torch.device
+    Args:
+        counts_E: int64, rows of each expert.
+        num_rows: rows of all.
+        read: brings the counts to the host.
+    """
 
-    @classmethod
-    def of(cls, counts_E: Tensor, num_rows: int) -> "RowGroups":
-        """Read the counts, which waits for the device. Tensors without data (a rehearsal) get an even split."""
-        if isinstance(counts_E, FakeTensor):
-            whole, longer = divmod(num_rows, len(counts_E))
-            return cls(tuple(whole + (e < longer) for e in range(len(counts_E))), counts_E.device)
-        return cls(tuple(counts_E.tolist()), counts_E.device)
+    counts_E: Tensor
+    num_rows: int
+    read: ReadCounts = read_counts
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """The counts on the host, which waits for the device to read them."""
+        return self.read(self.num_rows, self.counts_E)
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """(expert, first row, row after its last) of each expert that has rows."""
@@ -46,7 +57,7 @@ class RowGroups:
     @cached_property
     def ends(self) -> Tensor:
         """The row after each expert's last, [E] int32."""
-        return torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32).to(self.device, non_blocking=True)
+        return self.counts_E.cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -101,11 +112,8 @@ class GroupedMatmulKernel(GroupedMatmul):
             super().add_weight_gradient(total_EOI, grad_NO, x_NI, groups)
             return
         grad_EOI = F.grouped_mm(grad_NO.t(), x_NI, offs=groups.ends)
-        for expert, size in enumerate(groups.sizes):
-            if not size:
-                # Some GPU kernels leave this memory uninitialised (PyTorch issue 172439).
-                grad_EOI[expert].zero_()
-        total_EOI.add_(grad_EOI)
+        # Some GPU kernels leave the memory of experts without rows uninitialised (PyTorch issue 172439).
+        total_EOI.add_(grad_EOI.masked_fill_((groups.counts_E == 0)[:, None, None], 0))
 
 
 def grouped_matmul(matmul: Matmul) -> GroupedMatmul:

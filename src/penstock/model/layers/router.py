@@ -172,9 +172,7 @@ def _sequence_counts(
     device = experts_TK.device
     of_all_tokens = sequences.shared(
         "sequence of token",
-        lambda: torch.repeat_interleave(
-            torch.tensor(sequences.lengths, device=device), output_size=sequences.num_tokens
-        ),
+        lambda: torch.repeat_interleave(sequences.cu_seqlens.diff().to(torch.int64), output_size=sequences.num_tokens),
     )
     of_token_T = of_all_tokens[tokens.start : tokens.stop]
     counts = torch.zeros(len(sequences.lengths) * num_experts, dtype=torch.int64, device=device)
