@@ -16,7 +16,7 @@ from penstock.parallel.collectives import Collectives, Handle, Observer
 # ---- Parameters and gradients in flat buckets
 
 
-CAP_BYTES = 25 * 2**20
+_CAP_BYTES = 25 * 2**20
 _LINE_BYTES = 64
 _TRAINED = (*(torch.float32, torch.float64, torch.bfloat16, torch.float16), *(torch.complex64, torch.complex128))
 
@@ -159,9 +159,13 @@ BucketKind = tuple[int, Reduction, torch.dtype, torch.device]
 
 
 def fill_buckets(
-    parameters: Sequence[tuple[str, nn.Parameter]], kind_of: Callable[[str, nn.Parameter], BucketKind], cap_bytes: int
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    kind_of: Callable[[str, nn.Parameter], BucketKind],
+    cap_bytes: int | None,
 ) -> tuple[Bucket, ...]:
     """Move those parameters that require a gradient into buckets, in order, with one open bucket of each kind.
+
+    cap_bytes: see `GradientBuckets`.
 
     Raises: ValueError for a dtype in which no gradient can be summed.
     """
@@ -178,13 +182,28 @@ def fill_buckets(
             )
         kind = kind_of(name, parameter)
         need_bytes = _padded_length(parameter) * _gradient_dtype(parameter).itemsize
-        members, used_bytes = open_bucket.get(kind, ([], cap_bytes))
-        if used_bytes + need_bytes > cap_bytes:
+        most_bytes = _cap_bytes(kind) if cap_bytes is None else cap_bytes
+        members, used_bytes = open_bucket.get(kind, ([], most_bytes))
+        if used_bytes + need_bytes > most_bytes:
             members, used_bytes = [], 0
             filled.append((kind, members))
         members.append((name, parameter))
         open_bucket[kind] = (members, used_bytes + need_bytes)
     return tuple(make_bucket(members, group, reduction) for (group, reduction, _, _), members in filled)
+
+
+def _cap_bytes(kind: BucketKind) -> int:
+    """The bytes of gradients that a bucket has at most.
+
+    On a device the pieces that ranks pass on in a ring must be long enough for its links, and launches few.
+
+    Source: Megatron-LM, the default of `bucket_size` of its distributed data parallelism.
+    """
+    _, reduction, dtype, device = kind
+    if device.type == "cpu":
+        return _CAP_BYTES
+    num_ranks = 1 if reduction.group is None else reduction.group.size()
+    return max(40_000_000, 1_000_000 * num_ranks) * max(dtype.itemsize, 4)
 
 
 def make_bucket(members: Sequence[tuple[str, nn.Parameter]], group: int, reduction: Reduction) -> Bucket:
@@ -237,10 +256,10 @@ class GradientBuckets:
     parameter's data is a view of flat storage with its values, and `parameter.grad` the view in which autograd
     accumulates its gradient; that of a 16-bit parameter is fp32. One that no backward reaches has the gradient zero.
 
-    Parameters fill buckets in the order given, up to `cap_bytes` of gradients each; a larger one has a bucket of its
-    own. A bucket never mixes types, devices, reductions or parameter groups, which `group_of` numbers (left out, norms
-    and biases, of one dimension, are set apart). `reductions` are by full name; the other gradients are summed over
-    `group`.
+    Parameters fill buckets in the order given, up to `cap_bytes` of gradients each (left out: 25 MiB on a CPU, on a
+    device more, by the number of ranks); a larger one has a bucket of its own. A bucket never mixes types, devices,
+    reductions or parameter groups, which `group_of` numbers (left out, norms and biases, of one dimension, are set
+    apart). `reductions` are by full name; the other gradients are summed over `group`.
 
     A step is ``zero_(); backward passes; launch(); ...; wait()``. `zero_` also cleans up after a step that failed
     anywhere in between. If ranks share the step (ZeRO-1), `gather` follows it, and `settle` before parameters are read.
@@ -263,7 +282,7 @@ class GradientBuckets:
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup | None = None,
-        cap_bytes: int = CAP_BYTES,
+        cap_bytes: int | None = None,
         reductions: Mapping[str, Reduction] | None = None,
         observer: Observer | None = None,
         group_of: GroupOf | None = None,

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.rehearsal.counted import CountedGroup, TrafficCount
+from penstock.engine.rehearsal.units import without_values
 from penstock.parallel import GradientBuckets
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -86,6 +88,19 @@ def test_buckets_fill_in_order_up_to_their_cap_and_an_oversized_parameter_is_alo
     assert held == [["p0", "p1"], ["p2"], ["p3", "p4", "p5"], ["p6"]]
     for bucket in buckets.buckets:
         assert bucket.gradients.nbytes <= 36_000 or len(bucket.places) == 1
+
+
+@pytest.mark.shows(209)
+def test_on_a_device_buckets_grow_with_the_ranks_that_sum_them() -> None:
+    def num_buckets(num_ranks: int, device: str) -> int:
+        group = CountedGroup(0, tuple(range(num_ranks)), "dp", TrafficCount())
+        with without_values():
+            parameters = [(f"p{i}", nn.Parameter(torch.empty(10_000_000, 1, device=device))) for i in range(16)]
+            return len(GradientBuckets(parameters, group).buckets)
+
+    # 40 million elements, or a million a rank; on a CPU 25 MiB, and these parameters are larger.
+    assert [num_buckets(n, "meta") for n in (1, 40, 80, 160)] == [4, 4, 2, 1]
+    assert num_buckets(160, "cpu") == 16
 
 
 @pytest.mark.shows(94)

@@ -30,6 +30,7 @@ from penstock.engine.optimizer.steppers import (
     StateName,
     Stored,
     Values,
+    scale,
 )
 from penstock.engine.optimizer.torch_stepper import TorchStepper
 from penstock.parallel import Bucket, GradientBuckets, Reduction
@@ -39,8 +40,8 @@ from penstock.settings import ConfigError, Division, LearningRate, OptimizerConf
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
 _CLIP_EPS = 1e-6
-# The elements that are compared at once.
-_AT_ONCE = 1 << 20
+# The elements that are compared at once: on a CPU those that stay in its cache, on a device as many as are one launch.
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 20, 1 << 26
 WholeState = Mapping[str, tuple[bool, Tensor]]
 """``optimizer.<kind>.<parameter>`` -> True if it has one value for each of the parameter's elements, and the tensor."""
 
@@ -202,7 +203,6 @@ class Optimizer:
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
         number = self.num_steps + 1 if number is None else number
-        self.take_edits()
         return self.update(self.gradient_norm(), number, self.rates.at(number))
 
     @torch.no_grad()
@@ -216,10 +216,9 @@ class Optimizer:
             factor = 1.0 / self.loss_scale
             if self.config.clip_norm:
                 factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
-            for bucket in self._buckets if factor != 1.0 else ():
-                bucket.gradients[bucket.owned].mul_(factor)
+            scale((bucket.gradients for bucket in self._buckets if bucket.reduction.lent), factor)
             for stepper in self._steppers:
-                stepper.step(values)
+                stepper.step(values, factor)
             self._num_updates += 1
             self._publish_masters()
         if self.scaler is not None:
@@ -355,13 +354,19 @@ class Optimizer:
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
 
-    @torch.no_grad()
     def take_edits(self) -> None:
         """Take over what was written into 16-bit parameters since the last step, by whatever way.
 
         Where an element is no longer its master rounded, the master becomes the element; all others keep theirs. A
         parameter of any type that was given other storage (`parameter.data = ...`) has its values moved back.
         """
+        pairs, is_same = self._compared()
+        if pairs:
+            self._take_changed(pairs, torch.stack(is_same).tolist())
+
+    @torch.no_grad()
+    def _compared(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+        """Parts of 16-bit parameters with their masters, and for each True if the one is the other rounded."""
         for bucket in self._stepped:
             storage = bucket.parameters.untyped_storage()
             for place in bucket.places:
@@ -369,32 +374,37 @@ class Optimizer:
                     view = place.view(bucket.parameters).view(place.parameter.shape)
                     view.copy_(place.parameter)
                     place.parameter.data = view
-        mixed = [
+        pairs = [
             pair
             for bucket, master in self._masters
-            for pair in zip(bucket.parameters[bucket.owned].split(_AT_ONCE), master.split(_AT_ONCE), strict=True)
+            for num in [_AT_ONCE if master.device.type == "cpu" else _AT_ONCE_ON_DEVICE]
+            for pair in zip(bucket.parameters[bucket.owned].split(num), master.split(num), strict=True)
         ]
-        if not mixed:
-            return
-        # Bits are compared four elements at once, and the device answers once for all.
-        wide, narrow = torch.int64, torch.int16
-        is_same = torch.stack(
-            [(values.view(wide) == master.to(values.dtype).view(wide)).all() for values, master in mixed]
-        )
-        for values, master in (pair for pair, same in zip(mixed, is_same.tolist(), strict=True) if not same):
+        # Bits are compared four elements at once.
+        wide = torch.int64
+        is_same = [(values.view(wide) == master.to(values.dtype).view(wide)).all() for values, master in pairs]
+        return pairs, is_same
+
+    @torch.no_grad()
+    def _take_changed(self, pairs: Sequence[tuple[Tensor, Tensor]], is_same: Sequence[float]) -> None:
+        narrow = torch.int16
+        for values, master in (pair for pair, same in zip(pairs, is_same, strict=True) if not same):
             unchanged = values.view(narrow) == master.to(values.dtype).view(narrow)
             master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
     def gradient_norm(self) -> float:
         """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
 
-        All ranks of the group call it.
+        All ranks of the group call it. It takes edits too (see `take_edits`), since a device is waited for only once.
         """
+        pairs, is_same = self._compared()
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self._counted]
-        rank_norms = torch.zeros(self._num_norms, dtype=torch.float64)
-        if norms:
-            rank_norms[: len(norms)] = torch.stack(norms).cpu()
+        gradients = self._counted
+        norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
+        stacks = [torch.stack(tensors).double() for tensors in (norms, is_same) if tensors]
+        numbers = torch.cat(stacks).tolist() if stacks else []
+        self._take_changed(pairs, numbers[len(norms) :])
+        rank_norms = torch.tensor(numbers[: len(norms)] + [0.0] * (self._num_norms - len(norms)), dtype=torch.float64)
         gathered = [rank_norms]
         if self._group is not None:
             gathered = [torch.empty_like(rank_norms) for _ in range(self._group.size())]

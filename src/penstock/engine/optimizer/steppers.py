@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -90,10 +90,18 @@ class FlatStepper(ABC):
     def step_group(self, blocks: Sequence[Block], values: Values) -> None:
         """Step the masters of one group's blocks and their state, in place, by the group's hyperparameters."""
 
-    def step(self, values: Sequence[Values]) -> None:
-        """Step all masters from their gradients, in place; `values` are the groups' hyperparameters by number."""
+    def step(self, values: Sequence[Values], factor: float = 1.0) -> None:
+        """Step all masters from their gradients times `factor`, which the gradients then are, in place.
+
+        values: the groups' hyperparameters by number.
+        """
         for group, blocks in self._by_group.items():
-            self.step_group(blocks, values[group])
+            self.step_scaled(blocks, values[group], factor)
+
+    def step_scaled(self, blocks: Sequence[Block], values: Values, factor: float) -> None:
+        """Step one group as `step` says; a rule whose kernel takes a factor does without a pass of its own."""
+        scale((block.gradient for block in blocks), factor)
+        self.step_group(blocks, values)
 
     def state(self) -> dict[StateName, OwnedState]:
         """(kind of state, full name) -> the state, to be saved, or loaded in place and then `continue_from`."""
@@ -142,6 +150,18 @@ class AdamW(FlatStepper):
     hyperparameters: ClassVar[Values] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
     def step_group(self, blocks: Sequence[Block], values: Values) -> None:
+        self._step(blocks, values, 1.0)
+
+    def step_scaled(self, blocks: Sequence[Block], values: Values, factor: float) -> None:
+        if blocks[0].master.device.type == "cpu":
+            # The kernel divides, which gives other bits than this product.
+            super().step_scaled(blocks, values, factor)
+        else:
+            self._step(blocks, values, factor)
+
+    def _step(self, blocks: Sequence[Block], values: Values, factor: float) -> None:
+        device = blocks[0].master.device
+        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
         # The class torch.optim.AdamW loads the compiler at its first use, which takes a second, and calls this.
         adamw(
             [as_real(block.master) for block in blocks],
@@ -158,7 +178,14 @@ class AdamW(FlatStepper):
             weight_decay=values["weight_decay"],
             eps=values["eps"],
             maximize=False,
+            grad_scale=divisor,
         )
+
+
+def scale(gradients: Iterable[Tensor], factor: float) -> None:
+    """Multiply gradients by a factor, in place."""
+    for gradient in gradients if factor != 1.0 else ():
+        gradient.mul_(factor)
 
 
 STEPPERS: dict[str, type[FlatStepper]] = {"adamw": AdamW}

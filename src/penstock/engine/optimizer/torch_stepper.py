@@ -31,6 +31,7 @@ from penstock.engine.optimizer.steppers import (
     Stored,
     Values,
     known_division,
+    scale,
 )
 from penstock.parallel import Place
 from penstock.parallel.gradients import in_place_of
@@ -65,7 +66,8 @@ class TorchStepper:
         self._optimizer = self._made(kind)
         self._is_known = known_division(self._optimizer) is not None
 
-    def step(self, values: Sequence[Values]) -> None:
+    def step(self, values: Sequence[Values], factor: float = 1.0) -> None:
+        scale((one.gradient for one in self._stepped.values()), factor)
         for number, group in zip(self._group_numbers(), self._optimizer.param_groups, strict=True):
             for key, value in values[number].items():
                 # As torch's schedulers do.
