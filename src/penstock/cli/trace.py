@@ -9,7 +9,7 @@ from penstock import draw
 from penstock.cli.options import Parser, add_json, add_output
 from penstock.cli.output import check_drawing, print_json
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, read_recorded_step, short_number
-from penstock.schedule.recording import Recording
+from penstock.schedule.recording import CollectiveTotal, Recording
 
 _HEADINGS = ("compute", "waiting", "transfers", "reduction", "step", "between", "outside")
 
@@ -87,10 +87,16 @@ def _to_json(recorded: RecordedStep) -> dict[str, object]:
         "simulated_makespan": None if simulated is None else simulated.makespan,
         "ranks": ranks,
         "collectives": [
-            {str(kind): asdict(sums) | {"hidden_share": sums.hidden_share} for kind, sums in rank.items()}
-            for rank in recording.collective_totals()
+            {str(kind): _sums_to_json(sums) for kind, sums in rank.items()} for rank in recording.collective_totals()
         ],
     }
+
+
+def _sums_to_json(sums: CollectiveTotal) -> dict[str, object]:
+    values: dict[str, object] = {"number": sums.number, "num_bytes": sums.num_bytes}
+    for name in ("exposed", "hidden", "hidden_share"):
+        values[name] = getattr(sums, name) if sums.is_timed else None
+    return values
 
 
 def _print_spent(recording: Recording) -> None:
@@ -125,9 +131,12 @@ def _print_collectives(recording: Recording) -> None:
     print("rank  kind                number       MiB     exposed          hidden")
     for rank, kinds in enumerate(recording.collective_totals()):
         for kind, sums in kinds.items():
-            exposed, hidden = f"{_short(sums.exposed)} ms", f"{_short(sums.hidden)} ms"
+            exposed = hidden = share = "-"
+            if sums.is_timed:
+                exposed, hidden = f"{_short(sums.exposed)} ms", f"{_short(sums.hidden)} ms"
+                share = f"{sums.hidden_share:.0%}"
             sizes = f"{sums.number:>8}{_short(sums.num_bytes / 2**20):>10}"
-            print(f"{rank:3}   {kind:<18}{sizes}{exposed:>12}{hidden:>12}{sums.hidden_share:>5.0%}")
+            print(f"{rank:3}   {kind:<18}{sizes}{exposed:>12}{hidden:>12}{share:>5}")
 
 
 def _short(time: float) -> str:

@@ -64,6 +64,7 @@ from penstock.runtime import (
     Stage,
     Transport,
 )
+from penstock.runtime.device_trace import DeviceRecorder
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
 from penstock.schedule.actions import check_count
@@ -281,7 +282,8 @@ class Pipeline:
 
     def _make_recorder(self, coordinates: str | None) -> Recorder:
         """The recorder of this rank; `coordinates` name its pipeline where there are several."""
-        return Recorder(self.grid.pp_rank, coordinates=coordinates)
+        recorder = DeviceRecorder if self.device.type == "cuda" else Recorder
+        return recorder(self.grid.pp_rank, coordinates=coordinates)
 
     def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
         """A transport among the ranks of the pipeline, which a failed step does not outlast."""
@@ -517,8 +519,8 @@ class Pipeline:
 
         of_all: gathers the records of all ranks, which all call it.
         """
-        records_by_kind = (self.recorder.records(), self.recorder.collective_records())
-        rows = [[record.row() for record in records if record.end_ns] for records in records_by_kind]
+        actions = [record.row() for record in self.recorder.records() if record.end_ns]
+        rows = [actions, self.recorder.collective_rows()]
         by_rank = gather_json(rows, self.grid.pp_control) if of_all else [rows]
         if of_all and self.grid.rank:
             return None

@@ -229,9 +229,14 @@ class Recorder:
         """The newest records of the current step, oldest first."""
         return list(self._records)
 
-    def busy_s(self) -> float:
-        """The time that the current step's finished actions took, from when each could start."""
-        return sum([record.end_ns - record.start_ns for record in self._records if record.end_ns]) * 1e-9
+    def collective_rows(self) -> list[list[Any]]:
+        """The rows of those of them that have ended; see `Recording`."""
+        return [record.row() for record in self._collectives if record.end_ns]
+
+    def idle_share(self, time_s: float) -> float:
+        """The share of the current step's time, `time_s`, in which no action was under way that could start."""
+        busy_s = sum([record.end_ns - record.start_ns for record in self._records if record.end_ns]) * 1e-9
+        return 1.0 - busy_s / time_s
 
     def busy_since_s(self) -> float:
         """The time for which the current action has been under way; 0 between actions, and after one that failed."""

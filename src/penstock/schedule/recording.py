@@ -48,10 +48,7 @@ class CollectiveKind(StrEnum):
 
 @dataclass(slots=True)
 class CollectiveRecord:
-    """One collective of one rank.
-
-    On a GPU all times are the host's, which does not wait for the device.
-    """
+    """One collective of one rank. On a GPU only its launch is known, by the host's time."""
 
     #: its kind, and the bytes that this rank gives
     kind: CollectiveKind
@@ -64,17 +61,17 @@ class CollectiveRecord:
     wait_ns: int | None = None
     #: when the rank went on; None if it never waited for it
     taken_ns: int | None = None
-    #: when it was done (`taken_ns` where the backend does not report that); None until then
+    #: when it was done (`taken_ns` where the backend does not report that); None until then, and where it is not known
     end_ns: int | None = None
 
     @property
     def exposed(self) -> float:
-        """The time that the rank waited for it."""
+        """The time that the rank waited for it, as far as that is known."""
         return 0.0 if self.wait_ns is None or self.taken_ns is None else _ms(self.taken_ns - self.wait_ns)
 
     @property
     def hidden(self) -> float:
-        """The time that it was in flight while the rank did something else."""
+        """The time that it was in flight while the rank did something else, as far as that is known."""
         return 0.0 if self.end_ns is None else max(0.0, _ms(self.end_ns - self.launch_ns) - self.exposed)
 
     def row(self) -> list[Any]:
@@ -86,6 +83,8 @@ class CollectiveRecord:
     def from_row(cls, row: Sequence[Any], origin_ns: int = 0) -> CollectiveRecord:
         """Read a row, with times from `origin_ns` on. Raises: ValueError or TypeError if it is none."""
         kind, num_bytes, launch, end, *waited = row
+        if end is None:
+            return cls(CollectiveKind(kind), int(num_bytes), _ns(launch) - origin_ns)
         launch, end = _in_order(row, [launch, end], origin_ns)
         wait, taken = (None, None) if None in waited else _in_order(row, waited, origin_ns)
         return cls(CollectiveKind(kind), int(num_bytes), launch, wait_ns=wait, taken_ns=taken, end_ns=end)
@@ -99,6 +98,8 @@ class CollectiveTotal:
     num_bytes: int = 0
     exposed: float = 0.0
     hidden: float = 0.0
+    #: False where their times are not known, as on a GPU
+    is_timed: bool = True
 
     @property
     def hidden_share(self) -> float:
@@ -109,7 +110,7 @@ class CollectiveTotal:
     @classmethod
     def of(cls, collectives: Sequence[CollectiveRecord]) -> CollectiveTotal:
         sums = (sum(getattr(one, name) for one in collectives) for name in ("num_bytes", "exposed", "hidden"))
-        return cls(len(collectives), *sums)
+        return cls(len(collectives), *sums, is_timed=all(one.end_ns is not None for one in collectives))
 
 
 @dataclass(frozen=True, slots=True)

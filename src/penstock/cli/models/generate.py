@@ -316,10 +316,13 @@ class Answers:
             time.sleep(_POLL_S)
 
     def report(self, wall_s: float, busy_s: Sequence[float]) -> None:
-        """Give the file its name or print all answers, and the speed; `busy_s` is that of each rank."""
+        """Give the file its name or print all answers, and the speed; `busy_s` is that of each rank, if known."""
+        from penstock.engine.generation.answers import idle_share
+
         call, num_tokens = self.call, self._num_tokens
         speed = num_tokens / wall_s if wall_s else 0.0
-        idle = 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
+        idle = idle_share(wall_s, busy_s)
+        idle_words = "-" if idle is None else f"{idle:.1%}"
         if self.file is not None:
             self.file.publish()
         if call.given.json:
@@ -331,8 +334,8 @@ class Answers:
         elif self.file is not None:
             kept = f" ({self.num_kept} of them there already)" if self.num_kept else ""
             print(
-                f"{call.num_answers} answers{kept}, {num_tokens:,} tokens, {speed:,.0f} tokens/s, idle {idle:.1%}; "
-                f"wrote {call.output}"
+                f"{call.num_answers} answers{kept}, {num_tokens:,} tokens, {speed:,.0f} tokens/s, "
+                f"idle {idle_words}; wrote {call.output}"
             )
 
     def _look(self) -> None:

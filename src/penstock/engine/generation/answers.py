@@ -24,12 +24,20 @@ class Padded:
     valid: Tensor
 
 
+def idle_share(wall_s: float, busy_s: Sequence[float]) -> float | None:
+    """The share of the time `wall_s` in which ranks were not busy, on average; None without any rank's time."""
+    if not busy_s:
+        return None
+    return 1.0 - sum(busy_s) / (len(busy_s) * wall_s) if wall_s else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class GenerateResult:
     """All answers by prompt and sample, equal on every rank of the pipeline, and the time that they took.
 
     After an interruption, unfinished answers have no ending, and the figures cover the time since the last one. wall_s:
-    from the first header to the last. busy_s, num_forwards: of each pipeline rank.
+    from the first header to the last. busy_s, num_forwards: of each pipeline rank; `busy_s` is empty on a GPU, where
+    only times of launching are known.
     """
 
     sequences: tuple[schedule.Sequence, ...]
@@ -62,9 +70,9 @@ class GenerateResult:
         return self.num_tokens / self.wall_s if self.wall_s else 0.0
 
     @property
-    def idle_share(self) -> float:
-        """The fraction of the time in which a rank computed nothing, over all ranks of the pipeline."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.wall_s) if self.wall_s else 0.0
+    def idle_share(self) -> float | None:
+        """The fraction of the time in which a rank computed nothing, over all ranks of the pipeline; None on a GPU."""
+        return idle_share(self.wall_s, self.busy_s)
 
     def padded(self, pad_token: int | None = None) -> Padded:
         """The answers as tensors, padded on the right. Raises: ValueError if lengths differ without a pad token."""

@@ -186,6 +186,9 @@ class Generator:
                 loop.share_answers(group)
                 timings = gather_json([loop.busy_s, loop.wall_s, loop.num_forwards], group)
         busy_s, wall_s, num_forwards = zip(*timings, strict=True)
+        if pipeline.device.type == "cuda":
+            # Times of launching.
+            busy_s = ()
         answers = tuple(loop.generation.sequences)
         result = GenerateResult(answers, wall_s[0], busy_s, num_forwards, loop.num_rounds)
         # A listener may have failed on one of the ranks that hold the same stages alone.

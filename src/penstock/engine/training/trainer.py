@@ -74,7 +74,7 @@ class TrainResult:
     success: bool
     #: wall time of the step
     step_time_s: float
-    #: fraction of that time in which this rank waited
+    #: fraction of that time in which this rank waited; on a GPU, of its time up to the optimizer's step
     idle_share: float
     #: True if some rank was asked to end after this step
     stop_requested: bool
@@ -265,7 +265,7 @@ class Trainer:
             loss_scale=loss_scale,
             success=update.success,
             step_time_s=step_time_s,
-            idle_share=1.0 - pipeline.recorder.busy_s() / step_time_s,
+            idle_share=pipeline.recorder.idle_share(step_time_s),
             stop_requested=any(report.stop for report in microbatches.reports),
             aux_losses=aux_losses,
             metrics=metrics,
