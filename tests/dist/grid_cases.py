@@ -138,7 +138,7 @@ def run(case: Case) -> Outcome:
         norms.append(result.grad_norm)
         # Of a step that is shared out, every rank has the whole gradient of some parameters alone.
         if not gradients and not case.zero:
-            trained = [name for buckets in engine.trainer.gradients.values() for name in buckets.gradients]
+            trained = [name for buckets in engine.trainer.buckets.values() for name in buckets.gradients]
             gradients = {name: engine.gradient(name).clone() for name in trained}
     own = range(len(scored))[engine.grid.dp_rank :: case.layout.dp]
     scores = engine.forward(PackedBatch.from_documents([scored[i] for i in own]))

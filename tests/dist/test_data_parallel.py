@@ -158,7 +158,7 @@ def reductions_of(rank: int, name: str, num_microbatches: int) -> list[Any]:
     """Per bucket: how often it was reduced, and after which action of this rank."""
     engine = engine_of(2, 2, name)
     launched = []
-    for number, buckets in engine.trainer.gradients.items():
+    for number, buckets in engine.trainer.buckets.items():
         original = buckets.launch
 
         def launch(original: Any = original, number: int = number) -> None:

@@ -36,7 +36,7 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
         precision=Precision.FP64, optimizer=OptimizerConfig(clip_norm=0), timeout_s=30.0, device="cpu"
     )
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, layout, options)
-    buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.gradients.values() for b in g.buckets}
+    buckets = {b.gradients.data_ptr(): b.gradients for g in engine.trainer.buckets.values() for b in g.buckets}
     totals: list[list[float]] = []
     reductions: list[tuple[str, Tensor, int]] = []
     check_total, all_reduce = microbatches.check_total, dist.all_reduce

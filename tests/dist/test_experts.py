@@ -107,7 +107,7 @@ def train(case: Case, layout: Layout, steps: list[list[Tensor]] | None = None) -
         )
         for step in steps or documents()
     ]
-    trained = [name for buckets in engine.trainer.gradients.values() for name in buckets.gradients]
+    trained = [name for buckets in engine.trainer.buckets.values() for name in buckets.gradients]
     outcome = Outcome(
         [r.loss for r in results],
         [r.grad_norm for r in results],

@@ -204,7 +204,7 @@ def lose_gathered_weights(rank: int) -> bool:
     wanted = {name: p.detach().clone() for name, p in engine.parameters().items()}
     times: list[float] = []
     mend = break_step(engine, 0, "before", times) if rank == 0 else lambda: None
-    for buckets in engine.trainer.gradients.values():
+    for buckets in engine.trainer.buckets.values():
         for bucket in buckets.buckets:
             own = bucket.parameters[bucket.owned].clone()
             bucket.parameters.fill_(float("nan"))

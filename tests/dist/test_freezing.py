@@ -65,7 +65,7 @@ def _phases(case: Case, optimizer: Any, follow: bool) -> list[dict[str, Any]]:
             reference.step()
         after = {name: p.detach().clone() for name, p in engine.parameters().items()}
         frozen = [name for name in after if not name.startswith(trained)]
-        held = [name for buckets in engine.trainer.gradients.values() for name in buckets.gradients]
+        held = [name for buckets in engine.trainer.buckets.values() for name in buckets.gradients]
         found.append(
             {
                 "weights": after,

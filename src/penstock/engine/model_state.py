@@ -66,7 +66,7 @@ class ModelState:
         If ranks divide the optimizer's step (`zero`), only the elements that this rank steps are summed over ranks.
         """
         gradients: dict[str, Tensor] = {}
-        for buckets in self.trainer.gradients.values():
+        for buckets in self.trainer.buckets.values():
             gradients |= buckets.gradients
         if name not in gradients:
             near = f"the nearest name is {nearest(str(name), gradients)!r}" if gradients else "none is trained here"
@@ -138,12 +138,12 @@ class ModelState:
             for name in [parameter] if is_of_all(parameter) else names.get(parameter, ()):
                 has_its_shape = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if has_its_shape else shape
-        return state | _local_state(self.trainer.optimizer.owned_state(stored), self.shards)
+        return state | _local_state(self.trainer.optimizer.room_for(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's parameters, gradients and optimizer state, each storage counted once."""
         trainer = self.trainer
-        buckets = [bucket for stage_buckets in trainer.gradients.values() for bucket in stage_buckets.buckets]
+        buckets = [bucket for stage_buckets in trainer.buckets.values() for bucket in stage_buckets.buckets]
         storages = [parameter.untyped_storage() for parameter in self.parameters().values()]
         return StateBytes(
             sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),

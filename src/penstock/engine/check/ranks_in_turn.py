@@ -253,7 +253,7 @@ class TrainerInTurn(Trainer):
     program_gradients: dict[str, Tensor]
 
     def step_weights(self, *arguments: Any) -> tuple[Update, AuxLossReport]:
-        views = (view for buckets in self.gradients.values() for view in buckets.gradients.items())
+        views = (view for buckets in self.buckets.values() for view in buckets.gradients.items())
         self.program_gradients = {name: view.clone() for name, view in views}
         return super().step_weights(*arguments)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import Any, ClassVar
@@ -99,7 +99,7 @@ class Optimizer:
     Norm, clipping, loss scale and fp32 masters are here; the update rules are those of steppers.
 
     Args:
-        stages: gradient buckets of the local stages.
+        buckets: gradient buckets of the local stages.
         config: the optimizer's settings.
         group: host-memory group of the ranks that hold the model between them, over which norms are gathered.
         ties: full names, copy -> owner; a copy is stepped like any parameter but not counted in the norm.
@@ -153,14 +153,14 @@ class Optimizer:
 
     def __init__(
         self,
-        stages: Sequence[GradientBuckets],
+        buckets: Sequence[GradientBuckets],
         config: OptimizerConfig | ParameterGroups,
         group: dist.ProcessGroup | None = None,
         ties: Mapping[str, str] | None = None,
         scaler: LossScaler | None = None,
         norm_names: Mapping[str, str | None] | None = None,
     ) -> None:
-        gradients = [(name, view) for stage in stages for name, view in stage.owned_gradients.items()]
+        gradients = [(name, view) for of_stage in buckets for name, view in of_stage.owned_gradients.items()]
         names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
         # First of all: below this any rank may fail alone.
         self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
@@ -173,7 +173,7 @@ class Optimizer:
         rate = self.config.learning_rate
         self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
         self._group = group
-        self._buckets: tuple[Bucket, ...] = tuple(bucket for stage in stages for bucket in stage.buckets)
+        self._buckets: tuple[Bucket, ...] = tuple(bucket for of_stage in buckets for bucket in of_stage.buckets)
         self._stepped = [bucket for bucket in self._buckets if not bucket.reduction.lent]
         counted = {name for name, in_norm in names if in_norm is not None and name not in (ties or {})}
         self._counted = [as_real(view) for name, view in sorted(gradients, key=itemgetter(0)) if name in counted]
@@ -242,19 +242,24 @@ class Optimizer:
 
         return restore
 
-    def owned_state(self, stored: Mapping[StateName, Stored] | None = None) -> dict[str, OwnedState]:
+    def owned_state(self) -> dict[str, OwnedState]:
         """The state and master of all that this rank steps: a flat view, and the elements of a parameter it belongs to.
 
-        They are named ``optimizer.<kind>.<parameter>``. To resume, copy into these views and call `load_progress`.
-
-        stored: what a checkpoint has, for which room is made; `load_progress` then takes what was copied there.
+        They are named ``optimizer.<kind>.<parameter>``.
 
         Raises: ConfigError naming what an optimizer keeps and a checkpoint cannot hold.
         """
+        return self._with_masters(stepper.state() for stepper in (self.aside, *self._steppers))
+
+    def room_for(self, stored: Mapping[StateName, Stored]) -> dict[str, OwnedState]:
+        """Make room for what a checkpoint has: `owned_state` to copy it into, which `load_progress` then takes."""
+        return self._with_masters(stepper.expect(stored) for stepper in (self.aside, *self._steppers))
+
+    def _with_masters(self, of_steppers: Iterable[Mapping[StateName, OwnedState]]) -> dict[str, OwnedState]:
         self.take_edits()
         states: dict[StateName, OwnedState] = {}
-        for stepper in (self.aside, *self._steppers):
-            states |= stepper.state() if stored is None else stepper.expect(stored)
+        for state in of_steppers:
+            states |= state
         for bucket, master in self._masters:
             states |= {(MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places}
         return {f"{STATE}{kind}.{name}": state for (kind, name), state in states.items()}
@@ -318,7 +323,7 @@ class Optimizer:
             state_name(name): (values.dtype, None if elements else tuple(values.shape))
             for name, (elements, values) in whole.items()
         }
-        for name, state in self.owned_state(stored).items():
+        for name, state in self.room_for(stored).items():
             if name in whole:
                 elements, values = whole[name]
                 assert elements == (state.place is not None), f"{name} has changed its form"

@@ -364,7 +364,7 @@ def rehearse(
 def claim_state(trainer: Trainer, meter: Meter) -> None:
     """Tell the meter which tensors are parameters, gradients, optimizer state and buffers."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
-    buckets = [bucket for stage_buckets in trainer.gradients.values() for bucket in stage_buckets.buckets]
+    buckets = [bucket for stage_buckets in trainer.buckets.values() for bucket in stage_buckets.buckets]
     states = optimizer.owned_state()
     masters = {name for name in states if name.startswith("optimizer.master.")}
     meter.claim(MemoryKind.OTHER, pipeline.buffers().values())

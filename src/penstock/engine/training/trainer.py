@@ -96,7 +96,7 @@ class Trainer:
     #: stages, transport and recorder
     pipeline: Pipeline
     #: local stage -> its flat gradients, which the program's REDUCE_GRAD actions sum over ranks
-    gradients: dict[int, GradientBuckets]
+    buckets: dict[int, GradientBuckets]
     #: losses that units add in the middle of the model, and the routers that learn from the experts' load; None where
     #: no unit of the model, on any rank, has either
     aux_losses: AuxLossTracker | None
@@ -123,100 +123,8 @@ class Trainer:
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
         self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
         self._build({})
-        pipeline.start_reduction = lambda stage: self.gradients[stage].launch()
+        pipeline.start_reduction = lambda stage: self.buckets[stage].launch()
         pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
-
-    def _agree_on_names(self) -> None:
-        """Learn what requires a gradient on any rank. Raises: see `refit`."""
-        rank_values = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
-        trained: dict[str, tuple[int, int]] = {}
-        for rank, values in enumerate(gather_json(rank_values, self.pipeline.grid.control)):
-            for name, value in values.items():
-                other, known = trained.setdefault(name, (rank, value))
-                if known != value:
-                    raise ValueError(
-                        f"{name} requires a gradient on rank {rank if value else other} and none on rank "
-                        f"{other if value else rank}; freeze it on every rank that holds it, or on none"
-                    )
-        for copy, owner in sorted(self.pipeline.ties.originals.items()):
-            if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
-                frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
-                raise ValueError(
-                    f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither"
-                )
-        self._names = {name for name, (_, value) in trained.items() if value}
-        self._required = [parameter.requires_grad for parameter in self._parameters.values()]
-
-    def _build(self, since: Mapping[str, int]) -> None:
-        """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
-        pipeline, self._built_since = self.pipeline, since
-        self.gradients = build_on_all_ranks(lambda: pipeline.gradient_buckets(since), pipeline.grid.control)
-        # Parameters have moved into their buckets.
-        pipeline.lend_weights()
-        pipeline.casts.renew()
-        options, grid = pipeline.options, pipeline.grid
-
-        def make_optimizer() -> Optimizer:
-            optimizer = Optimizer(
-                list(self.gradients.values()),
-                pipeline.parameter_groups,
-                grid.control if options.optimizer.zero else grid.model_control,
-                pipeline.ties.originals,
-                LossScaler() if options.precision is Precision.FP16 else None,
-                pipeline.sharding.norm_names,
-            )
-            frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
-            optimizer.aside.parameters = frozen
-            return optimizer
-
-        self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
-
-    def refit(self, seen: Mapping[str, int] | None = None) -> None:
-        """Give gradients and optimizer state to exactly the parameters that require a gradient now.
-
-        Parameters that are trained already keep their state. That of those which are frozen now is set aside, and given
-        back when they are thawed; others begin without one. All ranks call it, and `train_batch` does where a parameter
-        was frozen or thawed. seen: the number of updates that a parameter has seen, if any; left out, as it was.
-
-        Raises:
-            ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
-                ranks alike.
-        """
-        pipeline, old = self.pipeline, self.optimizer
-        progress = old.progress()
-        num_updates = int(progress["num_updates"])
-        if seen is None:
-            seen = {**old.paused, **{name: num_updates - old.since.get(name, 0) for name in self._names}}
-        self._agree_on_names()
-        counts = _counts(num_updates, seen, self._names)
-        state = old.whole_state(pipeline.device, pipeline.grid.control)
-        places = [place for of_stage in self.gradients.values() for place in of_stage.places]
-        for of_stage in self.gradients.values():
-            of_stage.close()
-        for place in places:
-            if not place.parameter.requires_grad:
-                # The bucket's memory goes.
-                place.parameter.data = place.parameter.detach().clone()
-        self._build(counts["since"])
-        self.optimizer.take_whole_state(state)
-        self.optimizer.load_progress(progress | counts)
-
-    def follow_progress(self) -> None:
-        """Fit gradients and optimizer to the parameters that its loaded progress says are trained; all ranks call it.
-
-        Raises: see `refit`.
-        """
-        optimizer = self.optimizer
-        num_updates = int(optimizer.progress()["num_updates"])
-        aside = gather_json(sorted(optimizer.aside.names), self.pipeline.grid.control)
-        seen = dict.fromkeys((*self._names, *itertools.chain.from_iterable(aside)), num_updates)
-        seen |= {name: num_updates - first for name, first in optimizer.since.items()}
-        seen |= optimizer.paused
-        counts = _counts(num_updates, seen, self._names)
-        if counts["since"] != self._built_since:
-            self.refit(seen)
-        else:
-            optimizer.since, optimizer.paused = counts["since"], counts["paused"]
 
     def train_batch(
         self,
@@ -324,7 +232,7 @@ class Trainer:
         """
         grid = self.pipeline.grid
         is_first = step == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
-        loss_of = step_loss.watched if is_first else step_loss
+        loss_of = step_loss.with_warning if is_first else step_loss
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Numbers) -> Tensor:
             loss = scalar_loss(loss_of(output, microbatch, numbers))
@@ -346,7 +254,7 @@ class Trainer:
                     f"{copy} is tied to {original}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
                 )
-        for buckets in self.gradients.values():
+        for buckets in self.buckets.values():
             buckets.zero_()
         self.pipeline.set_training(True)
 
@@ -371,7 +279,7 @@ class Trainer:
         pipeline = self.pipeline
         with pipeline.recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
             gradients: dict[str, Tensor] = {}
-            for buckets in self.gradients.values():
+            for buckets in self.buckets.values():
                 buckets.wait()
                 gradients |= buckets.owned_gradients
             for ties in (pipeline.ties.copies, pipeline.ties.tied):
@@ -398,13 +306,107 @@ class Trainer:
 
     def _gather_weights(self) -> None:
         """Gather the weights that other ranks have stepped."""
-        for buckets in self.gradients.values():
+        for buckets in self.buckets.values():
             buckets.gather()
+
+    # ---- what is trained: all that requires a gradient when a step begins
+
+    def _agree_on_names(self) -> None:
+        """Learn what requires a gradient on any rank. Raises: see `refit`."""
+        rank_values = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
+        trained: dict[str, tuple[int, int]] = {}
+        for rank, values in enumerate(gather_json(rank_values, self.pipeline.grid.control)):
+            for name, value in values.items():
+                other, known = trained.setdefault(name, (rank, value))
+                if known != value:
+                    raise ValueError(
+                        f"{name} requires a gradient on rank {rank if value else other} and none on rank "
+                        f"{other if value else rank}; freeze it on every rank that holds it, or on none"
+                    )
+        for copy, owner in sorted(self.pipeline.ties.originals.items()):
+            if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
+                frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
+                raise ValueError(
+                    f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither"
+                )
+        self._names = {name for name, (_, value) in trained.items() if value}
+        self._required = [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def _build(self, since: Mapping[str, int]) -> None:
+        """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
+        pipeline, self._built_since = self.pipeline, since
+        self.buckets = build_on_all_ranks(lambda: pipeline.gradient_buckets(since), pipeline.grid.control)
+        # Parameters have moved into their buckets.
+        pipeline.lend_weights()
+        pipeline.casts.renew()
+        options, grid = pipeline.options, pipeline.grid
+
+        def make_optimizer() -> Optimizer:
+            optimizer = Optimizer(
+                list(self.buckets.values()),
+                pipeline.parameter_groups,
+                grid.control if options.optimizer.zero else grid.model_control,
+                pipeline.ties.originals,
+                LossScaler() if options.precision is Precision.FP16 else None,
+                pipeline.sharding.norm_names,
+            )
+            frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
+            optimizer.aside.parameters = frozen
+            return optimizer
+
+        self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
+
+    def refit(self, seen: Mapping[str, int] | None = None) -> None:
+        """Give gradients and optimizer state to exactly the parameters that require a gradient now.
+
+        Parameters that are trained already keep their state. That of those which are frozen now is set aside, and given
+        back when they are thawed; others begin without one. All ranks call it, and `train_batch` does where a parameter
+        was frozen or thawed. seen: the number of updates that a parameter has seen, if any; left out, as it was.
+
+        Raises:
+            ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
+                ranks alike.
+        """
+        pipeline, old = self.pipeline, self.optimizer
+        progress = old.progress()
+        num_updates = int(progress["num_updates"])
+        if seen is None:
+            seen = {**old.paused, **{name: num_updates - old.since.get(name, 0) for name in self._names}}
+        self._agree_on_names()
+        counts = _counts(num_updates, seen, self._names)
+        state = old.whole_state(pipeline.device, pipeline.grid.control)
+        places = [place for of_stage in self.buckets.values() for place in of_stage.places]
+        for of_stage in self.buckets.values():
+            of_stage.close()
+        for place in places:
+            if not place.parameter.requires_grad:
+                # The bucket's memory goes.
+                place.parameter.data = place.parameter.detach().clone()
+        self._build(counts["since"])
+        self.optimizer.take_whole_state(state)
+        self.optimizer.load_progress(progress | counts)
+
+    def follow_progress(self) -> None:
+        """Fit gradients and optimizer to the parameters that its loaded progress says are trained; all ranks call it.
+
+        Raises: see `refit`.
+        """
+        optimizer = self.optimizer
+        num_updates = int(optimizer.progress()["num_updates"])
+        aside = gather_json(sorted(optimizer.aside.names), self.pipeline.grid.control)
+        seen = dict.fromkeys((*self._names, *itertools.chain.from_iterable(aside)), num_updates)
+        seen |= {name: num_updates - first for name, first in optimizer.since.items()}
+        seen |= optimizer.paused
+        counts = _counts(num_updates, seen, self._names)
+        if counts["since"] != self._built_since:
+            self.refit(seen)
+        else:
+            optimizer.since, optimizer.paused = counts["since"], counts["paused"]
 
     # ---- what recovery calls between steps, beside `_gather_weights`: messages of the last step were cut too
 
     def _undo(self) -> None:
-        for buckets in self.gradients.values():
+        for buckets in self.buckets.values():
             buckets.forget()
         if self._put_back is not None:
             self._put_back()
