@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from penstock import Engine, EngineOptions, OptimizerConfig, PackedBatch
 from penstock.engine.folders.model_folder import open_folder
@@ -67,12 +68,13 @@ VALUES: dict[str, list[Any]] = {
     "shared_expert_intermediate_size": [24],
     "moe_intermediate_size": [24],
     "router_aux_loss_coef": [0.5],
+    "pad_token_id": [3, SIZES["vocab_size"] - 1],
 }
 #: those that change no number of a model that is built, and the sizes that each model here has
 OTHERS = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_experts", "num_local_experts", "initializer_range", "use_cache", "pretraining_tp"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
+    *("bos_token_id", "eos_token_id"),
 }
 #: those that say themselves what they are, that change no output, or that a file must have
 UNREAD = {
@@ -153,6 +155,63 @@ def test_logits_are_those_of_transformers_whatever_the_keys_say(model_type: str,
             with pytest.raises(ConfigError, match="asks for a loss of all routers together"):
                 Engine.from_hf(folder, native="auto")
     assert num_native > num_keys / 3
+
+
+@pytest.mark.shows(200)
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES.values()])
+def test_gradients_are_those_of_transformers_whatever_the_keys_say(model_type: str, tmp_path: Path) -> None:
+    sequences, num_native = make_sequences(LENGTHS), 0
+    for number in range(DRAWS):
+        folder = tmp_path / str(number)
+        drawn = drawn_folder(model_type, 1000 + number, folder)
+        if drawn.keys() & {"attention_dropout", "router_jitter_noise", "output_router_logits"}:
+            continue
+        content = json.loads((folder / "config.json").read_text())
+        # One that is trained on, by its place or counted from the end.
+        content["pad_token_id"] = int(sequences[0][number % 3]) - (number % 2) * SIZES["vocab_size"]
+        (folder / "config.json").write_text(json.dumps(content))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        num_tokens = sum(len(sequence) - 1 for sequence in sequences)
+        for sequence in sequences:
+            logits = model(sequence[None]).logits[0, :-1]
+            (functional.cross_entropy(logits, sequence[1:], reduction="sum") / num_tokens).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        expected = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
+        engine = Engine.from_hf(folder, native="auto", options=EngineOptions(optimizer=NO_DECAY))
+        num_native += open_folder(folder, "auto").transformers_because is None
+        result = engine.train_batch(PackedBatch.from_documents(sequences))
+        engine.close()
+        assert result.grad_norm == pytest.approx(expected, rel=1e-4), drawn
+    assert num_native > DRAWS / 4
+
+
+@pytest.mark.shows(200)
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {"layer_types": ["full_attention"] * NUM_LAYERS}),
+        ("mistral", {"use_sliding_window": False, "sliding_window": 3}),
+        ("mixtral", {"use_sliding_window": False, "sliding_window": 3}),
+        ("mixtral", {"num_experts_per_tok": None}),
+        ("llama", {"is_causal": False}),
+        ("llama", {"rope_parameters": None, "rope_scaling": YARN | {"factor": None}}),
+        ("qwen3", {"rope_parameters": None, "rope_scaling": YARN | {"attention_factor": 0.0}}),
+    ],
+)
+def test_what_a_class_does_not_list_or_a_file_leaves_out_is_read_as_there(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, sequences = tmp_path / "model", make_sequences(LENGTHS)
+    make_model(model_type, **EXPERTS.get(model_type, {})).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {key: value for key, value in changes.items() if value is not None}
+    for key in [key for key, value in changes.items() if value is None]:
+        content.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(content))
+    engine = Engine.from_hf(folder, native="auto", learns=False)
+    logits, expected = engine.forward(PackedBatch.from_documents(sequences)), reference_logits(folder, sequences)
+    engine.close()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.shows(201)

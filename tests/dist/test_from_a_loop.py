@@ -209,6 +209,10 @@ def test_labels_have_to_be_there_and_classes() -> None:
     tokens = [[1, 2, 3], [4, 5]]
     with pytest.raises(ValueError, match="no 'labels', which the loss reads"):
         engine.evaluate(PackedBatch.from_sequences({"tokens": tokens}), loss_fn)
+    with pytest.raises(ValueError, match="a loss that reads none needs a loss_weight_fn of its own"):
+        engine.train_batch(
+            PackedBatch.from_sequences({"tokens": tokens}), lambda output, _: output.square().sum(), normalize=5.0
+        )
     with pytest.raises(ValueError, match="float32; token ids are"):
         engine.evaluate(PackedBatch.from_sequences({"tokens": tokens, "labels": [[0.5] * 3, [0.5] * 2]}), loss_fn)
     pair = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)), Pair()

@@ -236,6 +236,9 @@ class ModelConfig(Settings, section="model"):
     num_full_layers: int = setting(
         0, "Layers at the start that attend to all tokens despite sliding_window (Qwen2).", AT_LEAST_0
     )
+    padding_token: int | None = setting(
+        None, "A token whose row of the embedding does not train (pad_token_id of a Hugging Face model).", AT_LEAST_0
+    )
     rope_scaling: RopeScaling = RopeScaling()
     experts: ExpertConfig = ExpertConfig()
 
@@ -258,6 +261,10 @@ class ModelConfig(Settings, section="model"):
             raise ConfigError(
                 f"model.head_dim = {self.head_size}: a head's width of {self.head_size} is odd; "
                 "rotary positions turn pairs, so it must be even"
+            )
+        if None not in (self.padding_token, self.vocab_size) and self.padding_token >= self.vocab_size:  # pyright: ignore
+            raise ConfigError(
+                f"model.padding_token = {self.padding_token} is no token of model.vocab_size = {self.vocab_size}"
             )
 
     @property

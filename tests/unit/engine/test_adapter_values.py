@@ -115,7 +115,7 @@ SHOWN_ELSEWHERE = {"lora_dropout", "layers_pattern"}
 #: what the adapter is for and where it comes from, the layout of another library, and settings of refused forms
 ABOUT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
+    *("runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
 }
 
 
@@ -146,7 +146,7 @@ def test_a_field_that_is_honoured_changes_what_it_changes_in_peft(name: str, bas
 def test_each_other_field_of_pefts_config_is_refused_by_name() -> None:
     """It is given another value, whatever it is."""
     fields = vars(LoraConfig()).keys() - HONOURED.keys() - SHOWN_ELSEWHERE - ABOUT
-    assert fields >= {"alora_invocation_tokens", "use_qalora", "ensure_weight_tying", "use_dora", "rank_pattern"}
+    assert fields >= {"alora_invocation_tokens", "use_qalora", "ensure_weight_tying", "use_dora", "inference_mode"}
     for name in sorted(fields):
         config = LoraConfig(r=4, target_modules=["q_proj"])
         usual = getattr(config, name)

@@ -44,7 +44,7 @@ _READ = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # These say what the adapter is for, and where it comes from.
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
+    *("runtime_config", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
 }
 """The fields of peft's LoraConfig that are honoured; any other field must have its default."""
 
@@ -239,6 +239,8 @@ def _config_in(folder: Path) -> Any:
         re.compile(targets if isinstance(targets, str) else "")
     except Exception as error:  # the library raises many kinds
         raise ValueError(f"{path} is none of peft's LoRA: {error}") from None
+    # peft writes True into every folder, and asks whoever reads one whether it is to be trained.
+    config.inference_mode = False
     return config
 
 

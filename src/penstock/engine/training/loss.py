@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from penstock.data import NO_LABEL, PackedBatch
+from penstock.data import NO_LABEL, BatchError, PackedBatch
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.metrics import Metric, note_metrics
 from penstock.model import (
@@ -98,7 +98,11 @@ def num_loss_tokens(microbatch: PackedBatch) -> float:
 
     >>> num_loss_tokens(PackedBatch.from_documents([torch.tensor([0, 1, 0]), torch.tensor([1, 1])]))
     3.0
+
+    Raises: BatchError for a microbatch without labels.
     """
+    if "labels" not in microbatch:
+        raise BatchError("labels", "there are none to count; a loss that reads none needs a loss_weight_fn of its own")
     return float((microbatch.host["labels"] != NO_LABEL).sum())
 
 
@@ -247,7 +251,7 @@ class StepLoss:
         self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
         return loss
 
-    def watched(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
+    def with_warning(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
         """The microbatch's loss alone, of which one line says where it is a mean that would be divided once more."""
         loss, is_divided = self(output, microbatch, numbers), isinstance(self.divisor, Normalize)
         if numbers.microbatch == 0 and is_divided and self.loss_weight_fn is num_loss_tokens and _is_mean(loss):

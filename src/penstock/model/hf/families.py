@@ -105,6 +105,8 @@ _USUAL = {
     "tie_word_embeddings": False,
     "rope_theta": 1e4,
     "max_position_embeddings": 32768,
+    "pad_token_id": None,
+    "is_causal": True,
 }
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
@@ -262,9 +264,8 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
     """Read the decoder that a config.json describes.
 
     Raises:
-        NotNative: a ValueError for another architecture, or a setting that the decoder does not have; names the
-            possible ones.
-        ValueError: a setting of another type.
+        NotNative: a ValueError for another architecture, or settings that the decoder does not have; names the possible
+            ones. What transformers makes of them is for transformers to say.
     """
     name = architecture(content)
     if name not in FAMILIES:
@@ -278,16 +279,21 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
             if key not in _READ and values[key] != usual:
                 raise NotNative(f"{name} with {key}={values[key]!r} is not the decoder's ({usual!r} is); {_OTHERWISE}")
         return _decoder(values, family)
+    except ConfigError as error:
+        raise NotNative(f"{error}; {_OTHERWISE}") from None
     except (TypeError, LookupError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else f"has a value of another type ({error})"
-        raise ValueError(f"the {CONFIG_FILE} of a {name} {reason}") from None
+        raise NotNative(f"the {CONFIG_FILE} of a {name} {reason}; {_OTHERWISE}") from None
 
 
 def _decoder(values: Mapping[str, Any], family: Family) -> ModelConfig:
     window, num_full_layers = _window(values, family)
     rope, sizes = _rope(values), {ours: values[theirs] for ours, theirs in _SIZES.items()}
+    sizes |= {ours: values[theirs] for ours, theirs in _MORE.items() if theirs in values}
+    if (padding := sizes["padding_token"]) is not None and padding < 0:
+        sizes["padding_token"] += sizes["vocab_size"]  # counted from the end, as in `nn.Embedding`
     shape = ModelConfig(
-        **sizes | {ours: values[theirs] for ours, theirs in _MORE.items() if theirs in values},
+        **sizes,
         rope_theta=rope["rope_theta"],
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -312,6 +318,7 @@ _MORE = {
     "max_length": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
+    "padding_token": "pad_token_id",
 }
 """Settings that a config.json must have, and those that it may leave out: their names here and there."""
 _READ = {
@@ -362,8 +369,10 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 def _window(values: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
     """The sliding window, and the number of first layers that have full attention in spite of it."""
-    # Where a family has no such key, transformers takes no notice of it.
-    is_used = family.windows is not Windows.NEVER and values.get("use_sliding_window", True)
+    # Where a family has no such key, transformers takes no notice of it; but it makes a Ministral of a Mistral.
+    if family.windows not in (Windows.LATER, Windows.ALTERNATE) and values.get("layer_types") is not None:
+        raise NotNative(f"layer_types of a {family.model_type} are not the decoder's; {_OTHERWISE}")
+    is_used = family.windows is Windows.ALL or (family.windows is not Windows.NEVER and values["use_sliding_window"])
     window = (values["sliding_window"] or None) if is_used else None
     if window is None or family.windows in (Windows.ALL, Windows.IF_USED):
         return window, 0

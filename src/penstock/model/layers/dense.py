@@ -231,13 +231,17 @@ class DecoderUnit(nn.Module):
 class Embedding(DecoderUnit):
     """Token ids [T] -> residual stream [T, D]."""
 
+    #: the row that does not train by being looked up, as in `nn.Embedding`
+    padding: int | None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.padding = config.padding_token
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
 
     def embedded(self, tokens_T: Tensor) -> Tensor:
         """The tokens' rows [T, D] of the weight."""
-        return F.embedding(tokens_T, self.weight)
+        return F.embedding(tokens_T, self.weight, self.padding)
 
     def forward(self, tokens_T: Tensor, sequences: Sequences) -> Tensor:
         return self.embedded(tokens_T)

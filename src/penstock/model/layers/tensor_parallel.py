@@ -138,8 +138,10 @@ class TensorParallelEmbedding(TensorParallelUnit, Embedding):
 
     def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
-        Embedding.__init__(self, replace(config, vocab_size=split.vocabulary.length))
-        self.collectives, self.part = Collectives(groups.tp), split.vocabulary
+        part, padding = split.vocabulary, config.padding_token
+        row = None if padding is None or padding not in range(part.start, part.stop) else padding - part.start
+        Embedding.__init__(self, replace(config, vocab_size=part.length, padding_token=row))
+        self.collectives, self.part = Collectives(groups.tp), part
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", lambda tokens_T: (self.padded(self.embedded(tokens_T)),)), self.scatter()]
