@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
 from penstock.model import decoder_units
-from penstock.runtime import StepError
+from penstock.runtime import PipelineError, StepError
+from penstock.runtime.errors import TransportError
+from penstock.runtime.recovery import Failure
 from penstock.settings import OptimizerConfig, Precision, ScheduleConfig
 from tests.covering import EVERY
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
@@ -220,3 +223,71 @@ def lose_gathered_weights(rank: int) -> bool:
 @pytest.mark.shows(112)
 def test_weights_that_were_on_their_way_arrive_after_a_failure() -> None:
     assert run_ranks(2, lose_gathered_weights) == [True, True]
+
+
+ERRORS = {
+    "nccl": lambda: dist.DistBackendError("NCCL error: unhandled system error"),
+    "nccl behind a link": lambda: TransportError("activations can no longer be sent"),
+    "cuda": lambda: torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+}
+
+
+def break_a_device(rank: int, name: str) -> tuple[str, float, bool]:
+    """The second rank's device or its communicator fails, which closes no connection of the first one's."""
+    engine = Case(Layout(pp=2)).engine()
+    executor = engine.pipeline.executor(NUM_MICROBATCHES, training=True)
+    step, handler = executor._steps[0]
+
+    def broken(record: Any) -> Any:
+        error = ERRORS[name]()
+        raise error from (dist.DistBackendError("NCCL error") if name == "nccl behind a link" else None)
+
+    if rank == 1:
+        executor._steps[0] = step, broken
+    start = time.monotonic()
+    with pytest.raises(StepError) as caught:
+        engine.train_batch(batch_of(0, 0), micro_batches=MicroBatchSpec(NUM_MICROBATCHES))
+    waited_s = time.monotonic() - start
+    executor._steps[0] = step, handler
+    try:
+        engine.train_batch(batch_of(0, 0), micro_batches=MicroBatchSpec(NUM_MICROBATCHES))
+    except PipelineError:
+        goes_on = False
+    else:
+        goes_on = True
+    engine.close()
+    return str(caught.value), waited_s, goes_on
+
+
+@pytest.mark.shows(206)
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_of_one_ranks_device_is_announced_since_no_connection_closes(name: str) -> None:
+    for text, waited_s, goes_on in run_ranks(2, break_a_device, name, timeout_s=120.0):
+        assert text.startswith("rank 1 ") and str(ERRORS[name]()) in text, text
+        assert waited_s < LIMIT_S
+        # CUDA takes no more of a process after such an error.
+        assert goes_on is (name != "cuda")
+
+
+@pytest.mark.shows(206)
+def test_no_weight_is_stepped_on_what_an_abort_has_left() -> None:
+    """NCCL's `wait` orders streams: after an abort it raises nothing, and the buffer holds anything."""
+    engine = Case(Layout()).engine()
+    before = {name: p.detach().clone() for name, p in engine.parameters().items()}
+    (buckets,) = engine.trainer.buckets.values()
+    wait, calls = buckets.wait, list[int]()
+
+    def wait_as_nccl() -> None:
+        wait()
+        calls.append(len(calls))
+        if len(calls) < 2:
+            return  # before the first gradient
+        engine.pipeline.recovery.alarm.failure = Failure(1, "rank 1 failed in 0B1, step 1: CUDA error")
+        for bucket in buckets.buckets:
+            bucket.gradients.add_(1000.0)
+
+    buckets.wait = wait_as_nccl
+    with pytest.raises(StepError, match="rank 1 failed in 0B1"):
+        engine.train_batch(batch_of(0, 0), micro_batches=MicroBatchSpec(2))
+    assert len(calls) == 2 and all(torch.equal(before[name], p) for name, p in engine.parameters().items())
+    engine.close()

@@ -27,6 +27,10 @@ from penstock.parallel.staging import StagedTensors, StagedWork
 STAGED = "staged"
 """The backend of groups whose device tensors gloo carries as copies in host memory."""
 
+NCCL: type[Any] = getattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {}))
+"""torch's NCCL; a class of no objects where torch was built without it."""
+# A pending receive spins on so many of the device's multiprocessors (an H100 has 132), which no other kernel shares.
+_LINK_CTAS = 4
 # No message of the engine bears this tag.
 _UNUSED_TAG = 0x70656E
 _AT_ONCE = timedelta(milliseconds=1)
@@ -56,16 +60,28 @@ def cut_off(communicators: Sequence[Communicator]) -> None:
 
 def cut_backends(backends: Sequence[Any]) -> None:
     """End all that is under way in backends of torch.distributed, gloo's or NCCL's, or whatever else has an `abort`."""
+    of_nccl = [backend for backend in backends if isinstance(backend, NCCL)]
     for backend in backends:
-        if not _is_gloo(backend):
+        if _is_gloo(backend):
+            _cut_gloo(backend)
+        elif not isinstance(backend, NCCL):
             backend.abort()
-            continue
-        # gloo's own abort does nothing, but a receive of what nobody sends closes all connections when it times out. If
-        # its peer cuts too, it ends at once and closes none: so every peer is tried until all are closed.
-        for peer in range(backend.size()):
-            if peer != backend.rank():
-                with contextlib.suppress(RuntimeError):
-                    backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_AT_ONCE)
+    # An abort of NCCL's waits for the device, where a receive of another communicator may spin: so all are aborted as
+    # one, and last, for nobody on the host should wait for that.
+    if of_nccl:
+        of_nccl[0]._group_start()
+        for backend in of_nccl:
+            backend.abort()
+        of_nccl[0]._group_end()
+
+
+def _cut_gloo(backend: Any) -> None:
+    # gloo's own abort does nothing, but a receive of what nobody sends closes all connections when it times out. If its
+    # peer cuts too, it ends at once and closes none: so every peer is tried until all are closed.
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 
 def _is_gloo(backend: Any) -> bool:
@@ -129,11 +145,11 @@ class RenewableGroup(dist.ProcessGroup):
         self.renew(0)
 
     def backends(self) -> Sequence[Any]:
-        """This group, whose `abort` cuts the one that is used at present."""
-        return (self,)
+        """The backend that is used at present; of gloo's this group, whose `abort` cuts it."""
+        return (self,) if _is_gloo(self.backend) else (self.backend,)
 
     def abort(self) -> None:
-        """End all that is under way on this rank."""
+        """End all that is under way on this rank in gloo's backend."""
         self._is_cut.set()
         cut_backends((self.backend,))
 
@@ -230,9 +246,7 @@ def _maker(backend: str, rank: int, size: int, timeout: timedelta) -> Callable[[
 
     def make(store: Store, replaced: Any) -> Any:
         if backend == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+            return NCCL(store, rank, size, nccl_options(timeout))
         kind: Any = dist.ProcessGroupGloo
         gloo = kind._Options()
         if replaced is not None:
@@ -247,6 +261,22 @@ def _maker(backend: str, rank: int, size: int, timeout: timedelta) -> Callable[[
         return kind(store, rank, size, gloo)
 
     return make
+
+
+def nccl_options(timeout: timedelta, is_link: bool = False) -> Any:
+    """Options of a communicator of NCCL's.
+
+    is_link: it carries messages of a pipeline. Its receives are posted ahead of their messages, so they may take but a
+    few of the device's multiprocessors; and its kernels go before others, since some rank waits for what they carry.
+    """
+    # At its time limit torch would abort communicators one by one, and end a process before it can say where it is.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    options = NCCL.Options()
+    options._timeout = timeout
+    if is_link:
+        options.is_high_priority_stream = True
+        options.config.min_ctas, options.config.max_ctas = 1, _LINK_CTAS
+    return options
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -110,6 +111,24 @@ def is_of_link(error: BaseException | None) -> bool:
         return True
     names = ("gloo", "pair closure", "NCCL")
     return isinstance(error, RuntimeError) and any(name in words_of(error) for name in names)
+
+
+def is_of_device(error: BaseException | None) -> bool:
+    """True for an error of CUDA or NCCL, also behind a transport's: it closes no connection, so no peer sees it."""
+    while error is not None:
+        if isinstance(error, torch.AcceleratorError | dist.DistBackendError) or "NCCL" in words_of(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def has_lost_device(error: BaseException | None) -> bool:
+    """True after an error of CUDA, also behind another one, with which the device takes no more of this process."""
+    while error is not None:
+        if isinstance(error, torch.AcceleratorError) and "out of memory" not in words_of(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def name_changing(error: RuntimeError, layers: Sequence[str], changing: Sequence[str]) -> None:

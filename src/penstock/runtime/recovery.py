@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignor
 
 from penstock.parallel.host import answer_of_store
 from penstock.parallel.renewable import Communicator, cut_off
-from penstock.runtime.errors import PipelineError, StepError, is_of_link, layer_notes
+from penstock.runtime.errors import PipelineError, StepError, has_lost_device, is_of_device, is_of_link, layer_notes
 from penstock.runtime.layer_state import ModuleState, has_extra_state
 from penstock.runtime.liveness import Processes, answer, listen, numbers
 from penstock.runtime.stage import Stage
@@ -255,7 +255,9 @@ class Recovery:
         try:
             yield
         except BaseException as error:
-            if self._store is not None and not (isinstance(error, Exception) and is_of_link(error)):
+            # Of a link that gloo has closed the rank at its other end knows too, and the reason may be there.
+            is_closed_link = isinstance(error, Exception) and is_of_link(error) and not is_of_device(error)
+            if self._store is not None and not is_closed_link:
                 self._announce(error)
             if stepping and self._store is None:
                 why = words_of(error)
@@ -277,7 +279,7 @@ class Recovery:
             self._rank,
             f"rank {self._rank}{place} failed {self.recorder.doing}, step {self.recorder.step}: "
             f"{type(error).__name__}: {what}",
-            left=not isinstance(error, Exception),
+            left=not isinstance(error, Exception) or has_lost_device(error),
             stepped=self._stepping,
         )
         text = json.dumps(asdict(failure))

@@ -8,12 +8,13 @@ channel) and `InProcessTransport`, in which all ranks live in one thread and `ru
 go on as far as its messages allow.
 """
 
+import itertools
 import queue
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.parallel import Handle, laid_out
+from penstock.parallel.renewable import NCCL, nccl_options
 from penstock.parallel.staging import host_empty, to_device, to_host
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.message import HEADER_END, Header, Message
@@ -51,6 +53,21 @@ def describe_message(channel: Line) -> str:
     else:
         what = "activations" if channel.direction is Direction.FORWARD else "gradients"
     return f"{what} from rank {channel.source} to rank {channel.destination}"
+
+
+def in_rounds(lines: Iterable[Line]) -> list[Line]:
+    """The lines in the order in which ranks make them, each of them one after another.
+
+    To make a line is to wait for the rank at its other end. In each round no rank makes two, and the number of rounds
+    does not grow with that of the ranks: it is below twice the number of lines that begin or end at one of them.
+    """
+    taken, rounds = defaultdict[int, set[int]](set), dict[Line, int]()
+    for line in lines:
+        ends = taken[line.source], taken[line.destination]
+        rounds[line] = next(number for number in itertools.count() if not any(number in busy for busy in ends))
+        for busy in ends:
+            busy.add(rounds[line])
+    return sorted(rounds, key=rounds.__getitem__)
 
 
 class Receipt(Handle[Message], Protocol):
@@ -211,7 +228,7 @@ class DistributedTransport:
     is_open: bool
     #: the longest that a link's test or a message may take
     timeout_s: float
-    #: the channels that begin or end here, in the order that all ranks share
+    #: the channels that begin or end here, in the order in which all ranks make them
     _lines: list[Line]
     #: channel -> its communicator
     _links: dict[Line, "_ChannelEnd"]
@@ -242,7 +259,7 @@ class DistributedTransport:
         devices = on_device + [host] * (is_open or not on_device)
         self._makers = [_backend_maker(group, each, timedelta(seconds=timeout_s)) for each in devices]
         lines = channels_of(lines) if isinstance(lines, Placement) else lines
-        self._lines = [channel for channel in lines if self.rank in (channel.source, channel.destination)]
+        self._lines = [line for line in in_rounds(lines) if self.rank in (line.source, line.destination)]
         self._links = {}
         self.renew(0)
 
@@ -632,9 +649,8 @@ def _backend_maker(group: dist.ProcessGroup, device: torch.device, timeout: time
     gloo's devices each have a thread that wakes a hundred times a second: all links of a rank share the group's.
     """
     if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return lambda store, place: dist.ProcessGroupNCCL(store, place, 2, nccl)
+        nccl = nccl_options(timeout, is_link=True)
+        return lambda store, place: NCCL(store, place, 2, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     gloo._devices = group._get_backend(torch.device("cpu")).options._devices  # pyright: ignore[reportAttributeAccessIssue]
     gloo._threads, gloo._timeout = 1, timeout

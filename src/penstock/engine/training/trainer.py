@@ -264,7 +264,10 @@ class Trainer:
         """The optimizer's step, and what follows from it: weights that other ranks have stepped, new casts, routers."""
         pipeline, aux_losses = self.pipeline, AuxLossReport()
         record = pipeline.recorder.begin(Action(Op.STEP))
-        update = self._update(self._finish_gradients(), step, rates)
+        norm = self._finish_gradients()
+        # After an abort NCCL raises nothing and leaves anything as a gradient. The norm has waited for the device.
+        pipeline.recovery.alarm.check()
+        update = self._update(norm, step, rates)
         with pipeline.recovery.announcing(stepping=True):
             with pipeline.recorder.collective("gather the weights"):
                 self._gather_weights()
