@@ -161,9 +161,10 @@ def test_logits_are_those_of_transformers_whatever_the_keys_say(model_type: str,
 @pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES.values()])
 def test_gradients_are_those_of_transformers_whatever_the_keys_say(model_type: str, tmp_path: Path) -> None:
     sequences, num_native = make_sequences(LENGTHS), 0
-    for number in range(DRAWS):
+    num_keys = len(keys_of(model_type) & VALUES.keys())
+    for number in range(num_keys):
         folder = tmp_path / str(number)
-        drawn = drawn_folder(model_type, 1000 + number, folder)
+        drawn = drawn_folder(model_type, number, folder)
         if drawn.keys() & {"attention_dropout", "router_jitter_noise", "output_router_logits"}:
             continue
         content = json.loads((folder / "config.json").read_text())
@@ -182,7 +183,7 @@ def test_gradients_are_those_of_transformers_whatever_the_keys_say(model_type: s
         result = engine.train_batch(PackedBatch.from_documents(sequences))
         engine.close()
         assert result.grad_norm == pytest.approx(expected, rel=1e-4), drawn
-    assert num_native > DRAWS / 4
+    assert num_native > num_keys / 3
 
 
 @pytest.mark.shows(200)

@@ -236,8 +236,14 @@ class ModelConfig(Settings, section="model"):
     num_full_layers: int = setting(
         0, "Layers at the start that attend to all tokens despite sliding_window (Qwen2).", AT_LEAST_0
     )
-    padding_token: int | None = setting(
-        None, "A token whose row of the embedding does not train (pad_token_id of a Hugging Face model).", AT_LEAST_0
+    padding_token: int | None = field(
+        default=None,
+        kw_only=True,
+        metadata=declared(
+            "A token whose row of the embedding does not train by being read (pad_token_id of a Hugging Face model).",
+            AT_LEAST_0,
+            is_newer=True,
+        ),
     )
     rope_scaling: RopeScaling = RopeScaling()
     experts: ExpertConfig = ExpertConfig()

@@ -279,8 +279,6 @@ def config_from_json(content: Mapping[str, Any]) -> ModelConfig:
             if key not in _READ and values[key] != usual:
                 raise NotNative(f"{name} with {key}={values[key]!r} is not the decoder's ({usual!r} is); {_OTHERWISE}")
         return _decoder(values, family)
-    except ConfigError as error:
-        raise NotNative(f"{error}; {_OTHERWISE}") from None
     except (TypeError, LookupError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else f"has a value of another type ({error})"
         raise NotNative(f"the {CONFIG_FILE} of a {name} {reason}; {_OTHERWISE}") from None
@@ -411,15 +409,18 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling:
         known = ", ".join(_ROPE_KINDS)
         raise NotNative(f"rope scaling {kind!r} is not the decoder's; it has default, {known}, and {_OTHERWISE}")
     low, high = (1.0, 4.0) if kind == "llama3" else (1.0, 32.0)
-    return RopeScaling(
-        RopeKind(kind),
-        factor=float(rope["factor"]),
-        original_length=rope.get("original_max_position_embeddings") or None,
-        low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
-        high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
-        attention_factor=rope.get("attention_factor"),
-        truncate=rope.get("truncate", True),
-    )
+    try:
+        return RopeScaling(
+            RopeKind(kind),
+            factor=float(rope["factor"]),
+            original_length=rope.get("original_max_position_embeddings") or None,
+            low=float(rope.get("low_freq_factor") or rope.get("beta_slow") or low),
+            high=float(rope.get("high_freq_factor") or rope.get("beta_fast") or high),
+            attention_factor=rope.get("attention_factor"),
+            truncate=rope.get("truncate", True),
+        )
+    except ConfigError as error:
+        raise NotNative(f"{error}; {_OTHERWISE}") from None
 
 
 def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:

@@ -139,7 +139,7 @@ class TensorParallelEmbedding(TensorParallelUnit, Embedding):
     def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
         part, padding = split.vocabulary, config.padding_token
-        row = None if padding is None or padding not in range(part.start, part.stop) else padding - part.start
+        row = None if padding is None or not 0 <= padding - part.start < part.length else padding - part.start
         Embedding.__init__(self, replace(config, vocab_size=part.length, padding_token=row))
         self.collectives, self.part = Collectives(groups.tp), part
 
