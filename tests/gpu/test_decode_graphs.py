@@ -9,7 +9,7 @@ from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.options import GenerateOptions
 from penstock.model import decoder_units
-from penstock.runtime import FixedDecoder
+from penstock.runtime import DecodeLoop, FixedDecoder
 from penstock.settings import ModelConfig, Precision
 
 # Heads of 64 and vectors of 16 bytes, as the kernels want them.
@@ -56,28 +56,31 @@ def test_tokens_of_graphs_are_those_of_the_same_computation_run_eagerly(
 
 @pytest.mark.gpu
 @pytest.mark.shows(72)
-def test_one_graph_a_slot_and_shape_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured, graph = [], torch.cuda.graph
+@pytest.mark.shows(207)
+@pytest.mark.parametrize(("precision", "num_graphs"), [(Precision.FP32, 4), (Precision.BF16, 2)])
+def test_one_graph_a_slot_and_shape_captured_once_and_at_the_beginning(
+    precision: Precision, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, graph, run = [], torch.cuda.graph, DecodeLoop.run
+    before_loops: list[int] = []
 
     def counted(*args: object, **settings: object) -> object:
         captured.append(args)
         return graph(*args, **settings)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(torch.cuda, "graph", counted)
-    engine, options = make(), GenerateOptions(num_slots=2, rows_per_slot=2, decode="graphs")
-    # Reading a prompt, and the token drawn from it, captures nothing.
-    engine.generate(random_prompts((9, 5)), replace(GREEDY, max_new_tokens=1), options)
-    assert captured == []
+    monkeypatch.setattr(DecodeLoop, "run", lambda loop: (before_loops.append(len(captured)), run(loop)))
+    engine, options = make(precision), GenerateOptions(num_slots=2, rows_per_slot=2, decode="graphs")
     prompts = random_prompts((4, 3, 50, 5))
-    # Both slots look at 64 tokens at first, that of the long prompt at 128 later.
+    # In fp32 each slot may look at 64 tokens, or at 128; in 16 bit a kernel looks at as many as there are.
     first = engine.generate(prompts, GREEDY, options)
-    assert len(captured) == 3 == sum(decoder.num_shapes for decoder in decoders(engine))
+    assert len(captured) == num_graphs == sum(decoder.num_shapes for decoder in decoders(engine))
     again = engine.generate(prompts, GREEDY, options)
-    assert len(captured) == 3
+    assert before_loops == [num_graphs] * 2 and len(captured) == num_graphs
     assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
     # Other rows in a slot are another shape.
     engine.generate(prompts, GREEDY, replace(options, rows_per_slot=1))
-    assert len(captured) > 3
+    assert before_loops[-1] == len(captured) > num_graphs
 
 
 @pytest.mark.gpu

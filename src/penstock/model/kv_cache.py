@@ -52,6 +52,8 @@ class KVCache:
     #: by row, group of heads, token and width of a head [R, G, L, K]
     keys: Tensor
     values_RGLK: Tensor
+    #: True if of each row as much is read as it is long, however long others are
+    reads_by_length = False
 
     def __init__(
         self, size: CacheSize, num_heads: int, head_dim: int, zeros: Callable[..., Tensor] = torch.zeros

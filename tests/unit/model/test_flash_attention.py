@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from penstock.model.kv_cache import Rows
 from penstock.model.layers.dense import AttentionBlock
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig
-from tests import flash_reference
+from tests import captured, flash_reference
 from tests.attention_reference import masked_attention
 from tests.unit.model.test_attention import PACKINGS, inputs
 
@@ -154,6 +155,24 @@ def test_an_engine_draws_the_tokens_of_attention_row_by_row(form: Any, monkeypat
     assert [answer.tokens for answer in flash] == [answer.tokens for answer in plain]
     for one, other in zip(flash, plain, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+@pytest.mark.shows(207)
+def test_a_slot_is_one_graph_whatever_the_lengths_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, events = ModelConfig(97, 32, 64, 2, 4, num_kv_heads=2, max_length=512), []
+    prompts = [list(range(1, 1 + n)) for n in (30, 3, 1, 90, 11)]
+    options = GenerateOptions(num_slots=2, rows_per_slot=2, prefill_tokens=8, decode="all-rows")
+    monkeypatch.setattr(devices, "BlockedAttention", Flash)
+    engine = Engine(decoder_units(config), config.hidden_size, device="cpu")
+    params = SamplingParams(max_new_tokens=40, temperature=1.0)
+    eager = engine.generate(prompts, params, options)
+    captured.on_the_cpu(monkeypatch, events)
+    engine.generator.decoders.captures = True
+    found = engine.generate(prompts, params, replace(options, decode="graphs"))
+    assert events == ["capture"] * 2
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in eager]
+    assert [answer.log_probs for answer in found] == [answer.log_probs for answer in eager]
+    engine.close()
 
 
 @pytest.mark.shows(207)

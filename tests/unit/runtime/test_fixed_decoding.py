@@ -15,9 +15,10 @@ from penstock.engine import EngineOptions
 from penstock.engine.generation.options import GenerateOptions
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, decoder_units
 from penstock.model.attention.kernels import AttentionKernel
-from penstock.runtime import Boundary, DecodeForm, FixedDecoder, Stage
+from penstock.runtime import Boundary, DecodeForm, DecodeLoop, FixedDecoder, Stage
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig, Precision
+from tests import captured
 from tests.generation import CONFIG, load, random_prompts, random_weights
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -178,6 +179,43 @@ def test_one_computation_a_slot_and_power_of_two_reused_from_call_to_call() -> N
     assert [answer.tokens for answer in engine.generate(prompts, short, options)] == first
     assert decoders(engine) == [decoder]
     assert [(fixed.x.data_ptr(), fixed.positions.data_ptr()) for fixed in decoder._shapes.values()] == places
+
+
+@pytest.mark.shows(72)
+@pytest.mark.parametrize("kind", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_graphs_are_captured_before_a_message_is_awaited_and_draw_the_tokens_of_eager_rows(
+    kind: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, events, prompts = make(), [], random_prompts([4, 3, 60, 5])
+    own, options = params(kind, len(prompts)), GenerateOptions(num_slots=2, rows_per_slot=2, prefill_tokens=16)
+    eager = engine.generate(prompts, own, replace(options, decode="all-rows"))
+    run = DecodeLoop.run
+    captured.on_the_cpu(monkeypatch, events)
+    monkeypatch.setattr(DecodeLoop, "run", lambda loop: (events.append("run"), run(loop)))
+    engine.generator.decoders.captures = True
+    found = engine.generate(prompts, own, replace(options, decode="graphs"))
+    # Each slot may look at 64 tokens, and at 128.
+    assert events == ["capture"] * 4 + ["run"]
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in eager]
+    assert [answer.log_probs for answer in found] == [answer.log_probs for answer in eager]
+    engine.generate(prompts, own, replace(options, decode="graphs"))
+    assert events[5:] == ["run"]
+    engine.generate(prompts, own, replace(options, decode="graphs", rows_per_slot=3))
+    assert events[6:] == ["capture"] * 4 + ["run"]
+
+
+@pytest.mark.shows(72)
+def test_a_capture_writes_where_no_sequence_reads() -> None:
+    with decoder_of_slot() as decoder, pytest.MonkeyPatch.context() as patch:
+        captured.on_the_cpu(patch, [])
+        decoder.capture_stream = torch.cuda.Stream()
+        caches = [cache for cache in decoder.caches if isinstance(cache, KVCache)]
+        before = [[store[:, :, :127].clone() for store in (cache.keys, cache.values_RGLK)] for cache in caches]
+        decoder.prepare([SLOTS])
+        assert decoder.num_shapes == 2
+        for cache, stores in zip(caches, before, strict=True):
+            assert torch.equal(cache.keys[:, :, :127], stores[0])
+            assert torch.equal(cache.values_RGLK[:, :, :127], stores[1])
 
 
 @pytest.mark.shows(72)

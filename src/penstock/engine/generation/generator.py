@@ -57,9 +57,10 @@ class Generator:
         stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         is_autocast = pipeline.options.precision is Precision.BF16_AUTOCAST
+        captures = pipeline.device.type == "cuda" and not is_autocast
         # Keys and values come out of products.
         dtype = cache_dtype(torch.bfloat16 if is_autocast else pipeline.boundary.dtype, pipeline.device.type)
-        self.decoders = Decoders(stages, dtype, pipeline.device, captures=not is_autocast)
+        self.decoders = Decoders(stages, dtype, pipeline.device, captures)
         # No thread of a failed generation uses the links that come after.
         pipeline.recovery.around_renewal(undo=lambda: self._loop.relay.join() if self._loop is not None else None)
 
@@ -215,7 +216,10 @@ class Generator:
             self.decoders.pack_weights(pipeline.casts)
         if generation.scheduler is not None:
             generation.scheduler.version = pipeline.step
-        self._loop = loop = DecodeLoop(self.ring, self.decoders.of(options.form(pipeline.device)), generation)
+        shape = generation.shape
+        slots = [shape.rows_of(slot) for slot in range(shape.num_slots)]
+        decoders = self.decoders.of(options.form(pipeline.device), slots)
+        self._loop = loop = DecodeLoop(self.ring, decoders, generation)
         try:
             loop.run()
         except BaseException:

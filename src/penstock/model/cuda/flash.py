@@ -88,6 +88,7 @@ class FlashCache(KVCache):
 
     #: of each row
     num_tokens: int
+    reads_by_length = True
 
     def __init__(self, size: CacheSize, num_heads: int, head_dim: int) -> None:
         super().__init__(size, num_heads, head_dim, _tokens_first)

@@ -1,15 +1,17 @@
 """The decoders of a rank's stages with their KV caches: of live rows, or of fixed shapes, which CUDA graphs capture.
 
 A batch that samples a token of each live row can be computed for all rows of its slot, dead ones included: then only
-values of tensors change from batch to batch. On CUDA the kernels are captured once for each slot and each power of two
-of tokens to attend to, and launched together from then on; weights are read in place and may change. Prompts are never
-captured. Without CUDA the same computation runs eagerly.
+values of tensors change from batch to batch. On CUDA the kernels are captured for each slot before any message is
+awaited, because a capture waits for all that the device does, and launched together from then on. Where attention reads
+what a mask hides, there is a graph for each power of two of tokens to attend to. Weights are read in place and may
+change. Prompts are never captured. Without CUDA the same computation runs eagerly.
 
 Shapes: T tokens of the live rows, R rows of the slot, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,32 +61,38 @@ class _FixedShape:
     #: the output of the graph
     _output: Tensor | None
 
-    def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int, like: Tensor) -> None:
+    def __init__(self, decoder: "FixedDecoder", slot: range, num_seen: int) -> None:
         self.decoder, self.slot, self.num_seen = decoder, slot, num_seen
-        self.x = like.new_zeros(len(slot), *like.shape[1:])
-        self.positions = torch.zeros(len(slot), dtype=torch.int64, device=like.device)
+        boundary, device = decoder.stage.boundary, decoder.device
+        if decoder.stage.index == 0:
+            self.x = torch.zeros(len(slot), dtype=torch.int64, device=device)
+        else:
+            self.x = torch.zeros(len(slot), boundary.hidden_size, dtype=boundary.dtype, device=device)
+        # No row is live.
+        self.positions = torch.full((len(slot),), spare_position(decoder.num_cached), device=device)
         self.graph = None
         self._output = None
 
-    def run(self) -> Tensor:
-        """The output for the present inputs; the next run of any graph overwrites a captured one.
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture the computation; waits for the device.
 
         Raises: RuntimeError of CUDA if a unit waits for the device.
         """
-        if (stream := self.decoder.capture_stream) is None:
-            return self._compute()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Libraries choose kernels at their first use, which cannot be captured.
+            self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which wait for messages, may go on.
+        with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
+            self._output = self._compute()
+        self.graph = graph
+
+    def run(self) -> Tensor:
+        """The output for the present inputs; the next run of any graph overwrites a captured one."""
         if self.graph is None:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                # Libraries choose kernels at their first use, which cannot be captured. The replay writes the same
-                # values into the cache again.
-                self._compute()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, which wait for messages, may go on.
-            with torch.cuda.graph(graph, self.decoder.pool, stream, capture_error_mode="thread_local"):
-                self._output = self._compute()
-            self.graph = graph
+            return self._compute()
         assert self._output is not None
         self.graph.replay()
         return self._output
@@ -96,10 +104,12 @@ class _FixedShape:
 
 @dataclass(eq=False)
 class FixedDecoder(StageDecoder):
-    """A stage that decodes over fixed shapes (see `takes`); inputs and graphs are made on first use."""
+    """A stage that decodes over fixed shapes (see `takes`), which are made on first use or by `prepare`."""
 
     #: tokens of a row of the cache
     num_cached: int
+    #: of the activations and caches
+    device: torch.device = torch.device("cpu")
     #: the stream on which CUDA graphs are captured; None to run eagerly
     capture_stream: torch.cuda.Stream | None = None
     #: memory of all graphs of the stage, which never run at the same time
@@ -121,10 +131,34 @@ class FixedDecoder(StageDecoder):
         """True if computations become CUDA graphs."""
         return self.capture_stream is not None
 
+    @cached_property
+    def numbers_seen(self) -> list[int]:
+        """The tokens that a computation may attend to: powers of two up to all of the cache, if these are masked."""
+        if all(isinstance(cache, KVCache) and cache.reads_by_length for cache in self.caches if cache is not None):
+            return [self.num_cached]
+        powers = (1 << bits for bits in range(_FEWEST_SEEN.bit_length() - 1, self.num_cached.bit_length()))
+        return [*(power for power in powers if power < self.num_cached), self.num_cached]
+
     @property
     def num_shapes(self) -> int:
         """Number of computations, each of them one graph if they are captured."""
         return len(self._shapes)
+
+    def prepare(self, slots: Sequence[range]) -> None:
+        """Make all computations of these slots, and capture them; waits for the device."""
+        self.stage.weights_ready()
+        # The largest first: the others find room in its memory.
+        for num_seen in reversed(self.numbers_seen):
+            for slot in slots:
+                self._shape(slot, num_seen)
+
+    def _shape(self, slot: range, num_seen: int) -> _FixedShape:
+        if (slot, num_seen) not in self._shapes:
+            shape = _FixedShape(self, slot, num_seen)
+            if self.capture_stream is not None:
+                shape.capture(self.capture_stream)
+            self._shapes[slot, num_seen] = shape
+        return self._shapes[slot, num_seen]
 
     def release(self) -> None:
         """Free inputs and graphs; later batches make them anew."""
@@ -158,13 +192,9 @@ class FixedDecoder(StageDecoder):
         positions = [spare_position(self.num_cached)] * len(slot)
         for item in items:
             positions[item.row - slot.start] = item.start
-        # The next power of two, or all of the cache.
         num_needed = max(item.end for item in items)
-        num_seen = min(self.num_cached, max(_FEWEST_SEEN, 1 << (num_needed - 1).bit_length()))
-        shape = self._shapes.get((slot, num_seen))
-        if shape is None:
-            shape = self._shapes[slot, num_seen] = _FixedShape(self, slot, num_seen, x)
         self.stage.weights_ready()
+        shape = self._shape(slot, next(number for number in self.numbers_seen if number >= num_needed))
         places_T = torch.tensor([item.row - slot.start for item in items]).to(x.device, non_blocking=True)
         shape.positions.copy_(torch.tensor(positions), non_blocking=True)
         shape.x.index_copy_(0, places_T, x)
@@ -180,7 +210,7 @@ class Decoders:
     stages: Sequence[Stage]
     dtype: torch.dtype
     device: torch.device
-    #: False if no computation may become a CUDA graph
+    #: False if no computation can become a CUDA graph
     captures: bool
     #: form -> the local stages' decoders, with their graphs
     by_form: dict[DecodeForm, list[StageDecoder]] = field(default_factory=dict)
@@ -221,10 +251,10 @@ class Decoders:
         for stage in self.stages:
             stage.pack_weights(casts)
 
-    def of(self, form: DecodeForm) -> list[StageDecoder]:
-        """The local stages' decoders, kept as long as the caches are."""
+    def of(self, form: DecodeForm, slots: Sequence[range]) -> list[StageDecoder]:
+        """The local stages' decoders, kept as long as the caches are; graphs of these slots are captured."""
+        captures = form is DecodeForm.GRAPHS and self.captures
         if form not in self.by_form:
-            captures = form is DecodeForm.GRAPHS and self.captures and self.device.type == "cuda"
             decoders = self.by_form[form] = list[StageDecoder]()
             for stage in self.stages:
                 if form is DecodeForm.LIVE_ROWS or not FixedDecoder.takes(stage):
@@ -234,7 +264,11 @@ class Decoders:
                     self._capture_stream = torch.cuda.Stream()
                 assert self._size is not None
                 stream = self._capture_stream if captures else None
-                decoders.append(FixedDecoder(stage, self.caches[stage.index], self._size.num_tokens, stream))
+                caches, num_tokens = self.caches[stage.index], self._size.num_tokens
+                decoders.append(FixedDecoder(stage, caches, num_tokens, self.device, stream))
+        for decoder in self.by_form[form] if captures else ():
+            if isinstance(decoder, FixedDecoder):
+                decoder.prepare(slots)
         return self.by_form[form]
 
     def release(self) -> None:

@@ -166,7 +166,6 @@ class DecodeLoop:
         for number in batch.ended:
             del self.live_sequences[number]
         sequences = [self.live_sequences[item.sequence] for item in batch.items]
-        # Not in the thread of headers, which could disturb the capture of a CUDA graph.
         return LocalBatch(batch, sequences, CachedRows.of(batch.items, self.ring.device))
 
     # ---- one rank, one slot
