@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
+from penstock.engine.precision import deterministic_kernels
 from tests.conftest import GPU_TESTS_ON_CPU
 
 
@@ -16,9 +16,7 @@ def device() -> str:
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that give the same bits each time, where PyTorch has them."""
+    """Kernels that give the same bits each time, as under train.deterministic."""
     monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    with deterministic_kernels():
+        yield

@@ -68,6 +68,7 @@ class EngineOptions(Settings):
     num_kept_microbatches: int = same_as(TrainConfig, "num_kept_microbatches")
     compile: bool | CompileMode = same_as(TrainConfig, "compile")
     reproducible: bool = same_as(TrainConfig, "reproducible")
+    deterministic: bool = same_as(TrainConfig, "deterministic")
     optimizer: OptimizerConfig = OptimizerConfig()
     attention: ContextForm = same_as(ParallelConfig, "attention")
     device: Device = same_as(ParallelConfig, "device")

@@ -6,6 +6,7 @@ Shapes: T tokens of a whole microbatch, R of this rank's part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, UnitSource, units_for
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.precision import stream_dtype, with_quantization
+from penstock.engine.precision import deterministic_if, stream_dtype, with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
     FutureTokens,
@@ -176,6 +177,8 @@ class Pipeline:
     gives_results: bool
     #: casts of the weights, kept while no weight changes
     casts: WeightCasts
+    #: the context in which layers compute: that of deterministic kernels, or nothing
+    kernels: Callable[[], AbstractContextManager[Any]]
 
     # -- running
     #: records this rank's actions and collectives, and says where it is
@@ -206,6 +209,7 @@ class Pipeline:
         check_count("hidden_size", int(hidden_size))
         self.grid = self._make_grid()
         self.device = self.grid.device
+        self.kernels = deterministic_if(self.options.deterministic, self.device)
         self.context = ContextShards(self.grid.cp_group) if self.grid.cp_group is not None else None
         model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, model_groups, self.layout), self.grid.control)
@@ -325,7 +329,7 @@ class Pipeline:
 
     def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
         """Run a program. Layers draw from seeds of their own, so torch's generators are restored afterwards."""
-        with kept_random_state(self.device):
+        with self.kernels(), kept_random_state(self.device):
             return executor.run(feeds)
 
     # ---- the model on this rank

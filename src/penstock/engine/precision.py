@@ -1,9 +1,10 @@
-"""The dtypes in which a model is kept and computed, and the choice of quantized weights."""
+"""The dtypes in which a model is kept and computed, the bits that it keeps, and the choice of quantized weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,33 @@ def autocast_of(precision: Precision, device: torch.device) -> Callable[[], Abst
     """The context manager in which units compute: autocast, or nothing."""
     is_autocast = precision is Precision.BF16_AUTOCAST
     return partial(torch.autocast, device.type, torch.bfloat16) if is_autocast else nullcontext
+
+
+def deterministic_if(asked: bool, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context manager in which layers compute: that of deterministic kernels, or nothing; on a CPU all are."""
+    if not asked or device.type != "cuda":
+        return nullcontext
+    # Before the first product: without it cuBLAS has no such kernels.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return deterministic_kernels
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Within this context every operation that is repeated gives its bits again; one that cannot raises RuntimeError.
+
+    Backwards in autograd's threads are within it too.
+    """
+    settings: Any = torch.utils.deterministic
+    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    # Not only a warning, with which flash attention's backward would stay as it is.
+    torch.set_deterministic_debug_mode("error")
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fills
 
 
 def bytes_of_weight(precision: Precision, quantize: Quantize) -> float:

@@ -3,7 +3,7 @@
 Nothing here has state. The random number of a token is a hash of (seed, sequence, position), so a draw does not depend
 on the rank, the batch or the order.
 
-Shapes: S sequences, V vocabulary.
+Shapes: S sequences, V vocabulary, N blocks of B numbers each.
 """
 
 import hashlib
@@ -13,10 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.schedule import Token
 from penstock.settings import SamplingParams
+
+_SUMMED_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,7 @@ def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
     Tokens are left out from the least likely on, while all left out have at most probability 1 - top_p together.
     """
     ascending_SV, order_SV = logits_SV.sort(dim=-1, stable=True)
-    left_out_SV = ascending_SV.softmax(-1).double().cumsum(-1) <= 1.0 - top_p
+    left_out_SV = cumulative_(ascending_SV.softmax(-1).double()) <= 1.0 - top_p
     left_out_SV[:, -1] = False
     return torch.empty_like(left_out_SV).scatter_(-1, order_SV, left_out_SV)
 
@@ -249,7 +252,28 @@ def _choose(masked_SV: Tensor, final_SV: Tensor, draws: Sequence[Draw]) -> Tenso
     if draws[0].params.temperature == 0:
         return masked_SV.argmax(-1)
     # In fp64: in fp32 the sum over a large vocabulary would lose the rare tokens.
-    cumulative_SV = final_SV.double().exp_().cumsum_(-1)
+    cumulative_SV = cumulative_(final_SV.double().exp_())
     uniform_S1 = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=masked_SV.device)
     chosen_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
     return chosen_S1[:, 0]
+
+
+def cumulative_(values_SV: Tensor) -> Tensor:
+    """The sums of each row up to each of its numbers; the values may be overwritten.
+
+    On a GPU torch's own kernel is refused among deterministic ones.
+    """
+    if values_SV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sums_by_blocks(values_SV)
+    return values_SV.cumsum_(-1)
+
+
+def sums_by_blocks(values_SV: Tensor) -> Tensor:
+    """The sums of each row up to each of its numbers, by products with triangles of ones."""
+    num_values = values_SV.shape[-1]
+    values_SNB = F.pad(values_SV, (0, -num_values % _SUMMED_AT_ONCE)).unflatten(-1, (-1, _SUMMED_AT_ONCE))
+    sums_SNB = values_SNB @ values_SV.new_ones(_SUMMED_AT_ONCE, _SUMMED_AT_ONCE).triu()
+    if sums_SNB.shape[-2] > 1:
+        before_SN = F.pad(sums_by_blocks(sums_SNB.select(-1, -1)), (1, -1))
+        sums_SNB = sums_SNB + before_SN.unsqueeze(-1)
+    return sums_SNB.flatten(-2).narrow(-1, 0, num_values)

@@ -125,6 +125,12 @@ class TrainConfig(Settings, section="train"):
         "Penstock's own dense layers.",
         is_newer=True,
     )
+    deterministic: bool = setting(
+        False,
+        "On GPUs, compute with kernels that add up in one order, so that a run that is repeated has the same bits; "
+        "slower. On CPUs all kernels do.",
+        is_newer=True,
+    )
     normalize: Normalize = setting(Normalize.GLOBAL, "The divisor of the loss.")
     num_microbatches: int = setting(
         8,

@@ -179,7 +179,7 @@ class Generator:
         """Decode until the end of a call or its next interruption."""
         pipeline = self._pipeline
         pipeline.set_training(False)
-        with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
+        with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
             longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
             loop = self._run(generation, options, longest)
             group = pipeline.grid.pp_control
@@ -261,7 +261,7 @@ class Generator:
                 stage.check_cached()
             pipeline.set_training(False)
             pipeline.recorder.keep(_KEPT_RECORDS)
-            with pipeline.recovery.announcing(), pipeline.casts.kept(), torch.inference_mode():
+            with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
                     generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
