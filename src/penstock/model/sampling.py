@@ -9,7 +9,7 @@ Shapes: S sequences, V vocabulary, N blocks of B numbers each.
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,26 +63,40 @@ def penalised(logits_SV: Tensor, params: SamplingParams, draws: Sequence[Draw]) 
     Source: biases, repetition penalty and bad words as transformers' logits processors (the penalty is that of Keskar
     et al. 2019, arXiv 1909.05858, section 4.1); presence and frequency penalties as OpenAI's API defines them.
     """
-    logits_SV = logits_SV.clone()
+    logits_SV = logits_SV.clone(memory_format=torch.contiguous_format)
+    dtype, device = logits_SV.dtype, logits_SV.device
     if params.biases:
         tokens, values = zip(*params.biases, strict=True)
-        logits_SV[:, list(tokens)] += logits_SV.new_tensor(values)
+        logits_SV[:, _sent(tokens, torch.int64, device)] += _sent(values, dtype, device)
     if not params.reads_answer:
         return logits_SV
-    penalty, has_counts = params.repetition_penalty, bool(params.presence_penalty or params.frequency_penalty)
-    for logits_V, draw in zip(logits_SV, draws, strict=True):
-        if penalty != 1.0 and (seen := {*draw.prompt, *draw.answer}):
-            tokens = torch.tensor(sorted(seen), device=logits_V.device)
-            values = logits_V[tokens]
-            logits_V[tokens] = torch.where(values < 0, values * penalty, values / penalty)
+    # All rows at once: each copy to a device takes its time.
+    logits, num_logits = logits_SV.view(-1), logits_SV.shape[1]
+    if (penalty := params.repetition_penalty) != 1.0:
+        places = _places([{*draw.prompt, *draw.answer} for draw in draws], num_logits, device)
+        values = logits[places]
+        logits[places] = torch.where(values < 0, values * penalty, values / penalty)
+    if params.presence_penalty or params.frequency_penalty:
         # What the answer is given to begin with counts as its prompt does.
-        if counts := Counter(draw.answer[len(draw.params.begins_with) :] if has_counts else ()):
-            lost = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
-            logits_V[list(counts)] -= logits_V.new_tensor(lost)
-        for *before, last in params.bad_words:
-            if draw.ends_with(before):
-                logits_V[last] = -torch.inf
+        counts = [Counter(draw.answer[len(draw.params.begins_with) :]) for draw in draws]
+        numbers = [number for own in counts for number in own.values()]
+        lost = [params.presence_penalty + params.frequency_penalty * number for number in numbers]
+        logits[_places(counts, num_logits, device)] -= _sent(lost, dtype, device)
+    if params.bad_words:
+        bad = [[last for *before, last in params.bad_words if draw.ends_with(before)] for draw in draws]
+        if any(bad):
+            logits[_places(bad, num_logits, device)] = -torch.inf
     return logits_SV
+
+
+def _places(tokens: Sequence[Collection[int]], num_logits: int, device: torch.device) -> Tensor:
+    """The places of each row's tokens among the logits of all rows."""
+    return _sent([row * num_logits + token for row, own in enumerate(tokens) for token in own], torch.int64, device)
+
+
+def _sent(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, whose computation the host does not wait for."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 # ---- Sampling: from logits to tokens and their log-probabilities
@@ -160,22 +174,22 @@ def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     for rows in alike.values():
         whole = len(rows) == num_rows
         own = draws if whole else [draws[row] for row in rows]
-        of_rows_SV = (logits_SV if whole else logits_SV[rows]).float()
+        at = slice(None) if whole else _sent(rows, torch.int64, device)
+        of_rows_SV = (logits_SV if whole else logits_SV[at]).float()
         masked_SV = filtered(of_rows_SV, own)
         final_SV = masked_SV.log_softmax(-1)
         # A row that is not finite may choose past the end; its log-probability then says so.
         chosen_S = _choose(masked_SV, final_SV, own).clamp(max=logits_SV.shape[-1] - 1)
-        at = slice(None) if whole else rows
         if given := {n: token for n, draw in enumerate(own) if (token := draw.given) is not None}:
-            places = list(given)
-            chosen_S[places] = chosen_S.new_tensor(list(given.values()))
+            places, begun = (_sent(numbers, torch.int64, device) for numbers in (list(given), list(given.values())))
+            chosen_S[places] = begun
             final_SV[places] = of_rows_SV[places].log_softmax(-1)
         tokens[at] = chosen_S
         log_probs[at] = final_SV.gather(-1, chosen_S[:, None])[:, 0]
         if own[0].params.raw_log_probs:
             raw_log_probs[at] = of_rows_SV.log_softmax(-1).gather(-1, chosen_S[:, None])[:, 0]
         if dropped_SV is not None:
-            dropped_SV[at] = (masked_SV == -torch.inf).cpu()
+            dropped_SV[slice(None) if whole else rows] = (masked_SV == -torch.inf).cpu()
     return Drawn(tokens, log_probs, raw_log_probs, dropped_SV, likeliest_SN, likeliest_log_probs_SN)
 
 
@@ -192,7 +206,8 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
         early := [n for n, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
     ):
         logits_SV = logits_SV.clone()
-        logits_SV[torch.tensor(early)[:, None], torch.tensor(params.end_tokens)] = -torch.inf
+        rows, ends = (_sent(numbers, torch.int64, logits_SV.device) for numbers in (early, params.end_tokens))
+        logits_SV[rows[:, None], ends] = -torch.inf
     if params.temperature == 0:
         return logits_SV
     if params.temperature != 1.0:
@@ -253,7 +268,7 @@ def _choose(masked_SV: Tensor, final_SV: Tensor, draws: Sequence[Draw]) -> Tenso
         return masked_SV.argmax(-1)
     # In fp64: in fp32 the sum over a large vocabulary would lose the rare tokens.
     cumulative_SV = cumulative_(final_SV.double().exp_())
-    uniform_S1 = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64, device=masked_SV.device)
+    uniform_S1 = _sent([[draw.uniform()] for draw in draws], torch.float64, masked_SV.device)
     chosen_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
     return chosen_S1[:, 0]
 

@@ -1,11 +1,14 @@
 """Penalties, biases, bad words, min-p and the likeliest tokens, beside transformers' processors on the same logits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -219,3 +222,49 @@ def test_a_prompt_and_its_tokens_may_be_as_long_as_the_model_allows_and_no_longe
     check_prompts(prompts, [SamplingParams(max_new_tokens=num_new)] * 2, limits)
     with pytest.raises(ValueError, match=rf"^prompt 1 has 5 tokens, and with .* {message}"):
         check_prompts(prompts, [SamplingParams(max_new_tokens=num_new + 1)] * 2, limits)
+
+
+# ---- on a device
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to another device; one that the host waits for is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, devices = func._schema.name, {x.device for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim()}
+        if name == "aten::_to_copy" and (kwargs or {}).get("device") not in (None, args[0].device):
+            assert kwargs["non_blocking"], "a copy that waits"
+            self.number += 1
+        else:
+            assert len(devices) < 2, f"{name} of tensors on two devices"
+        return func(*args, **(kwargs or {}))
+
+
+def copies(num_rows: int) -> int:
+    """The copies for one token of each row, whose draws are of two kinds, both with all that reads the answer."""
+    params = SamplingParams(
+        repetition_penalty=1.3,
+        presence_penalty=0.7,
+        frequency_penalty=0.1,
+        logit_bias=BIAS,
+        bad_words=BAD_WORDS,
+        min_new_tokens=5,
+        end_tokens=(1, 2),
+        top_k=9,
+        top_p=0.9,
+        begins_with=(8, 5, 39, 4),
+    )
+    kinds = params, replace(params, temperature=0)
+    draws = [Draw(kinds[row % 2], row, 3, [*PROMPT, row], ANSWERS[row % 3]) for row in range(num_rows)]
+    with Copies() as found:
+        draw_tokens(torch.empty(num_rows, VOCABULARY, device="meta"), draws)
+    return found.number
+
+
+@pytest.mark.shows(207)
+def test_on_a_device_the_host_waits_for_no_copy_and_makes_as_many_for_any_number_of_rows() -> None:
+    assert 0 < copies(6) == copies(48) < 24
