@@ -12,16 +12,18 @@ WIDTH, VOCAB = 8, 16
 
 
 class Noise(nn.Module):
-    """Has a random table as a buffer."""
+    """Has a random table as a buffer, and a mask: values of one byte."""
 
     table: torch.Tensor
+    kept: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.randn(WIDTH))
+        self.register_buffer("kept", self.table > 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table
+        return x + self.table * self.kept
 
 
 def error_of(engine_of: object) -> str:
