@@ -336,6 +336,7 @@ def test_where_onednn_adds_up_by_the_number_of_rows_it_is_not_taken(monkeypatch:
         chosen = fastest_matmul()
         assert isinstance(chosen, PaddedMatmul) or not onednn._rows_are_apart(PaddedMatmul(), torch.float32)
         assert Linear(8, 8, matmul=chosen).has_apart_rows == isinstance(chosen, PaddedMatmul)
+        assert not Linear(8, 8, matmul=OneDnnMatmul()).has_apart_rows
     finally:
         onednn._rows_are_apart.cache_clear()
 
