@@ -15,7 +15,7 @@ from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_check import with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments
 from penstock.engine.folders.runs import RunLock
-from penstock.settings import RunConfig, from_dict
+from penstock.settings import ConfigError, RunConfig, from_dict
 from tests.hugging_face import SIZES, make_model, make_tokenizer
 
 
@@ -92,3 +92,15 @@ def test_a_run_that_began_with_a_run_keeps_the_settings_of_the_first_folder(tmp_
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
     assert "eos_token_id" in before
     assert after == before
+
+
+def test_a_run_that_has_no_checkpoint_yet_needs_the_folder_it_begins_with(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_model("llama").save_pretrained(base)
+    config = from_dict(
+        {"output": str(tmp_path / "run"), "model": {"pretrained": str(base)}, "data": {"tokenizer": "bytes"}}
+    )
+    RunLock(with_pretrained(config)).close()
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"^model.pretrained = "):
+        with_pretrained(config)
