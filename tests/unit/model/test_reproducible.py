@@ -64,7 +64,7 @@ def test_silu_of_each_row_is_that_of_the_row_alone(width: int, num_threads: int)
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("heads, groups, width", [(4, 4, 16), (6, 2, 24), (8, 4, 64), (3, 1, 128)])
+@pytest.mark.parametrize("heads, groups, width", [(4, 4, 16), (6, 2, 24), (8, 4, 64), (3, 1, 128), (9, 1, 16)])
 @pytest.mark.parametrize("lengths", [(300, 1, 31, 257, 128), (128, 128, 128, 128), (5,), (64, 63, 65, 129), (700, 20)])
 def test_attention_by_tiles_over_a_cache_has_the_values_of_attention(
     heads: int, groups: int, width: int, lengths: tuple[int, ...]
