@@ -5,6 +5,7 @@ Shapes: T tokens of a whole microbatch, R of this rank's part.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, UnitSource, units_for
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.precision import deterministic_if, stream_dtype, with_quantization
+from penstock.engine.precision import deterministic_if, slow_precision_warning, stream_dtype, with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
     FutureTokens,
@@ -75,6 +76,8 @@ from penstock.settings import ConfigError, Groups, Layout
 
 OutputFn = Callable[[Any, PackedBatch, Numbers], Tensor]
 """From the last stage's output, its microbatch and numbers to a result: in training the scaled loss."""
+
+_logger = logging.getLogger(__name__)
 
 _MAX_EXECUTORS = 64
 """Programs that are kept, each for one number of microbatches; a budget of tokens may lead to any number."""
@@ -210,6 +213,8 @@ class Pipeline:
         self.grid = self._make_grid()
         self.device = self.grid.device
         self.kernels = deterministic_if(self.options.deterministic, self.device)
+        if self.grid.rank == 0 and (warning := slow_precision_warning(self.options.precision, self.device)):
+            _logger.warning(warning)
         self.context = ContextShards(self.grid.cp_group) if self.grid.cp_group is not None else None
         model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, model_groups, self.layout), self.grid.control)

@@ -71,3 +71,25 @@ def test_no_worker_is_started_after_a_request_to_end(capsys: pytest.CaptureFixtu
     assert [process.pid is not None for process in workers.processes] == [True] + [False] * 999
     assert workers.exit_code("starts again") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in capsys.readouterr().err
+
+
+@pytest.mark.shows(212)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    ],
+    ids=str,
+)
+def test_workers_have_what_suits_a_gpu_unless_the_user_has_said_otherwise(
+    given: dict[str, str], expected: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    environment = launch._environment(2, 1, 29400)
+    assert {name: environment.get(name) for name in expected} == expected

@@ -101,7 +101,12 @@ def _environment(num_workers: int, num_threads: int, port: int) -> dict[str, str
         "OPENBLAS_NUM_THREADS": "1",
         # A store that has gone would leave pages of C++ frames beside the sentence that says who has gone.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # One queue of work for each stream on a GPU: each group of ranks has one of its own.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        # Microbatches of other lengths would leave a GPU's memory in pieces.
+        usual["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {
         **{name: os.environ.get(name, value) for name, value in usual.items()},
         "GLOO_SOCKET_IFNAME": _INTERFACE,
