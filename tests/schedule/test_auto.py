@@ -172,6 +172,13 @@ def test_a_slow_stage_is_kept_busy():
     assert checked_span(searched(4, 24, costs=costs, limit=8), costs, 8) <= 24 * 9 * 1.01
 
 
+def test_longer_orders_are_gone_through_to_find_shorter_ones():
+    """While only changes that lengthen nothing are kept, the least span that is found here is 170."""
+    costs = Costs(5, 6, 3, 0.5, weight_memory_share=0.5)
+    found = searched(4, 6, 2, costs=costs, limit=2, effort=0.05)
+    assert checked_span(found, costs, 2) <= 167
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
