@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -41,6 +41,20 @@ def in_one_copy(tables: Sequence[Mapping[str, Tensor]], device: torch.device) ->
         place.copy_(leaving[number])
     arriving = views(packed.to(device, non_blocking=True))
     return [{name: arriving.get(id(x), x) for name, x in table.items()} for table in tables]
+
+
+def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
+    """The values of tensors of one element each: on one device by one read, for which the host waits once."""
+    values = [0.0] * len(numbers)
+    by_device: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for place, number in enumerate(numbers):
+        by_device.setdefault(number.device, {}).setdefault(number.dtype, []).append(place)
+    for by_dtype in by_device.values():
+        # Numbers of one dtype are widened together, since each launch takes its time.
+        stacks = [torch.stack([numbers[i].reshape(()) for i in places]).double() for places in by_dtype.values()]
+        for place, value in zip(chain.from_iterable(by_dtype.values()), torch.cat(stacks).tolist(), strict=True):
+            values[place] = value
+    return values
 
 
 def is_staged(device: torch.device, transport: TransportKind) -> bool:

@@ -15,6 +15,7 @@ from penstock.engine.training.microbatches import MicrobatchSource
 from penstock.model import AuxLoss, AuxLosses
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
+from penstock.parallel.staging import read_numbers
 from penstock.runtime import Feed
 
 
@@ -80,14 +81,16 @@ class AuxLossTracker:
         if learns:
             for name, router in self._routers.items():
                 router.update(loads[name])
-        # The highest load of an expert over the mean of its layer, of all ranks; 0 without experts.
-        busiest = torch.tensor(
-            max((float(c.max() * len(c) / c.sum()) for c in loads.values()), default=0.0), dtype=torch.float64
-        )
+        notes = [note for t in aux_losses for note in t.values.items()]
+        # All at once, to wait for the device only once: the highest load of an expert over the mean of its layer, and
+        # the losses.
+        numbers = read_numbers([*(c.max() * len(c) / c.sum() for c in loads.values()), *(value for _, value in notes)])
+        # Of all ranks; 0 without experts.
+        busiest = torch.tensor(max(numbers[: len(loads)], default=0.0), dtype=torch.float64)
         if self.pipeline.grid.control is not None:
             dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
-        notes = [note for t in aux_losses for note in t.values.items()]
-        rank_sums = [sum(float(value) for (_, kind), value in notes if kind is wanted) for wanted in AuxLoss]
+        values = [(kind, number) for ((_, kind), _), number in zip(notes, numbers[len(loads) :], strict=True)]
+        rank_sums = [sum(number for kind, number in values if kind is wanted) for wanted in AuxLoss]
         sums = self.pipeline.sum_over_ranks("add up the auxiliary losses", *rank_sums)
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}
         return AuxLossReport(losses, float(busiest) or None)

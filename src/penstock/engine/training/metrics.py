@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel.host import gather_json
+from penstock.parallel.staging import read_numbers
 from penstock.settings.declare import NamedValue, type_in_words
 
 
@@ -89,13 +90,14 @@ def reduce_metrics(pipeline: Pipeline, noted: Mapping[str, Sequence[Metric]]) ->
     """
     # Ranks of a tp group have the same ones, which count once.
     noted = noted if pipeline.grid.tp_rank == 0 else {}
-    # Value and weight of each part.
+    # Value and weight of each part; tensors are read all at once, to wait for the device only once.
+    parts = [number for parts in noted.values() for part in parts for number in (part.value, part.weight)]
+    read = iter(read_numbers([number for number in parts if isinstance(number, Tensor)]))
+    values = (
+        next(read) if isinstance(number, Tensor) else 1.0 if number is None else float(number) for number in parts
+    )
     rows = {
-        name: [
-            str(parts[0].reduction),
-            [[float(part.value), 1.0 if part.weight is None else float(part.weight)] for part in parts],
-        ]
-        for name, parts in noted.items()
+        name: [str(parts[0].reduction), [[next(values), next(values)] for _ in parts]] for name, parts in noted.items()
     }
     with pipeline.recorder.collective("gather the loss's metrics"):
         by_rank = gather_json(rows, pipeline.grid.control)
