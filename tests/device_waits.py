@@ -33,6 +33,12 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # Without gradients these come as they are called, and not as the operations that they are made of.
+            with self:
+                return func.decompose(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])

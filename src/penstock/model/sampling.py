@@ -8,14 +8,17 @@ Shapes: S sequences, V vocabulary, N blocks of B numbers each.
 
 import hashlib
 import struct
+from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.parallel.staging import in_one_copy
 from penstock.schedule import Token
 from penstock.settings import SamplingParams
 
@@ -54,49 +57,119 @@ class Draw:
         return num == 0 or [*self.prompt[-num:], *self.answer[-num:]][-num:] == list(tokens)
 
 
+# ---- Rows that are drawn together, and the numbers that a device needs of them
+
+
+def _numbers() -> "array[int]":
+    # Lists of a whole text's tokens take ten times as long to become a tensor.
+    return array("q")
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Pairs of a row and a token."""
+
+    rows: "array[int]" = field(default_factory=_numbers)
+    tokens: "array[int]" = field(default_factory=_numbers)
+
+    def add(self, row: int, tokens: Collection[int]) -> None:
+        self.rows.extend(array("q", [row]) * len(tokens))
+        self.tokens.extend(tokens)
+
+    def tensor(self) -> Tensor:
+        """The pairs [2, N]; there has to be one."""
+        return torch.stack([torch.frombuffer(numbers, dtype=torch.int64) for numbers in (self.rows, self.tokens)])
+
+
+@dataclass(frozen=True, eq=False)
+class JointDraw:
+    """Draws of one recipe; seeds and lengths may differ.
+
+    numbers: by name. Places are pairs [2, N] of a row of this draw and a token.
+    """
+
+    params: SamplingParams
+    numbers: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], rows: Sequence[int] | None) -> "JointDraw":
+        """The draw of these rows; None for all. Its numbers are on the host."""
+        params, numbers = draws[0].params, dict[str, Tensor]()
+        if params.reads_answer or any(
+            draw.params.begins_with or draw.position < draw.params.min_new_tokens for draw in draws
+        ):
+            numbers = _edits(params, draws)
+        if params.biases:
+            tokens, values = zip(*params.biases, strict=True)
+            numbers |= {"biased": torch.tensor(tokens), "biases": torch.tensor(values, dtype=torch.float32)}
+        if rows is not None:
+            numbers["rows"] = torch.tensor(rows)
+        if params.temperature:
+            numbers["uniforms"] = torch.tensor([[draw.uniform()] for draw in draws], dtype=torch.float64)
+        return cls(params, numbers)
+
+
+def _edits(params: SamplingParams, draws: Sequence[Draw]) -> dict[str, Tensor]:
+    """The places of tokens that are repeated, counted, excluded or given, and what the counted ones lose."""
+    lost = list[float]()
+    repeated, counted, excluded, given = (_Places() for _ in range(4))
+    has_counts = bool(params.presence_penalty or params.frequency_penalty)
+    for row, draw in enumerate(draws):
+        if params.reads_answer and params.repetition_penalty != 1.0:
+            repeated.add(row, {*draw.prompt, *draw.answer})
+        # What the answer is given to begin with counts as its prompt does.
+        if has_counts and (counts := Counter(draw.answer[len(draw.params.begins_with) :])):
+            counted.add(row, counts)
+            lost += [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+        if params.bad_words:
+            excluded.add(row, [last for *before, last in params.bad_words if draw.ends_with(before)])
+        if draw.position < draw.params.min_new_tokens:
+            excluded.add(row, params.end_tokens)
+        if draw.given is not None:
+            given.add(row, [draw.given])
+    places = {"repeated": repeated, "counted": counted, "excluded": excluded, "given": given}
+    numbers = {name: found.tensor() for name, found in places.items() if found.rows}
+    if lost:
+        numbers["lost"] = torch.tensor(lost, dtype=torch.float32)
+    return numbers
+
+
+def joint_draws(draws: Sequence[Draw]) -> list[JointDraw]:
+    """The draws by recipe, with their numbers on the host."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for row, draw in enumerate(draws):
+        alike.setdefault(draw.params.recipe, []).append(row)
+    if len(alike) == 1:
+        return [JointDraw.of(draws, None)]
+    return [JointDraw.of([draws[row] for row in rows], rows) for rows in alike.values()]
+
+
 # ---- Penalties, biases and bad words: changes to the logits that depend on the prompt and on the answer so far
 
 
-def penalised(logits_SV: Tensor, params: SamplingParams, draws: Sequence[Draw]) -> Tensor:
-    """The fp32 logits after biases, repetition, presence and frequency penalties and bad words, in this order.
+def penalised(logits_SV: Tensor, draw: JointDraw) -> Tensor:
+    """The fp32 logits after biases, repetition, presence and frequency penalties, in this order.
+
+    Last, what may not come is excluded: bad words, and end tokens that come too early.
 
     Source: biases, repetition penalty and bad words as transformers' logits processors (the penalty is that of Keskar
     et al. 2019, arXiv 1909.05858, section 4.1); presence and frequency penalties as OpenAI's API defines them.
     """
-    logits_SV = logits_SV.clone(memory_format=torch.contiguous_format)
-    dtype, device = logits_SV.dtype, logits_SV.device
-    if params.biases:
-        tokens, values = zip(*params.biases, strict=True)
-        logits_SV[:, _sent(tokens, torch.int64, device)] += _sent(values, dtype, device)
-    if not params.reads_answer:
+    numbers, penalty = draw.numbers, draw.params.repetition_penalty
+    if numbers.keys().isdisjoint(("biased", "repeated", "counted", "excluded")):
         return logits_SV
-    # All rows at once: each copy to a device takes its time.
-    logits, num_logits = logits_SV.view(-1), logits_SV.shape[1]
-    if (penalty := params.repetition_penalty) != 1.0:
-        places = _places([{*draw.prompt, *draw.answer} for draw in draws], num_logits, device)
-        values = logits[places]
-        logits[places] = torch.where(values < 0, values * penalty, values / penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        # What the answer is given to begin with counts as its prompt does.
-        counts = [Counter(draw.answer[len(draw.params.begins_with) :]) for draw in draws]
-        numbers = [number for own in counts for number in own.values()]
-        lost = [params.presence_penalty + params.frequency_penalty * number for number in numbers]
-        logits[_places(counts, num_logits, device)] -= _sent(lost, dtype, device)
-    if params.bad_words:
-        bad = [[last for *before, last in params.bad_words if draw.ends_with(before)] for draw in draws]
-        if any(bad):
-            logits[_places(bad, num_logits, device)] = -torch.inf
+    logits_SV = logits_SV.clone()
+    if "biased" in numbers:
+        logits_SV[:, numbers["biased"]] += numbers["biases"]
+    if "repeated" in numbers:
+        places = tuple(numbers["repeated"])
+        values = logits_SV[places]
+        logits_SV[places] = torch.where(values < 0, values * penalty, values / penalty)
+    if "counted" in numbers:
+        logits_SV[tuple(numbers["counted"])] -= numbers["lost"]
+    if "excluded" in numbers:
+        logits_SV[tuple(numbers["excluded"])] = logits_SV.new_full((), -torch.inf)
     return logits_SV
-
-
-def _places(tokens: Sequence[Collection[int]], num_logits: int, device: torch.device) -> Tensor:
-    """The places of each row's tokens among the logits of all rows."""
-    return _sent([row * num_logits + token for row, own in enumerate(tokens) for token in own], torch.int64, device)
-
-
-def _sent(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, whose computation the host does not wait for."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 # ---- Sampling: from logits to tokens and their log-probabilities
@@ -156,58 +229,54 @@ def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token
 
 def draw_tokens(logits_SV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw a token for each row of the logits."""
+    joint = joint_draws(draws)
+    tables = in_one_copy([draw.numbers for draw in joint], logits_SV.device)
+    return draw_jointly(
+        logits_SV, draws, [JointDraw(draw.params, numbers) for draw, numbers in zip(joint, tables, strict=True)]
+    )
+
+
+def draw_jointly(logits_SV: Tensor, draws: Sequence[Draw], joint: Sequence[JointDraw]) -> Drawn:
+    """Draw a token for each row of the logits. joint: the draws as `joint_draws` gives them, on the logits' device."""
     num_rows, device = len(draws), logits_SV.device
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     log_probs, raw_log_probs = torch.zeros(2, num_rows, dtype=torch.float32, device=device)
-    most, wants_mask = 0, False
-    # Rows that are drawn together: seeds and lengths may differ.
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for row, draw in enumerate(draws):
-        most, wants_mask = max(most, draw.params.top_log_probs), wants_mask or draw.params.filter_mask
-        alike.setdefault(draw.params.recipe, []).append(row)
+    most = max(draw.params.top_log_probs for draw in draws)
     likeliest_SN, likeliest_log_probs_SN = tokens.new_empty(num_rows, 0), log_probs.new_empty(num_rows, 0)
     if most:
         precise_SV = logits_SV.float()
         likeliest_SN = largest(precise_SV, most)
         likeliest_log_probs_SN = precise_SV.log_softmax(-1).gather(-1, likeliest_SN)
+    wants_mask = any(draw.params.filter_mask for draw in draws)
     dropped_SV = torch.zeros(logits_SV.shape, dtype=torch.bool) if wants_mask else None
-    for rows in alike.values():
-        whole = len(rows) == num_rows
-        own = draws if whole else [draws[row] for row in rows]
-        at = slice(None) if whole else _sent(rows, torch.int64, device)
-        of_rows_SV = (logits_SV if whole else logits_SV[at]).float()
-        masked_SV = filtered(of_rows_SV, own)
+    for draw in joint:
+        numbers = draw.numbers
+        at: Any = numbers.get("rows", slice(None))
+        of_rows_SV = logits_SV[at].float()
+        masked_SV = filtered(of_rows_SV, draw)
         final_SV = masked_SV.log_softmax(-1)
         # A row that is not finite may choose past the end; its log-probability then says so.
-        chosen_S = _choose(masked_SV, final_SV, own).clamp(max=logits_SV.shape[-1] - 1)
-        if given := {n: token for n, draw in enumerate(own) if (token := draw.given) is not None}:
-            places, begun = (_sent(numbers, torch.int64, device) for numbers in (list(given), list(given.values())))
-            chosen_S[places] = begun
-            final_SV[places] = of_rows_SV[places].log_softmax(-1)
+        chosen_S = _choose(masked_SV, final_SV, draw).clamp(max=logits_SV.shape[-1] - 1)
+        if "given" in numbers:
+            rows, given = numbers["given"]
+            chosen_S[rows] = given
+            final_SV[rows] = of_rows_SV[rows].log_softmax(-1)
         tokens[at] = chosen_S
         log_probs[at] = final_SV.gather(-1, chosen_S[:, None])[:, 0]
-        if own[0].params.raw_log_probs:
+        if draw.params.raw_log_probs:
             raw_log_probs[at] = of_rows_SV.log_softmax(-1).gather(-1, chosen_S[:, None])[:, 0]
         if dropped_SV is not None:
-            dropped_SV[slice(None) if whole else rows] = (masked_SV == -torch.inf).cpu()
+            dropped_SV[at.cpu() if isinstance(at, Tensor) else at] = (masked_SV == -torch.inf).cpu()
     return Drawn(tokens, log_probs, raw_log_probs, dropped_SV, likeliest_SN, likeliest_log_probs_SN)
 
 
-def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
+def filtered(logits_SV: Tensor, draw: JointDraw) -> Tensor:
     """The fp32 logits to draw from: divided by the temperature, with -inf for tokens that cannot be drawn.
 
-    All draws have the same recipe. A greedy choice has neither temperature nor filters, but penalties, biases, bad
-    words and end tokens that come too early.
+    A greedy choice has neither temperature nor filters, but penalties, biases, bad words and end tokens that come too
+    early.
     """
-    params = draws[0].params
-    if params.biases or params.reads_answer:
-        logits_SV = penalised(logits_SV, params, draws)
-    if params.end_tokens and (
-        early := [n for n, draw in enumerate(draws) if draw.position < draw.params.min_new_tokens]
-    ):
-        logits_SV = logits_SV.clone()
-        rows, ends = (_sent(numbers, torch.int64, logits_SV.device) for numbers in (early, params.end_tokens))
-        logits_SV[rows[:, None], ends] = -torch.inf
+    params, logits_SV = draw.params, penalised(logits_SV, draw)
     if params.temperature == 0:
         return logits_SV
     if params.temperature != 1.0:
@@ -231,6 +300,9 @@ def filtered(logits_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def largest(logits_SV: Tensor, count: int) -> Tensor:
     """The ids [S, count] of the largest logits, largest first and equal ones by id, as the greedy choice takes them."""
+    if logits_SV.device.type != "cpu":
+        # To sort all takes a device less than the host to wait for it.
+        return logits_SV.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     # One more, to see whether others are equal to the last.
     largest_SN, ids_SN = logits_SV.topk(min(count + 1, logits_SV.shape[-1]), -1)
     if bool((tied_S := (largest_SN.diff() == 0).any(-1)).any()):
@@ -263,13 +335,12 @@ def outside_nucleus(logits_SV: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(left_out_SV).scatter_(-1, order_SV, left_out_SV)
 
 
-def _choose(masked_SV: Tensor, final_SV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    if draws[0].params.temperature == 0:
+def _choose(masked_SV: Tensor, final_SV: Tensor, draw: JointDraw) -> Tensor:
+    if draw.params.temperature == 0:
         return masked_SV.argmax(-1)
     # In fp64: in fp32 the sum over a large vocabulary would lose the rare tokens.
     cumulative_SV = cumulative_(final_SV.double().exp_())
-    uniform_S1 = _sent([[draw.uniform()] for draw in draws], torch.float64, masked_SV.device)
-    chosen_S1 = torch.searchsorted(cumulative_SV, uniform_S1 * cumulative_SV[:, -1:], right=True)
+    chosen_S1 = torch.searchsorted(cumulative_SV, draw.numbers["uniforms"] * cumulative_SV[:, -1:], right=True)
     return chosen_S1[:, 0]
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from penstock.data import MicroBatchSpec
 from penstock.engine import EngineOptions
+from penstock.engine.generation.generator import Generator
+from penstock.engine.generation.listeners import Listeners
+from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.rehearsal import units
 from penstock.engine.rehearsal.step import RehearsedBatch, RehearsedPipeline, microbatches_of
 from penstock.engine.rehearsal.units import RehearsedPlace, even_counts, without_values
@@ -17,7 +20,16 @@ from penstock.engine.training.loss import StepLoss, num_loss_tokens, token_cross
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.runtime import Executor
-from penstock.settings import ExpertConfig, Layout, LearningRate, ModelConfig, Normalize, OptimizerConfig
+from penstock.settings import (
+    ExpertConfig,
+    Layout,
+    LearningRate,
+    ModelConfig,
+    Normalize,
+    OptimizerConfig,
+    Precision,
+    SamplingParams,
+)
 from tests.device_waits import READ, UPLOAD, DeviceWaits
 
 NUM_LAYERS = NUM_MICROBATCHES = 4
@@ -130,11 +142,57 @@ def test_experts_on_several_ranks_are_counted_once_in_each_forward_of_a_layer(
     assert waits.of("inside") == {READ: num_forwards * NUM_LAYERS * NUM_MICROBATCHES}, waits.places
 
 
-# The norm and the edits of 16-bit weights are read by themselves.
-READS_OF_THE_OPTIMIZER = 2
+@pytest.mark.shows(208)
+@pytest.mark.parametrize(("config", "num_reads"), [(DENSE, 2), (EXPERTS, 3)], ids=["dense", "experts"])
+def test_after_the_program_losses_norms_and_loads_are_read_once_each(config: ModelConfig, num_reads: int) -> None:
+    waits = waits_of_a_step(config, Layout())
+    assert waits.of("after") == {READ: num_reads}, waits.places
+
+
+NUM_ROWS, NUM_TOKENS = 4, 4
+
+
+def waits_of_a_token(params: SamplingParams, config: ModelConfig = DENSE, **settings: Any) -> dict[str, float]:
+    """Kind -> how often in a batch of one token for each row."""
+
+    def waits_of(num_new_tokens: int) -> DeviceWaits:
+        place, waits, batch = RehearsedPlace.of("cuda"), DeviceWaits(), RehearsedBatch((8,), MicroBatchSpec(num=1))
+        options = EngineOptions("1f1b", precision=Precision.BF16, device="cuda", learns=False)
+        with without_values(), waits.watch():
+            pipeline = RehearsedPipeline(
+                place, batch, lambda groups: decoder_units(config, groups=groups), config.hidden_size, Layout(), options
+            )
+            prompts = [list(range(row + 2)) for row in range(NUM_ROWS)]
+            own = replace(params, max_new_tokens=num_new_tokens)
+            listeners, form = Listeners(), GenerateOptions(decode="live-rows", **settings)
+            waits.places.clear()
+            result = Generator(pipeline).generate(prompts, own, form, listeners)
+        assert [len(answer.generated) for answer in result.sequences] == [num_new_tokens] * NUM_ROWS
+        return waits
+
+    few, many = (waits_of(num) for num in (2, 2 + NUM_TOKENS))
+    before = few.of("before")
+    return {kind: (num - before[kind]) / NUM_TOKENS for kind, num in many.of("before").items() if num != before[kind]}
+
+
+DRAWS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+    "penalties": SamplingParams(
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        bad_words=((1, 1),),
+        logit_bias={3: 1.0},
+        end_tokens=(5,),
+        min_new_tokens=2,
+    ),
+    "likeliest": SamplingParams(top_log_probs=3),
+}
 
 
 @pytest.mark.shows(208)
-def test_after_the_program_the_loss_is_read_once() -> None:
-    waits = waits_of_a_step(DENSE, Layout())
-    assert waits.of("after") == {READ: 1 + READS_OF_THE_OPTIMIZER}, waits.places
+@pytest.mark.parametrize("params", DRAWS.values(), ids=DRAWS)
+def test_a_token_is_read_once_and_nothing_else_waits(params: SamplingParams) -> None:
+    # All of the batch goes up in one copy, and in another one what attention reads of the cache.
+    assert waits_of_a_token(params) == {UPLOAD: 2, READ: 1}

@@ -24,7 +24,7 @@ from transformers import (
 from penstock import SamplingParams
 from penstock.engine.generation.prompts import check_prompts
 from penstock.model import Draw, Limits, draw_tokens
-from penstock.model.sampling import filtered, unpacked
+from penstock.model.sampling import JointDraw, filtered, unpacked
 from penstock.settings import ConfigError
 from tests.generation import CONFIG, generate_together, random_prompts
 
@@ -106,7 +106,7 @@ def test_logits_are_those_of_the_processors(name: str) -> None:
         logits = random_logits(seed)
         processed: Any = LogitsProcessorList(make() for make in processors)
         expected = processed(ids, logits.clone())
-        found = filtered(logits.clone(), draws)
+        found = filtered(logits.clone(), JointDraw.of(draws, None))
         assert torch.equal(found.isinf(), expected.isinf())
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         changed += not torch.equal(found, logits)

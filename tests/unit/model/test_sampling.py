@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.model import Draw, draw_tokens
-from penstock.model.sampling import below_share, filtered, unpacked
+from penstock.model.sampling import JointDraw, below_share, filtered, unpacked
 from penstock.settings import SamplingParams
 
 PLAIN = SamplingParams()
@@ -18,7 +18,7 @@ TIED = [2.0, 1.0, 1.0, 0.5, 1.0, -1.0, 0.5, -3.0]
 
 def kept(logits: list[float], params: SamplingParams, position: int = 100) -> list[int]:
     """The tokens that can be drawn."""
-    masked = filtered(torch.tensor([logits]), [Draw(params, 0, position)])[0]
+    masked = filtered(torch.tensor([logits]), JointDraw.of([Draw(params, 0, position)], None))[0]
     return torch.isfinite(masked).nonzero()[:, 0].tolist()
 
 

@@ -13,7 +13,7 @@ Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import schedule
-from penstock.model import CachedRows, Draw, draw_tokens
-from penstock.model.sampling import numbers_per_token, unpacked
+from penstock.model import CachedRows, Draw
+from penstock.model.sampling import JointDraw, draw_jointly, joint_draws, numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
+from penstock.parallel.staging import in_one_copy
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.message import Message
@@ -64,11 +65,16 @@ class Generation:
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """A batch on one rank: with the sequences of its items, and their rows and positions as tensors."""
+    """A batch on one rank: with the sequences of its items, and all that its device needs to know of it."""
 
     batch: Batch
     sequences: list[schedule.Sequence]
     rows: CachedRows
+    #: [T] int64, on the rank of the first stage
+    token_ids: Tensor | None
+    #: the tokens to be drawn, on the rank of the last stage: one by one, and by recipe
+    draws: Sequence[Draw]
+    joint_draws: Sequence[JointDraw]
 
     @cached_property
     def sampled(self) -> list[schedule.Sequence]:
@@ -103,6 +109,9 @@ class DecodeLoop:
     _prepared: Callable[[], Tensor | None] | None = field(default=None, init=False)
     #: the rows of each slot
     _slots: list[range] = field(init=False)
+    #: True if a local stage is the model's first, and its last
+    _holds_first: bool = field(init=False)
+    _holds_last: bool = field(init=False)
     #: (stage, slot) -> its output for this rank's next stage
     _outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
@@ -113,6 +122,9 @@ class DecodeLoop:
         local = [decoder.stage.index for decoder in self.decoders]
         self._wires = {stage: Wire.of(placement, stage, Direction.FORWARD) for stage in local}
         self._slots = [shape.rows_of(slot) for slot in range(shape.num_slots)]
+        self._holds_first, self._holds_last = (
+            any(map(is_end, local)) for is_end in (placement.is_first, placement.is_last)
+        )
 
     def run(self) -> None:
         """Take part until all sequences have ended, or the generation is interrupted. Blocks in the transport.
@@ -166,7 +178,21 @@ class DecodeLoop:
         for number in batch.ended:
             del self.live_sequences[number]
         sequences = [self.live_sequences[item.sequence] for item in batch.items]
-        return LocalBatch(batch, sequences, CachedRows.of(batch.items, self.ring.device))
+        rows, ids, draws = CachedRows.of(batch.items), list[int](), list[Draw]()
+        for item, sequence in zip(batch.items, sequences, strict=True):
+            if self._holds_first:
+                ids += sequence.token_ids[item.start : item.end]
+            if self._holds_last and item.sampled:
+                prompt, position = sequence.prompt_tokens, item.end - len(sequence.prompt_tokens)
+                draws.append(Draw(sequence.params, sequence.identity, position, prompt, sequence.drawn))
+        joint = joint_draws(draws)
+        places = {"positions": rows.positions, "rows_T": rows.rows_T, "sampled_S": rows.sampled_S}
+        entering = {"ids": torch.tensor(ids, dtype=torch.int64)} if ids else {}
+        places, entering, *numbers = in_one_copy(
+            [places, entering, *(draw.numbers for draw in joint)], self.ring.device
+        )
+        joint = [replace(draw, numbers=arrived) for draw, arrived in zip(joint, numbers, strict=True)]
+        return LocalBatch(batch, sequences, replace(rows, **places), entering.get("ids"), draws, joint)
 
     # ---- one rank, one slot
 
@@ -277,10 +303,8 @@ class DecodeLoop:
             return None
         wire = self._wires[stage.index]
         if wire.source is None:
-            ids: list[int] = []
-            for item, sequence in zip(batch.items, local.sequences, strict=True):
-                ids += sequence.token_ids[item.start : item.end]
-            x = torch.tensor(ids, dtype=torch.int64).to(ring.device, non_blocking=True)
+            assert local.token_ids is not None, "the rank of the first stage has the tokens"
+            x = local.token_ids
         elif receipt is None or wire.arriving is None:
             x = self._outputs.pop((wire.source, batch.slot))
         else:
@@ -302,13 +326,10 @@ class DecodeLoop:
         return numbers_SW
 
     def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
-        draws, sampled = [], local.sampled
+        sampled = local.sampled
         if not sampled:
             return torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
-        for item, sequence in zip(local.batch.sampled, sampled, strict=True):
-            prompt, position = sequence.prompt_tokens, item.end - len(sequence.prompt_tokens)
-            draws.append(Draw(sequence.params, sequence.identity, position, prompt, sequence.drawn))
-        drawn = draw_tokens(logits_SV, draws)
+        drawn = draw_jointly(logits_SV, local.draws, local.joint_draws)
         if drawn.dropped_SV is not None:
             for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
                 self.generation.filter_masks[sequence.number].append(dropped_V)
