@@ -10,7 +10,6 @@ import collections
 import contextlib
 import functools
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -38,7 +37,9 @@ from torch.cuda import nccl
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation.options import GenerateOptions
-from penstock.model import decoder_units, units
+from penstock.model import CachedRows, CacheSize, Sequences, decoder_units, units
+from penstock.model.cuda.flash import FlashAttention
+from penstock.schedule import BatchItem
 from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -307,34 +308,34 @@ def _attend(args: tuple[Any, ...], more: Mapping[str, Any]) -> Tensor:
 
 
 def _variable_lengths(results: Results) -> None:
-    """Attention over packed texts by the operator itself, which all supported releases have, and by its wrapper."""
-    lengths = (300, 77, 129, 518)
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
-    q, k, v = (torch.randn(sum(lengths), heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 4, 4))
-    causal = [x.split(lengths) for x in (q, k, v)]
+    """Attention by the flash kernels as Penstock calls them: packed texts, and rows of a cache."""
+    lengths, device = (300, 77, 129, 518), torch.device(results.device)
+    kernel, sequences = FlashAttention(16, 4, 128), Sequences.from_lengths(lengths, device)
+    q, k, v = (torch.randn(sum(lengths), n, 128, device=device, dtype=torch.bfloat16) for n in (16, 4, 4))
     exact = torch.cat(
         [
             F.scaled_dot_product_attention(
                 *(x.transpose(0, 1)[None].double() for x in one), is_causal=True, enable_gqa=True
             )[0].transpose(0, 1)
-            for one in zip(*causal, strict=True)
+            for one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         ]
     )
-    longest = max(lengths)
-
-    def operator() -> Tensor:
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False, window_size_left=-1, window_size_right=0
-        )[0]
-
-    with results.trying("packed, by the operator"):
-        ms, error = 1e3 * results.seconds(operator, 10), float((operator().double() - exact).abs().max())
-        results.say("packed, by the operator", ms=ms, error=error, holds=error < 0.02)
-    with results.trying("packed, by torch.nn.attention.varlen"):
-        from torch.nn.attention.varlen import varlen_attn
-
-        parameters = list(inspect.signature(varlen_attn).parameters)
-        results.say("packed, by torch.nn.attention.varlen", parameters=parameters)
+    with results.trying("packed, by flash"):
+        packed = functools.partial(kernel.packed, q, k, v, sequences)
+        ms, error = 1e3 * results.seconds(packed, 10), float((packed().double() - exact).abs().max())
+        results.say("packed, by flash", ms=ms, error=error, holds=error < 0.02)
+    size = CacheSize(len(lengths), 4096, torch.bfloat16, device)
+    with results.trying("rows of a cache, by flash"):
+        cache, starts = kernel.new_cache(size), [0, *itertools.accumulate(lengths)]
+        whole = CachedRows.of([BatchItem(i, i, 0, n, True) for i, n in enumerate(lengths)], device)
+        whole.write(cache, k, v)
+        last = torch.tensor(starts[1:], device=device) - 1
+        singles = CachedRows.of([BatchItem(i, i, n - 1, 1, True) for i, n in enumerate(lengths)], device)
+        decoded = functools.partial(kernel.cached, q[last], k[last], v[last], cache, singles)
+        ms = 1e3 * results.seconds(decoded, 10)
+        error = float((decoded().double() - exact[last]).abs().max())
+        error = max(error, float((kernel.cached(q, k, v, cache, whole).double() - exact).abs().max()))
+        results.say("rows of a cache, by flash", ms=ms, error=error, holds=error < 0.02)
 
 
 # ---- Steps of small models: what waits, what is equal

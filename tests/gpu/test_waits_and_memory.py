@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock import Engine, Layout
+from penstock import Engine, Layout, SamplingParams
+from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse
 from penstock.model import decoder_units
-from penstock.runtime import Executor
+from penstock.runtime import Executor, FixedDecoder
+from penstock.runtime.stage import StageDecoder
 from penstock.settings import ModelConfig, Precision
 from tests.gpu.small_engines import DENSE, EXPERTS, SPEC, made, texts
 from tests.host_waits import HostWaits
@@ -56,6 +58,39 @@ def test_within_a_program_the_host_never_waits_for_the_device(
     monkeypatch.setattr(Executor, "run", watched)
     engine.train_batch(texts(), micro_batches=SPEC)
     assert len(ran) == 1
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.shows(207)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("form", ["graphs", "all-rows", "live-rows"])
+def test_a_stage_decodes_without_waiting_for_the_device(
+    form: Any, precision: Precision, device: str, monkeypatch: Any
+) -> None:
+    if device == "cpu" and form == "live-rows":
+        pytest.skip("a CPU's own attention reads what it has at hand")
+    decoded = []
+
+    def watched(decode: Any) -> Any:
+        def watching(*args: Any) -> Any:
+            decoded.append(args)
+            with no_waits(device):
+                return decode(*args)
+
+        return watching
+
+    engine = made(device, config=DENSE, precision=precision)
+    prompts = [list(range(1, 1 + n)) for n in (5, 70, 1, 200)]
+    options = GenerateOptions(num_slots=2, rows_per_slot=2, prefill_tokens=64, decode=form)
+    params = SamplingParams(max_new_tokens=10, temperature=0)
+    # The first call makes what lasts.
+    first = engine.generate(prompts, params, options)
+    for kind in (StageDecoder, FixedDecoder):
+        monkeypatch.setattr(kind, "decode", watched(kind.decode))
+    again = engine.generate(prompts, params, options)
+    assert len(decoded) >= 10
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
     engine.close()
 
 

@@ -19,7 +19,7 @@ from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.blocked_cache import BlockedAttention
 from penstock.model.cuda.flash import FlashAttention, FlashCache
 from penstock.model.devices import use_kernels_of
-from penstock.model.kv_cache import Rows
+from penstock.model.kv_cache import KVCache, Rows
 from penstock.model.layers.dense import AttentionBlock
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig
@@ -271,6 +271,13 @@ def test_widths_and_dtypes_that_the_kernels_do_not_take_stay_with_pytorch() -> N
         with Attentions() as attentions:
             assert module(x, Sequences.from_lengths((4, 5), "meta")).dtype == dtype
         assert attentions.names and "_flash_attention_forward" not in attentions.names
+
+
+def test_on_rocm_whose_kernels_refuse_numbers_of_keys_the_cache_stays_with_pytorch(monkeypatch: Any) -> None:
+    size = CacheSize(2, 64, torch.bfloat16, torch.device("meta"))
+    assert type(FlashAttention(4, 2, 8).new_cache(size)) is FlashCache
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert type(FlashAttention(4, 2, 8).new_cache(size)) is KVCache
 
 
 @pytest.mark.shows(207)

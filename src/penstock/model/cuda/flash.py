@@ -62,7 +62,10 @@ class FlashAttention(AttentionKernel):
         return with_gradient(forward, backward, q_THK.to(dtype), k_TGK.to(dtype), v_TGK)
 
     def new_cache(self, size: CacheSize) -> KVCache:
-        return FlashCache(size, self.num_kv_heads, self.head_dim) if self.takes(size.dtype) else super().new_cache(size)
+        # ROCm's kernels take no numbers of keys.
+        if not self.takes(size.dtype) or torch.version.hip:
+            return super().new_cache(size)
+        return FlashCache(size, self.num_kv_heads, self.head_dim)
 
     def cached(self, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, cache: KVCache, rows: Rows) -> Tensor:
         if not isinstance(cache, FlashCache):
