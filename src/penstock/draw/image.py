@@ -272,9 +272,10 @@ def _axis(axes: Axes, num_ranks: int, unit: str, *, shown: bool, last: bool) -> 
 
 def _foot(figure: Figure, handles: list[Patch], left: float, bottom: float) -> None:
     """One line of colours and their words."""
+    spacing = 1.3 if len(handles) < 8 else 0.8
     figure.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(left, bottom), ncols=len(handles), frameon=False,
-        handlelength=1.1, handleheight=1.0, columnspacing=1.3, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
+        handlelength=1.1, handleheight=1.0, columnspacing=spacing, borderaxespad=0.4, borderpad=0.2, fontsize=8.5,
     )  # fmt: skip
 
 

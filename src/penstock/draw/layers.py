@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.io.files import parse_json, read_bytes, whole_file
 from penstock.schedule import Event, Op, Timeline
-from penstock.schedule.actions import ALL, parts
+from penstock.schedule.actions import ALL, Resource, Step, parts
 from penstock.schedule.recording import Recording, Wait, escaped
 from penstock.schedule.text import parse_step
 
@@ -70,13 +70,18 @@ def figures_of(timeline: Timeline, unit: str = "") -> list[str]:
     ]
 
 
+def runs_beside(step: Step) -> bool:
+    """True for what a rank does beside its compute."""
+    return parts(step)[0].op.resource is not Resource.COMPUTE
+
+
 def waits_for_ever(timeline: Timeline) -> tuple[tuple[Wait, ...], ...]:
     """Each rank's wait at a hang, from its last action to the end of the drawing."""
     if timeline.hang is None:
         return ()
     waits: list[tuple[Wait, ...]] = [()] * len(timeline.events)
     for rank in timeline.hang.waits:
-        own = (event for event in timeline.events[rank] if parts(event.action)[0].op is not Op.REDUCE_GRAD)
+        own = (event for event in timeline.events[rank] if not runs_beside(event.action))
         start = max((event.end for event in own), default=0.0)
         waits[rank] = (Wait(timeline.hang.awaited(rank), start, drawn_length(timeline)),)
     return tuple(waits)
@@ -185,7 +190,10 @@ class Kind(Enum):
     BACKWARD = "B", "backward", "#E8A33D", "#1A1A1A"
     BACKWARD_INPUT = "I", "input backward", "#CC6FA4", "#1A1A1A"
     BACKWARD_WEIGHT = "W", "weight backward", "#2F9E77", "#FFFFFF"
-    REDUCE = "R", "gradient reduction", "#8FD0F0", "#1A1A1A"
+    RECOMPUTE = "R", "recompute", "#8C7AB8", "#FFFFFF"
+    OFFLOAD = "O", "offload", "#B8B08A", "#1A1A1A"
+    RELOAD = "L", "reload", "#D9D2AC", "#1A1A1A"
+    REDUCE_GRAD = "G", "gradient reduction", "#8FD0F0", "#1A1A1A"
     STEP = "S", "optimizer step", "#4A4A4A", "#FFFFFF"
     WAIT = "/", "waits for ever", "#F7DDD0", "#A33C00"
     IDLE = "·", "idle", "#ECEEF1", "#9AA0A8"
@@ -194,14 +202,7 @@ class Kind(Enum):
         self.letter, self.word, self.colour, self.ink = letter, word, colour, ink
 
 
-KIND_OF = {
-    Op.F: Kind.FORWARD,
-    Op.B: Kind.BACKWARD,
-    Op.I: Kind.BACKWARD_INPUT,
-    Op.W: Kind.BACKWARD_WEIGHT,
-    Op.REDUCE_GRAD: Kind.REDUCE,
-    Op.STEP: Kind.STEP,
-}
+KIND_OF = {op: kind for op in Op for kind in Kind if op.name in (kind.letter, kind.name)}
 
 
 #: the mark behind the number of a forward, which it has in text too
@@ -236,6 +237,9 @@ class Part:
         return "#" + "".join(f"{round(own + (255 - own) * paler):02x}" for own in channels), "#1A1A1A"
 
 
+_BESIDE = frozenset(kind for op, kind in KIND_OF.items() if op.resource is not Resource.COMPUTE)
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A stretch of one rank's time, in the timeline's own unit."""
@@ -247,7 +251,7 @@ class Box:
     @property
     def beside(self) -> bool:
         """True for a box that runs beside the rank's compute, as a reduction does."""
-        return self.parts[0].kind is Kind.REDUCE
+        return self.parts[0].kind in _BESIDE
 
 
 Row = tuple[Box, ...]

@@ -22,6 +22,7 @@ from penstock.draw.layers import (
     bytes_are_known,
     check_layers,
     drawn_length,
+    runs_beside,
     waits_for_ever,
 )
 from penstock.io.files import whole_file
@@ -112,13 +113,13 @@ def _layer(layer: Layer, in_bytes: bool) -> dict[str, Any]:
 
 
 def _rank(events: Sequence[Event], waits: Sequence[Wait], tick: float) -> dict[str, Any]:
-    """A rank's lanes: its compute, its reductions beside that, and its waits."""
+    """A rank's lanes: its compute, what runs beside that, and its waits."""
     compute, beside = [], []
     for event in events:
-        (beside if parts(event.action)[0].op is Op.REDUCE_GRAD else compute).append(event)
+        (beside if runs_beside(event.action) else compute).append(event)
     return {
         "compute": _lane(compute, tick),
-        "beside": _lane(beside, tick),
+        "beside": _lane(sorted(beside, key=lambda event: event.start), tick),
         "waits": _times(((wait.start, wait.end) for wait in waits), tick) | {"rank": [wait.rank for wait in waits]},
     }
 

@@ -1,7 +1,7 @@
 """Timelines as a trace that ui.perfetto.dev and chrome://tracing open.
 
-One process a rank, with a thread for its compute and one for its reductions, an arrow for each message, and its live
-microbatches (or their bytes, if they are known) as a counter.
+One process a rank, with a thread each for its compute, its reductions and its moves to host memory, an arrow for each
+message, and its live microbatches (or their bytes, if they are known) as a counter.
 
 Source: Trace Event Format (D. Duca, D. Sinclair), as Perfetto imports it.
 """
@@ -14,10 +14,10 @@ from typing import Any
 from penstock.draw.layers import KIND_OF, Layer, bytes_are_known, check_layers
 from penstock.io.files import whole_file
 from penstock.schedule import Op
-from penstock.schedule.actions import parts
+from penstock.schedule.actions import Resource, parts
 
 NANOSECONDS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
-_COMPUTE, _REDUCTION = 1, 2  # threads
+_THREADS = {Resource.COMPUTE: 1, Resource.REDUCTION: 2, Resource.HOST_LINK: 3}
 _FORWARD, _BACKWARD = {Op.F}, {Op.B, Op.I}
 
 Entry = dict[str, Any]
@@ -69,7 +69,7 @@ def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_b
         """A number that is unique in the trace, since Perfetto identifies a thread by its number alone."""
         return 100 * _pid(rank) + 10 * number + thread
 
-    def at(rank: int, kind: str, time: float, *, thread: int = _COMPUTE, **more: Any) -> Entry:
+    def at(rank: int, kind: str, time: float, *, thread: int = 1, **more: Any) -> Entry:
         start_us = round(time * nanoseconds) / 1000
         return {"ph": kind, "pid": _pid(rank), "tid": tid(rank, thread), "ts": start_us, **more}
 
@@ -81,14 +81,17 @@ def _entries_of(layer: Layer, number: int, nanoseconds: float, suffix: str, in_b
     what = "bytes" if in_bytes else "microbatches"
     live_over_time = layer.timeline.live_bytes if in_bytes else layer.timeline.live_microbatches
     for rank, events in enumerate(layer.timeline.events):
-        for thread, name in ((_COMPUTE, "compute"), (_REDUCTION, "reduction")):
+        used = {parts(event.action)[0].op.resource for event in events}
+        for resource, thread in _THREADS.items():
+            if resource is Resource.HOST_LINK and resource not in used:
+                continue
             ids = {"ph": "M", "pid": _pid(rank), "tid": tid(rank, thread)}
-            yield {"name": "thread_name", **ids, "args": {"name": f"{name}{suffix}"}}
+            yield {"name": "thread_name", **ids, "args": {"name": f"{resource.value}{suffix}"}}
             yield {"name": "thread_sort_index", **ids, "args": {"sort_index": 10 * number + thread}}
         for event in events:
             first = parts(event.action)[0]
             named = {"stage": first.stage, "microbatch": first.microbatch}
-            thread = _REDUCTION if first.op is Op.REDUCE_GRAD else _COMPUTE
+            thread = _THREADS[first.op.resource]
             args = {key: value for key, value in named.items() if value >= 0}
             kind = KIND_OF[first.op].word
             yield slice_of(rank, event.start, event.end, thread=thread, name=str(event.action), cat=kind, args=args)

@@ -15,12 +15,13 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.message import Message
+from penstock.runtime.offload import Arena, Saved
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Receipt, Transport
-from penstock.schedule import Action, Direction, Op, Program, Step, parts, verify
-from penstock.schedule.actions import uses
+from penstock.schedule import Action, Direction, Op, Program, ScheduleError, Step, parts, verify
+from penstock.schedule.actions import MOVES, Scope, flatten, uses
 from penstock.schedule.recording import Record
 from penstock.schedule.rules import Wire, early_sends
 
@@ -77,6 +78,10 @@ class Executor:
     _wires: dict[tuple[Direction, int], Wire] = field(init=False)
     #: True if a backward leaves the gradients of weights for later
     _splits: bool = field(init=False)
+    #: stage and microbatch -> the kinds of actions that change what its tape holds, and where it is
+    _moved: dict[tuple[int, int], set[Op]] = field(default_factory=dict, init=False)
+    #: the host memory to which tapes move
+    _arena: Arena = field(default_factory=Arena, init=False)
     #: results that leave while their step goes on
     _early: frozenset[Key] = field(init=False)
     #: the program's steps with their handlers, of which all arguments are bound but the step's record
@@ -109,21 +114,25 @@ class Executor:
         self._early = frozenset(
             (send.op.direction, send.stage, send.microbatch) for send in early_sends(program.ranks[self.rank])
         )
-        lanes: dict[Op, MakeLane] = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward}
-        others: dict[Op, Callable[[Action, Wire, Record], None]] = {
-            Op.W: self._weight_backward,
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
-            Op.RECV_F: self._post_receive,
-            Op.RECV_B: self._post_receive,
-            Op.REDUCE_GRAD: lambda action, wire, record: self.reduce(action.stage),
-        }
-        for step in program.ranks[self.rank]:
-            if isinstance(step, Action) and step.op in others:
-                self._steps.append((step, partial(others[step.op], step, self._wire(step))))
-            elif step != Action(Op.STEP):  # that one is `Trainer.step_weights`
-                actions = [(action, self._wire(action), lanes[action.op]) for action in parts(step)]
-                self._steps.append((step, partial(self._compute, actions, self.pairs if len(actions) > 1 else ALONE)))
+        steps = program.ranks[self.rank]
+        for action in flatten(steps):
+            if action.op in MOVES:
+                if action.op is Op.R and not self.stages[action.stage].recomputes:
+                    raise ScheduleError(
+                        f"rank {self.rank}: {action} has nothing to compute again, for stage {action.stage} keeps all "
+                        'activations; set recompute = "full"'
+                    )
+                self._moved.setdefault((action.stage, action.microbatch), set()).add(action.op)
+        for step in steps:
+            first, *second = parts(step)
+            if first.op.scope is Scope.RANK:
+                continue  # that one is `Trainer.step_weights`
+            actions = [(a, self._wire(a), getattr(self, f"_{a.op.handler}")) for a in (first, *second)]
+            if first.op.is_lane:
+                handler = partial(self._compute, actions, self.pairs if second else ALONE)
+            else:
+                handler = partial(actions[0][2], *actions[0][:2])
+            self._steps.append((step, handler))
         for microbatch, (_, last) in uses(step for step, _ in self._steps).items():
             self._ended.setdefault(last, []).append(microbatch)
 
@@ -184,6 +193,8 @@ class Executor:
             self._coming = iter(())
             for store in (self._feeds, self._tapes, self._arrivals, self._departures, self._results):
                 store.clear()
+            if self._moved:
+                self._arena.clear()
             if not finished:
                 self.transport.abandon()
 
@@ -200,7 +211,8 @@ class Executor:
         """Run an F, B or I, or the two of a fused pair."""
         lanes: list[Lane[None]] = []
         for action, wire, lane in actions:
-            arriving = self._arrivals.pop((wire.direction, action.stage, action.microbatch), None)
+            key = (wire.direction, action.stage, action.microbatch)
+            arriving = None if action.op in MOVES else self._arrivals.pop(key, None)
             if arriving is not None and not isinstance(arriving, Message):
                 assert wire.source is not None and wire.arriving is not None
                 sender = Awaited(wire.direction, wire.source, action.microbatch, wire.arriving.source)
@@ -220,7 +232,11 @@ class Executor:
     def _forward(self, action: Action, wire: Wire, x: Message | None, pairs: Pairs) -> Lane[None]:
         feed, tape = self._feed(action.microbatch), None
         if self.training:
-            tape = self._tapes.make(action.stage, action.microbatch, action.keeps, self._splits)
+            key = action.stage, action.microbatch
+            tape = self._tapes.make(*key, action.keeps, self._splits)
+            if moves := self._moved.get(key):
+                tape.again = [] if Op.R in moves else None
+                tape.saved = Saved(self._arena, self.stages[action.stage].storages()) if Op.O in moves else None
         if x is None:
             assert feed.tokens is not None, f"{action} needs the microbatch's tokens"
             x = Message((feed.tokens,))
@@ -244,6 +260,20 @@ class Executor:
         self.stages[action.stage].weight_backward(self._tapes.pop((action.stage, action.microbatch)))
         # A mask of a long sequence is as large as many layers' activations, and would live as long as the step.
         self._feeds[action.microbatch].sequences.forget_shared()
+
+    def _recompute(self, action: Action, wire: Wire, x: None, pairs: Pairs) -> Lane[None]:
+        yield from self.stages[action.stage].recompute(self._tapes[action.stage, action.microbatch])
+
+    def _offload(self, action: Action, wire: Wire, record: Record) -> None:
+        self._saved(action).offload()
+
+    def _reload(self, action: Action, wire: Wire, record: Record) -> None:
+        self._saved(action).reload()
+
+    def _saved(self, action: Action) -> Saved:
+        saved = self._tapes[action.stage, action.microbatch].saved
+        assert saved is not None
+        return saved
 
     # ---- data flow: where an input comes from and where a result goes to
 
@@ -275,6 +305,9 @@ class Executor:
         key = (wire.direction, action.stage, action.microbatch)
         if key not in self._early:
             self.transport.send(wire.leaving, self._departures.pop(key))
+
+    def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
+        self.reduce(action.stage)
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None

@@ -5,7 +5,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from penstock.model import (
 from penstock.runtime.errors import PipelineError, name_changing, note_layer, shape_given
 from penstock.runtime.layer_state import BufferHistory, BufferValues
 from penstock.runtime.message import GIVEN, Form, Header, Message
+from penstock.runtime.offload import Saved
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
 from penstock.settings.declare import type_in_words, words_of
@@ -111,12 +112,16 @@ class UnitCall:
             f"the hidden size being {boundary.hidden_size}"
         )
 
-    def __call__(self, x: Any, sequences: Sequences, given: Given, keeps: bool = False) -> Any:
-        """The unit's output for what the unit before gave, one or several tensors; `keeps`: with all activations."""
+    def __call__(self, x: Any, sequences: Sequences, given: Given, tape: "Tape | None" = None) -> Any:
+        """The unit's output for what the unit before gave, one or several tensors."""
         if not torch.is_grad_enabled():
             return self.run(x, sequences, given)
-        versions = _versions(x)
-        output = self._recomputed(x, sequences, given, keeps) if self.recompute else self.run(x, sequences, given)
+        versions, keeps = _versions(x), tape is not None and tape.keeps
+        again = None if tape is None else tape.again
+        if self.recompute or again is not None:
+            output = self._recomputed(x, sequences, given, keeps or not self.recompute, again)
+        else:
+            output = self.run(x, sequences, given)
         if _versions(x) != versions:
             self.changes_input = True
             if self.recompute and not keeps:
@@ -126,8 +131,13 @@ class UnitCall:
                 )
         return output
 
-    def _recomputed(self, x: Any, sequences: Sequences, given: Given, keeps: bool) -> Any:
-        """The output, to be computed again with the buffers as they were; with `keeps`, these alone are noted."""
+    def _recomputed(
+        self, x: Any, sequences: Sequences, given: Given, keeps: bool, again: list[Callable[[Any], Any]] | None
+    ) -> Any:
+        """The output, to be computed again with the buffers as they were; with `keeps`, these alone are noted.
+
+        again: is given what computes it again without a backward's asking.
+        """
         buffers: Mapping[str, BufferValues] | None = None
 
         def run(x: Any) -> Any:
@@ -137,6 +147,8 @@ class UnitCall:
             with self._buffers.forward() as buffers:
                 return self.run(x, sequences, given)
 
+        if again is not None:
+            again.append(run)
         if keeps:
             return run(x)
 
@@ -205,6 +217,8 @@ class GraphSegment:
     leaves: Sequence[Tensor | None]
     #: the edges of the outputs that can have a gradient; None for one that has no graph
     roots: Sequence[GradientEdge | None]
+    #: records the segment anew on a tape, with all activations; None where that is not asked for
+    again: "Callable[[Tape], None] | None" = None
 
     def backward(self, grads: Grads | None) -> Grads:
         """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
@@ -235,6 +249,10 @@ class Tape:
     keeps: bool = False
     #: False where no backward will leave the gradients of weights for later
     splits: bool = True
+    #: what computes the units of the segment under way again; None where no `R` will ask for it
+    again: list[Callable[[Any], Any]] | None = None
+    #: what autograd saves, where it moves to host memory; else None
+    saved: Saved | None = None
 
     def record(self, leaves: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
         """Note the segment that led from `leaves` to `outputs`, of which only the gradient edges stay."""
@@ -388,6 +406,14 @@ class Stage:
                 module.train(training)
         self._is_training = training
 
+    @property
+    def recomputes(self) -> bool:
+        """True if a unit is under activation checkpointing."""
+        return any(
+            any(call.recompute for call in run) if isinstance(run, list) else isinstance(run[2], RecomputedLane)
+            for run in self._runs
+        )
+
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(full name, buffer) in model order; those that belong to the modules' state dict."""
         return [
@@ -421,7 +447,7 @@ class Stage:
                 continue
             name, whole, lean = run
             unit = whole if tape is None or tape.keeps else lean
-            context = partial(named_context, name, self.autocast)
+            context = partial(named_context, name, partial(self._context, tape))
             lane = unit.forward_lane(tape, x.tensors[0], sequences)
             x = Message(((yield from Driven(lane, context)),))  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
@@ -441,9 +467,9 @@ class Stage:
         is_last = not calls or calls is self._runs[-1]
         output, leaves = self._entered(x, tape)
         h = output.value
-        with self.autocast():
+        with self._context(tape):
             for call in calls:
-                h = call(h, sequences, given, tape is not None and tape.keeps)
+                h = call(h, sequences, given, tape)
                 # The loss may take any output of the last layer.
                 if finish is None or not (is_last and call is calls[-1]):
                     output = call.message(h, self.boundary, sequences.num_tokens)
@@ -453,7 +479,51 @@ class Stage:
                 output = Message((finish(h),))
         if tape is not None:
             tape.record(leaves, output.tensors)
+            if tape.again is not None:
+                runs, tape.again = tape.again, []
+                tape.segments[-1].again = partial(self._segment_again, runs, calls[-1:], x, sequences.num_tokens)
         return output.of_tensors(tuple(tensor.detach() for tensor in output.tensors))
+
+    def _context(self, tape: Tape | None) -> AbstractContextManager[Any]:
+        """The context in which the units of a tape compute."""
+        if tape is None or tape.saved is None:
+            return self.autocast()
+        stack = ExitStack()
+        stack.enter_context(self.autocast())
+        stack.enter_context(tape.saved.noted())
+        return stack
+
+    def storages(self) -> frozenset[int]:
+        """The memory of parameters and buffers, which is no microbatch's."""
+        tensors = (t for _, module in self.units for t in (*module.parameters(), *module.buffers()))
+        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def _segment_again(
+        self, runs: Sequence[Callable[[Any], Any]], last: Sequence[UnitCall], x: Message, num_tokens: int, tape: Tape
+    ) -> None:
+        """Run the units of a segment again, from the same input, and record it with all activations."""
+        output, leaves = self._entered(x, tape)
+        h = output.value
+        with self._context(tape):
+            for run in runs:
+                h = run(h)
+            for call in last:
+                output = call.message(h, self.boundary, num_tokens)
+        tape.record(leaves, output.tensors)
+
+    def recompute(self, tape: Tape) -> Lane[None]:
+        """Compute again, ahead of the backward, what the tape of one microbatch lacks."""
+        segments, tape.segments, tape.again = tape.segments, [], None
+        if self.weight_gradients is not None:
+            self.weight_gradients.may_defer = tape.splits or self.exchanges
+        while segments:
+            entry = segments.pop(0)
+            if isinstance(entry, RecomputedEntry):
+                yield from entry.forward_again(tape)
+            elif isinstance(entry, GraphSegment) and entry.again is not None:
+                entry.again(tape)
+            else:
+                tape.segments.append(entry)
 
     def _entered(self, x: Message, tape: Tape | None) -> tuple[Message, list[Tensor | None]]:
         """A segment's input as its first unit is given it, and the leaves where its gradients end."""

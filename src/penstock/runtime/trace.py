@@ -16,7 +16,8 @@ from torch.profiler import record_function
 from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.liveness import Presence, Processes, numbers
-from penstock.schedule import Action, Direction, Op, Step
+from penstock.schedule import Direction, Step, parts
+from penstock.schedule.actions import Resource
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record
 
 # ---- Names in torch's profiler: of actions and layers, recorded only while a profiler is active
@@ -52,13 +53,6 @@ def named_context(name: str, context: Callable[[], AbstractContextManager[Any]])
 
 
 _KEPT_RECORDS = 65536
-_DOING = {
-    Op.SEND_F: "sends activations",
-    Op.SEND_B: "sends gradients",
-    Op.RECV_F: "posts a receive of activations",
-    Op.RECV_B: "posts a receive of gradients",
-    Op.REDUCE_GRAD: "starts a reduction",
-}  # all others compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +269,8 @@ class Recorder:
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
             return f"{here}: finished {record.action} {ago:.1f} s ago"
-        doing = _DOING.get(record.action.op, "computes") if isinstance(record.action, Action) else "computes"
+        op = parts(record.action)[0].op
+        doing = "computes" if op.resource is Resource.COMPUTE else op.doing
         if self.awaited:
             doing = f"waits for {self._named(self.awaited)}"
         since_s = (time.perf_counter_ns() - record.begin_ns) * 1e-9

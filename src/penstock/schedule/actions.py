@@ -6,10 +6,11 @@ them, one after another. What a stage keeps of a microbatch, from its forward to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from operator import getitem
+from typing import Any, ClassVar, TypeAlias
 
 from penstock.settings.declare import check_argument
 
@@ -42,37 +43,287 @@ class Direction(IntEnum):
     BACKWARD = 1
 
 
-class Op(IntEnum):
-    """The kind of an action, named as in torch.distributed.pipelining.
+class FactKind(IntEnum):
+    """The kinds of facts about a stage and a microbatch.
 
-    `F` forward, `B` full backward, `I` backward for the inputs, `W` backward for the weights. A `RECV_*` posts a
-    receive and returns; the compute action that needs the message waits for it. A `SEND_*` starts a send and returns.
-
-    >>> [op.name for op in Op if op in COMPUTE]
-    ['F', 'B', 'I', 'W']
+    `REDUCED` is about a stage and all microbatches; so is `STEPPED`, whose stage is the first one of its rank.
     """
 
-    F = 0
-    B = 1
-    I = 2  # noqa: E741
-    W = 3
-    SEND_F = 4
-    RECV_F = 5
-    SEND_B = 6
-    RECV_B = 7
-    REDUCE_GRAD = 8
-    STEP = 9
+    INPUT_POSTED = 0
+    OUTPUT = 1
+    OUTPUT_SENT = 2
+    OUTPUT_GRADIENT_POSTED = 3
+    INPUT_GRADIENT = 4
+    INPUT_GRADIENT_SENT = 5
+    WEIGHT_GRADIENT = 6
+    REDUCED = 7
+    STEPPED = 8
+
+
+class TapeState(IntEnum):
+    """The state of what a stage holds of a microbatch, in the order of the device's memory that it takes.
+
+    Of an `AWAY` tape the activations are in host memory; of `WEIGHTS` there is what `W` needs after an `I`, of a `LEAN`
+    one the input alone, and of a `WHOLE` one all that the backward needs.
+    """
+
+    NONE = 0
+    AWAY = 1
+    WEIGHTS = 2
+    LEAN = 3
+    WHOLE = 4
 
     @property
-    def direction(self) -> Direction:
-        """The direction that an action belongs to."""
-        return Direction.FORWARD if self in (Op.F, Op.SEND_F, Op.RECV_F) else Direction.BACKWARD
+    def word(self) -> str:
+        """The state in messages."""
+        return self.name.lower()
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+class Resource(Enum):
+    """The part of a rank that an action keeps busy: its compute, a line to another rank or to host memory, or nothing.
+
+    Lines carry one thing after another while the rank goes on.
+    """
+
+    COMPUTE = "compute"
+    CHANNEL = "channel"
+    REDUCTION = "reduction"
+    HOST_LINK = "host link"
+    NOTHING = "nothing"
+
+
+class Scope(Enum):
+    """The part of a rank's work that one action of a kind concerns."""
+
+    MICROBATCH = "a microbatch of a stage"
+    STAGE = "all microbatches of a stage"
+    RANK = "all stages of a rank"
+
+
+class _Table(type):
+    """Lets the rows of a table be iterated over, and one be asked for by its name."""
+
+    rows: list[Any]
+
+    def __iter__(cls) -> Iterator[Op]:
+        return iter(cls.rows)
+
+    def __len__(cls) -> int:
+        return len(cls.rows)
+
+    def __getitem__(cls, name: str) -> Op:
+        for op in cls.rows:
+            if op.name == name:
+                return op
+        raise KeyError(name)
+
+
+@dataclass(eq=False, repr=False)
+class Op(int, metaclass=_Table):
+    """The kind of an action: a row of the one table that says what each kind of action is.
+
+    Names are those of torch.distributed.pipelining where it has them: `F` forward, `B` full backward, `I` backward for
+    the inputs, `W` backward for the weights. A `RECV_*` posts a receive and returns; the compute action that needs the
+    message waits for it. A `SEND_*` starts a send and returns. `R` computes again what a lean tape lacks, ahead of the
+    backward; `O` moves a tape to host memory, `L` brings it back.
+
+    Rules, lowering, proof, simulation, costs, texts, pictures and the executor read it. A row's number is its place.
+
+    >>> [op.name for op in Op if op in COMPUTE]
+    ['F', 'B', 'I', 'W', 'R']
+    >>> Op["W"].needs[0].name, Op.W.takes[0].name, Op.W.times
+    ('INPUT_GRADIENT', 'WEIGHTS', ('backward_weight',))
+    """
+
+    #: all kinds, by their numbers
+    rows: ClassVar[list[Op]] = []
+    F: ClassVar[Op]
+    B: ClassVar[Op]
+    I: ClassVar[Op]  # noqa: E741
+    W: ClassVar[Op]
+    SEND_F: ClassVar[Op]
+    RECV_F: ClassVar[Op]
+    SEND_B: ClassVar[Op]
+    RECV_B: ClassVar[Op]
+    REDUCE_GRAD: ClassVar[Op]
+    STEP: ClassVar[Op]
+    R: ClassVar[Op]
+    O: ClassVar[Op]  # noqa: E741
+    L: ClassVar[Op]
+
+    #: in texts
+    name: str
+    #: what its rank does meanwhile, in words
+    doing: str
+    #: what it keeps busy
+    resource: Resource
+    #: the method of the executor that carries it out
+    handler: str
+    #: the facts about its stage and microbatch that it needs besides its input, and those that it gives; one that gives
+    #: none changes the tape alone, and a program may do without it
+    needs: tuple[FactKind, ...] = ()
+    gives: tuple[FactKind, ...] = ()
+    #: the states in which it takes its microbatch's tape, and that in which it leaves it; None: it touches no tape
+    takes: tuple[TapeState, ...] = ()
+    leaves: TapeState | None = None
+    #: the names in `Costs` of the times that it takes, added up
+    times: tuple[str, ...] = ()
+    direction: Direction = Direction.BACKWARD
+    #: what one action of it concerns
+    scope: Scope = Scope.MICROBATCH
+    #: True if it is a lane, which gives way to another while a collective is under way
+    is_lane: bool = False
+
+    def __new__(cls, *row: Any, **fields: Any) -> Op:
+        return super().__new__(cls, len(cls.rows))
+
+    def __post_init__(self) -> None:
+        self.rows.append(self)
+
+    def __repr__(self) -> str:
+        return f"Op.{self.name}"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getitem, (Op, self.name)
+
+
+_Fact = FactKind
+Op.F = Op(
+    "F",
+    "goes forward",
+    Resource.COMPUTE,
+    "forward",
+    gives=(_Fact.OUTPUT,),
+    takes=(TapeState.NONE,),
+    leaves=TapeState.WHOLE,
+    times=("forward",),
+    direction=Direction.FORWARD,
+    is_lane=True,
+)
+Op.B = Op(
+    "B",
+    "goes backward",
+    Resource.COMPUTE,
+    "backward",
+    needs=(_Fact.OUTPUT,),
+    gives=(_Fact.INPUT_GRADIENT, _Fact.WEIGHT_GRADIENT),
+    takes=(TapeState.WHOLE, TapeState.LEAN),
+    leaves=TapeState.NONE,
+    times=("backward_input", "backward_weight"),
+    is_lane=True,
+)
+Op.I = Op(
+    "I",
+    "goes backward for the inputs",
+    Resource.COMPUTE,
+    "backward",
+    needs=(_Fact.OUTPUT,),
+    gives=(_Fact.INPUT_GRADIENT,),
+    takes=(TapeState.WHOLE, TapeState.LEAN),
+    leaves=TapeState.WEIGHTS,
+    times=("backward_input",),
+    is_lane=True,
+)
+Op.W = Op(
+    "W",
+    "goes backward for the weights",
+    Resource.COMPUTE,
+    "weight_backward",
+    needs=(_Fact.INPUT_GRADIENT,),
+    gives=(_Fact.WEIGHT_GRADIENT,),
+    takes=(TapeState.WEIGHTS,),
+    leaves=TapeState.NONE,
+    times=("backward_weight",),
+)
+Op.SEND_F = Op(
+    "SEND_F",
+    "sends activations",
+    Resource.CHANNEL,
+    "send",
+    needs=(_Fact.OUTPUT,),
+    gives=(_Fact.OUTPUT_SENT,),
+    times=("transfer",),
+    direction=Direction.FORWARD,
+)
+Op.RECV_F = Op(
+    "RECV_F",
+    "posts a receive of activations",
+    Resource.NOTHING,
+    "post_receive",
+    gives=(_Fact.INPUT_POSTED,),
+    direction=Direction.FORWARD,
+)
+Op.SEND_B = Op(
+    "SEND_B",
+    "sends gradients",
+    Resource.CHANNEL,
+    "send",
+    needs=(_Fact.INPUT_GRADIENT,),
+    gives=(_Fact.INPUT_GRADIENT_SENT,),
+    times=("transfer",),
+)
+Op.RECV_B = Op(
+    "RECV_B", "posts a receive of gradients", Resource.NOTHING, "post_receive", gives=(_Fact.OUTPUT_GRADIENT_POSTED,)
+)
+Op.REDUCE_GRAD = Op(
+    "REDUCE_GRAD",
+    "starts a reduction",
+    Resource.REDUCTION,
+    "start_reduction",
+    needs=(_Fact.WEIGHT_GRADIENT,),
+    gives=(_Fact.REDUCED,),
+    times=("reduce",),
+    scope=Scope.STAGE,
+)
+Op.STEP = Op(
+    "STEP",
+    "steps the weights",
+    Resource.COMPUTE,
+    "",
+    needs=(_Fact.REDUCED,),
+    gives=(_Fact.STEPPED,),
+    times=("step",),
+    scope=Scope.RANK,
+)
+Op.R = Op(
+    "R",
+    "computes activations again",
+    Resource.COMPUTE,
+    "recompute",
+    takes=(TapeState.LEAN,),
+    leaves=TapeState.WHOLE,
+    times=("recompute",),
+    is_lane=True,
+)
+Op.O = Op(
+    "O",
+    "moves activations to host memory",
+    Resource.HOST_LINK,
+    "offload",
+    takes=(TapeState.WHOLE, TapeState.LEAN),
+    leaves=TapeState.AWAY,
+    times=("offload",),
+)
+Op.L = Op(
+    "L",
+    "moves activations back from host memory",
+    Resource.HOST_LINK,
+    "reload",
+    takes=(TapeState.AWAY,),
+    leaves=TapeState.WHOLE,
+    times=("offload",),
+)
+
+COMPUTE = frozenset({op for op in Op if op.resource is Resource.COMPUTE and op.takes})
+SENDS = frozenset({op for op in Op if op.resource is Resource.CHANNEL})
+RECEIVES = frozenset({op for op in Op if op.resource is Resource.NOTHING})
 TRANSFERS = SENDS | RECEIVES
+MOVES = frozenset({op for op in Op if not op.gives})
+"""The kinds of actions that change nothing but what is kept of a microbatch; a program may do without them."""
+PLACED = frozenset({op for op in Op if op.takes})
+"""The kinds of actions whose order a builder decides; lowering adds the others."""
 
 
 ALL = -1
@@ -103,11 +354,8 @@ class Action:
     keeps: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
-        if self.op is Op.STEP:
-            return "STEP"
-        if self.op is Op.REDUCE_GRAD:
-            return f"{self.stage}REDUCE_GRAD"
-        return f"{self.stage}{self.op.name}{self.microbatch}{'K' if self.keeps else ''}"
+        stage, microbatch = ("" if number == ALL else number for number in (self.stage, self.microbatch))
+        return f"{stage}{self.op.name}{microbatch}{'K' if self.keeps else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +407,24 @@ def flatten(steps: Iterable[Step]) -> Iterator[Action]:
             yield step
 
 
+def left_by(action: Action, before: Sequence[TapeState]) -> TapeState:
+    """The state in which an action leaves its tape, whose states `before` it has had, the last one last.
+
+    An `F` leaves the input alone unless it keeps all; whether that is less is its stage's affair. What comes back from
+    the host's memory is what went there.
+
+    >>> left_by(Action(Op.L, 0, 1), [TapeState.LEAN, TapeState.AWAY]).name
+    'LEAN'
+    """
+    op = action.op
+    if op is Op.F and not action.keeps:
+        return TapeState.LEAN
+    if op is Op.L:
+        return before[-2]
+    assert op.leaves is not None
+    return op.leaves
+
+
 def keepers(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
     """The stage and microbatch of each forward that is marked to keep all activations.
 
@@ -166,6 +432,15 @@ def keepers(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
     frozenset({(0, 0)})
     """
     return frozenset((action.stage, action.microbatch) for action in flatten(steps) if action.keeps)
+
+
+def spared(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
+    """The stage and microbatch of each tape of which the backward has nothing to recompute: all is kept, or is again.
+
+    >>> sorted(spared([Action(Op.F, 0, 0, keeps=True), Action(Op.F, 0, 1), Action(Op.R, 0, 1), Action(Op.F, 0, 2)]))
+    [(0, 0), (0, 1)]
+    """
+    return frozenset((a.stage, a.microbatch) for a in flatten(steps) if a.keeps or a.op is Op.R)
 
 
 def peak_tapes(order: Iterable[Step]) -> int:

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from operator import add
 from typing import TypeAlias
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, Schedule, Step, keepers
+from penstock.schedule.actions import PLACED, Action, Op, Pair, Placement, Resource, Schedule, Step, spared
 from penstock.schedule.rules import partner
 from penstock.settings.declare import checked
 
 PerStage: TypeAlias = float | Sequence[float]
 PerLink: TypeAlias = float | Sequence[float]
 
-_TIMES = ("forward", "backward_input", "backward_weight", "recompute", "action", "transfer", "reduce", "step", "pair")
+_TIMES = (
+    *("forward", "backward_input", "backward_weight", "recompute", "offload"),
+    *("action", "transfer", "reduce", "step", "pair"),
+)
 # Sums and products of such numbers stay far from where a float overflows.
 LARGEST_COST = 1e100
-_SIZES = ("message_bytes", "microbatch_bytes", "kept_bytes", "weight_memory_share")
+_OF_STAGES = ("microbatch_bytes", "kept_bytes", "weight_memory_share")
+_SIZES = ("message_bytes", *_OF_STAGES)
 
 
 @checked
@@ -67,10 +70,13 @@ class Costs:
     microbatch_bytes: PerStage = 0.0
     #: The share of them that is kept from the microbatch's I until its W; a list gives one for each stage.
     weight_memory_share: PerStage = 1.0
-    #: The part of `backward_input` in which activations are recomputed, and the bytes of a microbatch that keeps them
-    #: all, until its I: where a forward is marked to keep them. None for as many bytes as others.
+    #: The part of `backward_input` in which activations are recomputed, which is also the time of R; and the bytes of a
+    #: microbatch that keeps them all until its I, where a forward is marked to keep them, and from an R on. None for as
+    #: many as others.
     recompute: PerStage = 0.0
     kept_bytes: PerStage | None = None
+    #: The time in which a microbatch's activations move to host memory, or back; a rank's go one after another.
+    offload: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name in (*_TIMES, *_SIZES, "lengths"):
@@ -139,7 +145,7 @@ def costs_of_cut(units: Costs, cut: Sequence[range]) -> Costs:
 
     Raises: ValueError as `Costs` does.
     """
-    names = ("forward", "backward_input", "backward_weight", "recompute", "microbatch_bytes")
+    names = ("forward", "backward_input", "backward_weight", "recompute", "offload", "microbatch_bytes", "kept_bytes")
     of_units = {name: value for name in names if isinstance(value := getattr(units, name), Sequence)}
     of_stages = {name: [sum(value[i] for i in members) for members in cut] for name, value in of_units.items()}
     return replace(units, **of_stages)
@@ -163,12 +169,11 @@ class Durations:
     _placement: Placement
     #: By microbatch, its length; empty if all are alike.
     _lengths: tuple[float, ...]
-    #: `_of_op[op][stage]`, the time of a compute action of length 1, and that of a pair by its forward's stage.
-    _of_op: tuple[tuple[float, ...], ...]
+    #: `_of_op[op][stage]`, the time of an action of length 1, and that of a pair by its forward's stage.
+    _of_op: dict[Op, tuple[float, ...]]
     _pair: tuple[float, ...] | None
-    #: By stage, the part of I in which a microbatch of length 1 is recomputed; and the forwards that spare it.
-    _recompute: tuple[float, ...]
-    _keepers: frozenset[tuple[int, int]]
+    #: The stages and microbatches of which nothing is left to recompute in the backward.
+    _spared: frozenset[tuple[int, int]]
     #: The time of the optimizer step, and what each action costs besides.
     _step: float
     _action: float
@@ -181,18 +186,17 @@ class Durations:
         self._placement = schedule.placement
         if costs.lengths and len(costs.lengths) != schedule.num_microbatches:
             raise ValueError(f"{schedule.num_microbatches} microbatches need as many lengths, got {len(costs.lengths)}")
-        for name in ("microbatch_bytes", "kept_bytes", "weight_memory_share"):
+        for name in _OF_STAGES:
             if (size := getattr(costs, name)) is not None:
                 check_stages(name, size, self._placement)
         self._lengths = tuple(costs.lengths)
-        forward, inputs, weights, self._recompute = (
-            per_stage(name, getattr(costs, name), self._placement)
-            for name in ("forward", "backward_input", "backward_weight", "recompute")
-        )
-        whole = tuple(map(add, inputs, weights))
-        self._of_op = forward, whole, inputs, weights  # as Op numbers them
-        self._keepers = frozenset[tuple[int, int]]().union(*map(keepers, schedule.orders))
-        for own, again in zip(inputs, self._recompute):
+        times = {
+            name: per_stage(name, getattr(costs, name), self._placement)
+            for name in dict.fromkeys(name for op in PLACED for name in op.times)
+        }
+        self._of_op = {op: tuple(map(sum, zip(*(times[name] for name in op.times)))) for op in PLACED}
+        self._spared = frozenset[tuple[int, int]]().union(*map(spared, schedule.orders))
+        for own, again in zip(times["backward_input"], times["recompute"]):
             if again > own:
                 raise ValueError(f"recompute is a part of backward_input, and {again:g} is more than {own:g}")
         self._pair = None if costs.pair is None else per_stage("pair", costs.pair, self._placement)
@@ -213,17 +217,19 @@ class Durations:
             if self._pair is None:
                 return self.of(step.forward) + self.of(step.backward)
             length = (self._length(step.forward.microbatch) + self._length(step.backward.microbatch)) / 2
-            return self._pair[step.forward.stage] * length - self._spared(step.backward) + self._action
+            return self._pair[step.forward.stage] * length - self._not_recomputed(step.backward) + self._action
         if step.op is Op.STEP:
             return self._step
         whole = self._of_op[step.op][step.stage] * self._length(step.microbatch)
-        return whole - self._spared(step) + self._action if self._keepers else whole + self._action
+        if step.op.resource is Resource.HOST_LINK:
+            return whole
+        return whole - self._not_recomputed(step) + self._action if self._spared else whole + self._action
 
-    def _spared(self, action: Action) -> float:
-        """The time that a backward need not recompute, since its forward kept all."""
-        if action.op not in (Op.B, Op.I) or (action.stage, action.microbatch) not in self._keepers:
+    def _not_recomputed(self, action: Action) -> float:
+        """The time that a backward need not recompute, since all is kept."""
+        if action.op not in (Op.B, Op.I) or (action.stage, action.microbatch) not in self._spared:
             return 0.0
-        return self._recompute[action.stage] * self._length(action.microbatch)
+        return self._of_op[Op.R][action.stage] * self._length(action.microbatch)
 
     def message(self, send: Action) -> tuple[int, float, float]:
         """The rank that a send's message goes to, and the times that it occupies its channel and is in flight.

@@ -16,10 +16,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.schedule.actions import (
-    COMPUTE,
+    MOVES,
+    PLACED,
     TRANSFERS,
     Action,
     Direction,
+    FactKind,
     Op,
     Pair,
     Program,
@@ -30,7 +32,7 @@ from penstock.schedule.actions import (
     flatten,
     parts,
 )
-from penstock.schedule.rules import BACKWARD, Channel, Rule, Rules, Wire
+from penstock.schedule.rules import BACKWARD, LOSS_AGAIN, Channel, Rule, Rules, Wire
 
 # ---- The pass of `lower` that adds the transfers: each send right after its maker, receives posted ahead of need
 
@@ -150,7 +152,9 @@ class _Walker:
         self.traffic = [{stage: self._traffic_of(stage, rule, lines) for stage, rule in of.items()} for of in self.own]
         for action in flatten(self.order):
             traffic = self.traffic[action.op].get(action.stage)
-            if traffic is None or action.op not in COMPUTE:
+            if traffic is None or action.op not in PLACED:
+                if action.op in MOVES and action.stage in self.own[Op.W]:
+                    raise ScheduleError(f"rank {rank}: {action} {LOSS_AGAIN}")
                 kind = "training" if rules.schedule.training else "forward-only"
                 stages = ", ".join(map(str, rules.placement.stages_of(rank)))
                 raise ScheduleError(
@@ -273,7 +277,7 @@ def early_gradients(schedule: Schedule) -> Schedule:
 
 def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
     """Add each stage's reduction after the last action that writes its gradients and the transfers that follow it."""
-    writers = ((at, a) for at, step in enumerate(steps) for a in parts(step) if a.op in (Op.B, Op.W))
+    writers = ((at, a) for at, step in enumerate(steps) for a in parts(step) if FactKind.WEIGHT_GRADIENT in a.op.gives)
     last_write = {action.stage: at for at, action in writers}
     reduced_at: dict[int, list[int]] = defaultdict(list)
     for stage in stages:

@@ -15,12 +15,12 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
-from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Step, keepers, parts
+from penstock.schedule.actions import COMPUTE, TRANSFERS, Action, Op, Step, keepers, parts
 from penstock.schedule.costs import Costs
 from penstock.schedule.simulate import Event, Timeline
 from penstock.schedule.text import parse_step
 
-_DRAWN = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+_DRAWN = frozenset(op for op in Op if op not in TRANSFERS)
 _Rows: TypeAlias = Sequence[Sequence[Sequence[Any]]]
 """Each rank's rows."""
 
@@ -337,7 +337,7 @@ def _spent(spans: Sequence[Record], collectives: Sequence[CollectiveRecord], mak
     in_step = _waited_within([(s.start, s.end) for s in spans if parts(s.action)[0].op is Op.STEP], collectives)
     compute = sum(by_op[op] for op in COMPUTE) - in_compute
     step = by_op[Op.STEP] - in_step
-    transfers = sum(by_op[op] for op in SENDS | RECEIVES)
+    transfers = sum(by_op[op] for op in TRANSFERS)
     # Reductions are waited for from the end of a program's last action to the optimizer step, and within it.
     before_step = [own.begin - last.end for last, own in pairwise(spans) if parts(own.action)[0].op is Op.STEP]
     reduction = by_op[Op.REDUCE_GRAD] + sum(before_step) + in_step

@@ -12,28 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
-from penstock.schedule.actions import ALL, TRANSFERS, Action, Direction, Op, Pair, Placement, Schedule, Step
+from penstock.schedule.actions import (
+    ALL,
+    PLACED,
+    TRANSFERS,
+    Action,
+    Direction,
+    FactKind,
+    Op,
+    Pair,
+    Placement,
+    Schedule,
+    Scope,
+    Step,
+    TapeState,
+)
 from penstock.settings.declare import check_argument
-
-
-class FactKind(IntEnum):
-    """The kinds of facts about a stage and a microbatch.
-
-    `REDUCED` is about a stage and all microbatches; so is `STEPPED`, whose stage is the first one of its rank.
-    """
-
-    INPUT_POSTED = 0
-    OUTPUT = 1
-    OUTPUT_SENT = 2
-    OUTPUT_GRADIENT_POSTED = 3
-    INPUT_GRADIENT = 4
-    INPUT_GRADIENT_SENT = 5
-    WEIGHT_GRADIENT = 6
-    REDUCED = 7
-    STEPPED = 8
 
 
 class Fact(NamedTuple):
@@ -46,17 +42,7 @@ class Fact(NamedTuple):
 
 _KINDS = tuple(FactKind)
 
-_GIVERS = {
-    FactKind.INPUT_POSTED: (Op.RECV_F,),
-    FactKind.OUTPUT: (Op.F,),
-    FactKind.OUTPUT_SENT: (Op.SEND_F,),
-    FactKind.OUTPUT_GRADIENT_POSTED: (Op.RECV_B,),
-    FactKind.INPUT_GRADIENT: (Op.B, Op.I),
-    FactKind.INPUT_GRADIENT_SENT: (Op.SEND_B,),
-    FactKind.WEIGHT_GRADIENT: (Op.B, Op.W),
-    FactKind.REDUCED: (Op.REDUCE_GRAD,),
-    FactKind.STEPPED: (Op.STEP,),
-}
+_GIVERS = {kind: tuple(op for op in Op if kind in op.gives) for kind in FactKind}
 
 _PARTNERS = {
     Op.SEND_F: (Op.RECV_F, +1),
@@ -113,6 +99,10 @@ class Wire:
             return Channel(placement.rank_of(giver), placement.rank_of(taker), direction)
 
         return cls(direction, source, channel(source, stage), target, channel(stage, target))
+
+
+LOSS_AGAIN = "would compute the loss again: the stage that gives it keeps its activations"
+"""Why there is no R at the last stage."""
 
 
 def channels_of(placement: Placement) -> tuple[Channel, ...]:
@@ -233,7 +223,7 @@ class Rules:
     def givers(self, number: int) -> tuple[Action, ...]:
         """The actions that give a fact; any one of them is enough."""
         kind, stage, microbatch = self.fact(number)
-        return tuple(Action(op) if op is Op.STEP else Action(op, stage, microbatch) for op in _GIVERS[kind])
+        return tuple(Action(op) if op.scope is Scope.RANK else Action(op, stage, microbatch) for op in _GIVERS[kind])
 
     def receive_of(self, message: int) -> Action:
         """The action that posts the receive of a message."""
@@ -253,9 +243,12 @@ class Rules:
             return
         yield from self._flow_rules(BACKWARD, stage)
         microbatches = self.schedule.microbatches_of(stage)
-        gradient, weight_gradient = (self._first(kind, stage) for kind in (BACKWARD.made, FactKind.WEIGHT_GRADIENT))
-        yield Op.W, Rule(microbatches, (gradient,), (weight_gradient,), closes=True)
-        written = (weight_gradient + microbatch for microbatch in microbatches)
+        for op in PLACED - {*FORWARD.computes, *BACKWARD.computes}:
+            if op is Op.R and self.placement.is_last(stage):
+                continue  # the loss would be computed again, and the backward comes next
+            needs, gives = (tuple(self._first(kind, stage) for kind in kinds) for kinds in (op.needs, op.gives))
+            yield op, Rule(microbatches, needs, gives, closes=op.leaves is TapeState.NONE)
+        written = (self._first(FactKind.WEIGHT_GRADIENT, stage) + microbatch for microbatch in microbatches)
         yield Op.REDUCE_GRAD, self._rule_for_all(written, self.number(Fact(FactKind.REDUCED, stage, ALL)))
 
     def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
@@ -264,20 +257,18 @@ class Rules:
         wire = Wire.of(self.placement, stage, flow.direction)
         posted, made, sent = (self._first(kind, stage) for kind in (flow.posted, flow.made, flow.sent))
 
-        needs = [] if flow is FORWARD else [self._first(FactKind.OUTPUT, stage)]
-        if wire.source is not None:
-            needs.append(posted if wire.arriving else self._first(flow.made, wire.source))
+        source = () if wire.source is None else (posted if wire.arriving else self._first(flow.made, wire.source),)
         for op in flow.computes:
             rule = Rule(
                 microbatches,
-                needs=tuple(needs),
-                gives=(made, self._first(FactKind.WEIGHT_GRADIENT, stage)) if op is Op.B else (made,),
+                needs=(*(self._first(kind, stage) for kind in op.needs), *source),
+                gives=tuple(self._first(kind, stage) for kind in op.gives),
                 message=posted if wire.arriving else None,
                 awaits=None if not wire.arriving or wire.source is None else self._first(flow.sent, wire.source),
                 channel=wire.arriving,
                 send=flow.send if wire.leaving else None,
-                opens=op is Op.F,
-                closes=op is Op.B or not training,
+                opens=TapeState.NONE in op.takes,
+                closes=op.leaves is TapeState.NONE or not training,
             )
             yield op, rule
         if wire.arriving:

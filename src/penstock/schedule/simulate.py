@@ -6,12 +6,29 @@ live microbatches.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import fsum
+from operator import itemgetter
+from typing import TypeAlias
 
-from penstock.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, Step, parts
+from penstock.schedule.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Hang,
+    Op,
+    Program,
+    Resource,
+    ScheduleError,
+    Step,
+    TapeState,
+    left_by,
+    parts,
+)
 from penstock.schedule.costs import Costs, Durations
 from penstock.schedule.rules import Rule, Rules
 
@@ -115,7 +132,12 @@ class Timeline:
 
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""
-        return self._live(rank, lambda forward: (1, self.costs.share_of(forward.stage)), 1 / self.stages_per_rank)
+        weights = {TapeState.NONE: 0, TapeState.AWAY: 0}
+
+        def weigh(action: Action, state: TapeState) -> float:
+            return self.costs.share_of(action.stage) if state is TapeState.WEIGHTS else weights.get(state, 1)
+
+        return self._live(rank, weigh, 1 / self.stages_per_rank)
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
@@ -123,10 +145,12 @@ class Timeline:
         # Shares of a rank's bytes may not add up exactly, so the unit is multiplied last.
         unit = costs.bytes_of(0, num_stages) or 1
 
-        def weigh(forward: Action) -> tuple[float, float]:
-            length = costs.lengths[forward.microbatch] if costs.lengths else 1
-            whole, usual = (costs.bytes_of(forward.stage, num_stages, keeps) for keeps in (forward.keeps, False))
-            return whole / unit * length, costs.share_of(forward.stage) * (usual / unit * length)
+        def weigh(action: Action, state: TapeState) -> float:
+            if state in (TapeState.NONE, TapeState.AWAY):
+                return 0.0
+            length = costs.lengths[action.microbatch] if costs.lengths else 1
+            held = costs.bytes_of(action.stage, num_stages, state is TapeState.WHOLE) / unit * length
+            return costs.share_of(action.stage) * held if state is TapeState.WEIGHTS else held
 
         return self._live(rank, weigh, unit)
 
@@ -137,46 +161,57 @@ class Timeline:
         return tuple(max((live for _, live in self.live_bytes(rank)), default=0.0) for rank in ranks)
 
     def _live(
-        self, rank: int, weigh: Callable[[Action], tuple[float, float]], unit: float
+        self, rank: int, weigh: Callable[[Action, TapeState], float], unit: float
     ) -> tuple[tuple[float, float], ...]:
-        """The live part of a rank's tapes over time; `weigh` gives a forward's, whole and without I, in units."""
-        forwards: dict[tuple[int, int], tuple[float, float]] = {}
+        """The live part of a rank's tapes over time; `weigh` gives that of an action's tape in a state, in units."""
         changes: dict[float, float] = {}
-        for time, action, full, reduced in _changes(self.events[rank], self.training):
-            tape = action.stage, action.microbatch
-            if tape not in forwards:
-                forwards[tape] = weigh(action)
-            whole, rest = forwards[tape]
-            changes[time] = changes.get(time, 0) + (full * whole + reduced * rest)
+        for time, action, before, after in _changes(self.events[rank], self.training):
+            changes[time] = changes.get(time, 0) + (weigh(action, after) - weigh(action, before))
         return tuple((time, live * unit) for time, live in zip(changes, accumulate(changes.values())))
 
 
-def _changes(events: Sequence[Event], training: bool) -> Iterator[tuple[float, Action, int, int]]:
-    """Yield each change of a rank's tapes: time, its action, change in whole tapes, in tapes without I."""
+_Change: TypeAlias = tuple[float, Action, TapeState, TapeState]
+"""A change of a tape: time, its action, and the states before and after it."""
+
+
+def _changes(events: Sequence[Event], training: bool) -> list[_Change]:
+    """The changes of a rank's tapes in order of time: memory is taken where an action starts, freed where it ends."""
+    tapes: defaultdict[tuple[int, int], list[TapeState]] = defaultdict(lambda: [TapeState.NONE])
+    changes: list[_Change] = []
+    moves = False
     for event in events:
-        actions = parts(event.action)
-        for action in actions:
-            if action.op is Op.F:
-                yield event.start, action, 1, 0
-        for action in actions:
-            if action.op is Op.B or (action.op is Op.F and not training):
-                yield event.end, action, -1, 0
-            elif action.op is Op.I:
-                yield event.end, action, -1, 1
-            elif action.op is Op.W:
-                yield event.end, action, 0, -1
+        ends: list[_Change] = []
+        for action in parts(event.action):
+            if not action.op.takes:
+                continue
+            states = tapes[action.stage, action.microbatch]
+            before = states[-1]
+            states.append(after := left_by(action, states))
+            if after > before:
+                changes.append((event.start, action, before, after))
+            else:
+                ends.append((event.end, action, before, after))
+            if not training:
+                ends.append((event.end, action, after, TapeState.NONE))
+            moves = moves or action.op.resource is Resource.HOST_LINK
+        changes += ends
+    # What moves beside a rank's compute ends among later actions.
+    return sorted(changes, key=itemgetter(0)) if moves else changes
 
 
 def _peak_live(events: Sequence[Event], costs: Costs, training: bool) -> float:
     """The peak number of live tapes, given a rank's events in order."""
     full, peak = 0, 0.0
     reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
-    for _, action, more_full, more_reduced in _changes(events, training):
-        full += more_full
-        if more_reduced:
+    for _, action, before, after in _changes(events, training):
+        full += (after >= TapeState.LEAN) - (before >= TapeState.LEAN)
+        if (more := (after is TapeState.WEIGHTS) - (before is TapeState.WEIGHTS)) != 0:
             share = costs.share_of(action.stage)
-            reduced[share] = reduced.get(share, 0) + more_reduced
-        peak = max(peak, full + sum(share * number for share, number in reduced.items()))
+            reduced[share] = reduced.get(share, 0) + more
+        if reduced:
+            peak = max(peak, full + sum(share * number for share, number in reduced.items()))
+        elif full > peak:
+            peak = full
     return peak
 
 
@@ -251,6 +286,9 @@ class _Clock:
     reduced: float = 0.0
     #: What has been done, with its times.
     events: list[Event] = field(default_factory=list)
+    #: When the line to the host's memory is free again; the stage and microbatch that come by it -> when they are here.
+    host_link: float = 0.0
+    back: dict[tuple[int, int], float] = field(default_factory=dict)
     #: Rank -> when the channel to it is free again.
     channels: dict[int, float] = field(default_factory=dict)
     #: The message that the rank waits for.
@@ -279,6 +317,10 @@ class _Clock:
                 start = max(self.now, self.reduced)
                 self.reduced = start + self.reduce
                 self.events.append(Event(step, start, self.reduced))
+            elif isinstance(step, Action) and step.op.resource is Resource.HOST_LINK:
+                start = max(self.now, self.host_link)
+                self.host_link = self.back[step.stage, step.microbatch] = start + self.durations.of(step)
+                self.events.append(Event(step, start, self.host_link))
             elif not (isinstance(step, Action) and step.op in RECEIVES) and not self._work(step, arrivals):
                 return
             self.position += 1
@@ -295,6 +337,8 @@ class _Clock:
                 start = max(start, arrivals[message])
             elif action.op is Op.STEP:
                 start = max(start, self.reduced)
+            if self.back:
+                start = max(start, self.back.get((action.stage, action.microbatch), start))
         self.now = start + self.durations.of(step)
         self.events.append(Event(step, start, self.now))
         return True

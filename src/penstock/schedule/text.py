@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from penstock.schedule.actions import (
     ALL,
-    COMPUTE,
+    MOVES,
+    PLACED,
     TRANSFERS,
     Action,
     Op,
@@ -20,6 +21,7 @@ from penstock.schedule.actions import (
     Program,
     Schedule,
     ScheduleError,
+    Scope,
     Step,
     flatten,
     keepers,
@@ -31,7 +33,8 @@ Plan: TypeAlias = Schedule | Program
 
 _SCHEDULE, _PROGRAM = "penstock schedule 1", "penstock program 1"
 _FIELDS = ("name", "placement", "ranks", "stages_per_rank", "microbatches", "training", "live_bound")
-_ACTION = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)([0-9]{0,9})(K?)")
+_OF_STAGES = "|".join(op.name for op in Op if op.scope is not Scope.RANK)
+_ACTION = re.compile(rf"([0-9]{{1,9}})({_OF_STAGES})([0-9]{{0,9}})(K?)")
 _OF_SHARDS = re.compile("[0-9]{1,9}(UNSHARD|RESHARD)")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _RULE = (
@@ -132,6 +135,8 @@ def to_csv(plan: Plan) -> str:
         raise ValueError(f"torch's CSV has one copy of the model, a {placement.kind.value} placement has two")
     if any(keepers(row) for row in _rows(plan)):
         raise ValueError("torch's CSV has no mark for a forward that keeps all activations; a .txt file has")
+    if moves := sorted({action.op.name for row in _rows(plan) for action in flatten(row) if action.op in MOVES}):
+        raise ValueError(f"torch's CSV has no {' or '.join(moves)}; a .txt file has")
     rows = ([str(step) for step in row if not (isinstance(step, Action) and step.op is Op.STEP)] for row in _rows(plan))
     return "".join(",".join(row) + "\n" for row in rows)
 
@@ -177,7 +182,7 @@ def _rows(plan: Plan) -> tuple[tuple[Step, ...], ...]:
 
 
 def _compute_only(row: tuple[Step, ...]) -> tuple[Step, ...]:
-    return tuple(step for step in row if isinstance(step, Pair) or step.op in COMPUTE)
+    return tuple(step for step in row if isinstance(step, Pair) or step.op in PLACED)
 
 
 def steps_by_place(words: list[str], where: str = "") -> dict[int, Step]:
@@ -254,6 +259,6 @@ def parse_step(word: str) -> Step:
     stage, op, microbatch, keeps = match.groups()
     if keeps and op != "F":
         raise ScheduleError(f"{word!r} marks no F: a K stands behind a forward that keeps all activations")
-    if (op == "REDUCE_GRAD") == bool(microbatch):
+    if (Op[op].scope is Scope.MICROBATCH) != bool(microbatch):
         raise ScheduleError(f"{word!r} must {'not name' if microbatch else 'name'} a microbatch")
     return Action(Op[op], int(stage), int(microbatch) if microbatch else ALL, keeps=bool(keeps))

@@ -6,8 +6,22 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from penstock.schedule.actions import RECEIVES, SENDS, Action, Hang, Op, Program, ScheduleError, flatten, parts
-from penstock.schedule.rules import BACKWARD, FORWARD, Channel, Rule, Rules, partner
+from penstock.schedule.actions import (
+    MOVES,
+    RECEIVES,
+    SENDS,
+    Action,
+    Hang,
+    Op,
+    Program,
+    ScheduleError,
+    Scope,
+    TapeState,
+    flatten,
+    left_by,
+    parts,
+)
+from penstock.schedule.rules import BACKWARD, FORWARD, LOSS_AGAIN, Channel, Rule, Rules, partner
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class _Reading:
     def first_fault(self) -> str | None:
         """Find the rank's first fault of its own: an action that is misplaced, repeated, too early or missing."""
         rules, given = self.rules.of_rank[self.rank], bytearray(self.rules.num_facts)
-        live, last, fault = 0, None, None
+        live, last, fault, has_moves = 0, None, None, False
         for last in flatten(self.program.ranks[self.rank]):
             self.num_actions += 1
             rule, microbatch = rules[last.op].get(last.stage), last.microbatch
@@ -117,6 +131,8 @@ class _Reading:
                 fault = fault or self._misplaced(last, rule)
                 self._fail(last)
                 continue
+            if not rule.gives:
+                has_moves = True
             for fact in rule.needs:
                 if not given[fact + microbatch]:
                     fault = fault or self._too_early(last, fact + microbatch)
@@ -134,11 +150,30 @@ class _Reading:
                     self.peak_live = live
             if rule.closes:
                 live -= 1
-        return fault or self._missing(given) or self._fault_at_end(last)
+        return (
+            fault or self._missing(given) or (self._fault_of_tapes() if has_moves else None) or self._fault_at_end(last)
+        )
+
+    def _fault_of_tapes(self) -> str | None:
+        """Find the first action that takes a tape in another state than it is in; where none is moved, facts say it."""
+        tapes: dict[tuple[int, int], list[tuple[TapeState, Action]]] = defaultdict(list)
+        for number, action in enumerate(flatten(self.program.ranks[self.rank]), start=1):
+            if not action.op.takes:
+                continue
+            states = tapes[action.stage, action.microbatch]
+            state, last = states[-1] if states else (TapeState.NONE, action)
+            if state not in action.op.takes:
+                # The facts of its order hold, so the tape has had another action before.
+                wanted = " or ".join(wanted.word for wanted in action.op.takes)
+                self.fails_at = min(self.fails_at or number, number)
+                where = f"rank {self.rank}, action {number}: {action}"
+                return f"{where} takes a tape that is {wanted}, but {last} left it {state.word}"
+            states.append((left_by(action, [state for state, _ in states]), action))
+        return None
 
     def _fail(self, action: Action) -> None:
         """Note that the rank gets no further than this; a reduction or step takes the gradients that there are."""
-        if self.fails_at is None and action.op not in (Op.REDUCE_GRAD, Op.STEP):
+        if self.fails_at is None and action.op.scope is Scope.MICROBATCH:
             self.fails_at = self.num_actions
 
     def _record(self, op: Op, rule: Rule, microbatch: int) -> None:
@@ -173,7 +208,7 @@ class _Reading:
         placement = self.program.placement
         where = f"rank {self.rank}, action {self.num_actions}: {action}"
         if rule is not None:
-            if action.op is Op.REDUCE_GRAD or action.op is Op.STEP:
+            if action.op.scope is not Scope.MICROBATCH:
                 return f"{where} cannot have a microbatch"
             return f"{where} has a microbatch the stage does not see, its last one is {rule.microbatches.stop - 1}"
         if action.op is not Op.STEP:
@@ -181,6 +216,8 @@ class _Reading:
                 return f"{where} names a stage that is not there, the last one is {placement.num_stages - 1}"
             if (home := placement.rank_of(action.stage)) != self.rank:
                 return f"{where} belongs on rank {home}, which holds stage {action.stage}"
+            if action.op in MOVES and self.program.schedule.training:
+                return f"{where} {LOSS_AGAIN}"
         if action.op in (FORWARD.send, FORWARD.receive) or self.program.schedule.training:
             return f"{where} has no other rank at its far end: the neighbour is on this rank, or there is none"
         return f"{where} has no place in a forward-only program"

@@ -14,6 +14,7 @@ from penstock import schedule
 from penstock.draw.layers import Layer
 from penstock.draw.page import write_page
 from penstock.schedule import Action, Costs, Event, Op, Pair, Timeline
+from penstock.schedule.text import parse_step
 
 COSTS = Costs(forward=29.718, backward_input=29.444, backward_weight=19.927, transfer=0.527, reduce=3.3, step=2.2)
 
@@ -44,7 +45,7 @@ def decode(lane: dict[str, Any], tick: float) -> list[tuple[str, float, float]]:
         lane["kinds"], lane["stage"], lane["microbatch"], lane["gap"], lane["took"], strict=True
     ):
         start, now = now + gap, now + gap + took
-        text = {"R": f"{stage}REDUCE_GRAD", "S": "STEP"}.get(kind, f"{stage}{kind}{microbatch}")
+        text = {"G": f"{stage}REDUCE_GRAD", "S": "STEP"}.get(kind, f"{stage}{kind}{microbatch}")
         if kind in "PQ":
             text = f"({stage}F{microbatch};{next(pairs)}{'B' if kind == 'P' else 'I'}{next(pairs)})OVERLAP_F_B"
         decoded.append((text, start * tick, now * tick))
@@ -55,6 +56,9 @@ def decode(lane: dict[str, Any], tick: float) -> list[tuple[str, float, float]]:
 def timelines() -> list[Timeline]:
     grid = product(("afab", "1f1b", "inference"), (1, 3), (1, 5))
     built = [schedule.build(name, ranks=ranks, microbatches=microbatches) for name, ranks, microbatches in grid]
+    moved = schedule.build("1f1b", ranks=2, microbatches=2)
+    order = [parse_step(word) for word in ["0F0", "0O0", "0F1", "0L0", "0B0", "0R1", "0B1"]]
+    built.append(replace(moved, orders=(tuple(order), moved.orders[1])))
     return [schedule.simulate(schedule.lower(one), COSTS) for one in built] + [FUSED]
 
 

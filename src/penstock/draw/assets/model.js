@@ -1,6 +1,8 @@
 // What the page knows: timelines decoded into typed arrays, and questions to them. Nothing here draws.
 
-const LETTERS = "FBIWRS";
+const data = JSON.parse(document.getElementById("data").textContent);
+// Of the kinds of actions, in the order of the table.
+const LETTERS = Object.keys(data.looks).join("").replace(/[^A-Z]/g, "");
 const F = 0,
   B = 1,
   I = 2,
@@ -8,7 +10,6 @@ const F = 0,
 const FORWARD = 0,
   BACKWARD = 1; // the two flows of messages
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const layers = data.layers.map(decodeLayer);
 const numRanks = layers[0].ranks.length;
 const makespan = Math.max(...layers.map(layer => layer.makespan)) || 1;
