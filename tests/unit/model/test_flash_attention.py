@@ -12,15 +12,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Engine, SamplingParams
+from penstock.engine import EngineOptions
 from penstock.engine.generation import generator
 from penstock.engine.generation.options import GenerateOptions
+from penstock.engine.rehearsal.units import RehearsedPlace
 from penstock.model import CachedRows, CacheSize, Sequences, SlotRows, decoder_units, devices, spare_position
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.blocked_cache import BlockedAttention
+from penstock.model.cpu.fixed_tiles import TiledAttention
 from penstock.model.cuda.flash import FlashAttention, FlashCache
 from penstock.model.devices import use_kernels_of
 from penstock.model.kv_cache import KVCache, Rows
 from penstock.model.layers.dense import AttentionBlock
+from penstock.runtime import Boundary
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig
 from tests import captured, flash_reference
@@ -271,6 +275,21 @@ def test_widths_and_dtypes_that_the_kernels_do_not_take_stay_with_pytorch() -> N
         with Attentions() as attentions:
             assert module(x, Sequences.from_lengths((4, 5), "meta")).dtype == dtype
         assert attentions.names and "_flash_attention_forward" not in attentions.names
+
+
+@pytest.mark.parametrize(
+    ("device", "is_reproducible", "kind"),
+    [("cuda", False, FlashAttention), ("cpu", False, BlockedAttention), ("cpu", True, TiledAttention)],
+)
+def test_a_rehearsal_runs_the_kernels_of_its_device(
+    device: Any, is_reproducible: bool, kind: type[AttentionKernel]
+) -> None:
+    config = ModelConfig(32, 32, 64, 2, 4)
+    options = EngineOptions(device=device, reproducible=is_reproducible)
+    units, boundary = decoder_units(config), Boundary(config.hidden_size, torch.float32)
+    stages = RehearsedPlace.of(device).stages(units, {0: range(len(units))}, boundary, options)
+    blocks = [module for _, module in stages[0].units if isinstance(module, AttentionBlock)]
+    assert [type(module.attention) for module in blocks] == [kind] * 2
 
 
 def test_on_rocm_whose_kernels_refuse_numbers_of_keys_the_cache_stays_with_pytorch(monkeypatch: Any) -> None:

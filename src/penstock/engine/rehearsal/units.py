@@ -71,7 +71,8 @@ class RehearsedPlace:
             stage.autocast = autocast_of(options.precision, self.device)
             for _, module in stage.units:
                 _allocate(module, self.device)
-                use_kernels_of(self.device, module)
+                if not options.reproducible:  # The only kernels for that are chosen already.
+                    use_kernels_of(self.device, module)
                 for part in module.modules():
                     if isinstance(part, ExpertBlock):
                         part.read_counts = even_counts
