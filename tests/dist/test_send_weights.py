@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Layout, MicroBatchSpec, PackedBatch, PipelineError, SamplingParams
-from penstock.engine import Engine, EngineOptions
+from penstock.engine import Engine, EngineOptions, weight_transfer
 from penstock.model import decoder_units
 from penstock.parallel.grid import world_ranks
 from penstock.parallel.tensor_slice import TensorSlice
@@ -141,18 +143,78 @@ def test_weights_arrive_bit_for_bit_between_any_two_layouts() -> None:
     pairs = [(model, i, j) for model in MODELS for i, j in model.pairs]
     assert len(pairs) == len(by_rank[0]) >= 20
     for number, (model, i, j) in enumerate(pairs):
-        sides = [[rank[number][side] for rank in by_rank] for side in range(2)]
-        whole: dict[str, Tensor] = {}
-        for name, part, values in (one for own in sides[0] for one in own):
-            tensor = whole.setdefault(name, torch.full(part.full_shape, torch.nan).to(values.dtype))
-            part.of(tensor).copy_(values)
-        arrived = [one for own in sides[1] for one in own]
-        assert {name for name, _, _ in arrived} == whole.keys() and len(whole) > 10
-        for name, part, values in arrived:
-            same = values.dtype == whole[name].dtype and torch.equal(values, part.of(whole[name]))
-            assert same, (model.sources[i], model.targets[j], name)
+        check_arrived([[rank[number][side] for rank in by_rank] for side in range(2)])
         members = {*world_ranks(model.sources[i].layout), *world_ranks(model.targets[j].layout)}
         assert {by_rank[rank][number][2:] for rank in members} == {(j + 1, j + 1)}
+
+
+def check_arrived(sides: list[list[Held]]) -> None:
+    """Hold what the ranks of the engine that has received have against what those of the other have sent."""
+    whole: dict[str, Tensor] = {}
+    for name, part, values in (one for own in sides[0] for one in own):
+        tensor = whole.setdefault(name, torch.full(part.full_shape, torch.nan).to(values.dtype))
+        part.of(tensor).copy_(values)
+    arrived = [one for own in sides[1] for one in own]
+    assert {name for name, _, _ in arrived} == whole.keys() and len(whole) > 10
+    for name, part, values in arrived:
+        assert values.dtype == whole[name].dtype and torch.equal(values, part.of(whole[name])), name
+
+
+def send_on_devices(rank: int, gpus: list[str]) -> tuple[Held, Held, list[str]]:
+    """What both engines hold once one has sent to the other, if each rank computes on the GPU of this name.
+
+    The groups between the ranks are all of gloo; their backends as they were asked for come last, and whether values
+    were copied to the host.
+    """
+    asked = list[str]()
+    make, properties = weight_transfer.group_at, SimpleNamespace(uuid=gpus[rank])
+    move, to_host, copies = weight_transfer.WeightTransfer._move, Tensor.cpu, Counter[str]()
+
+    def moved(*args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "cpu", lambda tensor: (copies.update(["to the host"]), to_host(tensor))[1])
+            move(*args)
+
+    def made(*args: Any, backend: str = "gloo") -> Any:
+        asked.append(backend)
+        return make(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_transfer, "group_at", made)
+        patch.setattr(weight_transfer.WeightTransfer, "_move", moved)
+        patch.setattr(weight_transfer, "_own_gpu", lambda source, target: torch.device("cpu"))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        source, target = pair_of(Layout(pp=2, ranks=FIRST), Layout(pp=2, tp=2))
+        for _ in range(2):
+            source.send_weights(target)
+    found = held(source), held(target), [*asked, *copies]
+    for engine in (source, target):
+        engine.close()
+    return found
+
+
+@pytest.mark.shows(213)
+@pytest.mark.parametrize("gpus", ["abcd", "abca"])
+def test_weights_stay_on_devices_where_each_rank_has_one_of_its_own(gpus: str) -> None:
+    by_rank = run_ranks(4, send_on_devices, list(gpus), timeout_s=120.0)
+    check_arrived([[rank[side] for rank in by_rank] for side in range(2)])
+    asked, copies = ["gloo", "nccl"] if gpus == "abcd" else ["gloo"], ["to the host"] * (gpus == "abca")
+    assert [rank[2] for rank in by_rank] == [[*asked, *copies]] * 2 + [asked] * 2
+
+
+@pytest.mark.shows(213)
+def test_a_rank_sends_from_the_gpu_of_both_its_engines_and_from_no_other() -> None:
+    def side(device: str | None, transport: str = "auto") -> Any:
+        local = None if device is None else SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(_local=local, options=SimpleNamespace(transport=transport))
+
+    gpu = torch.device("cuda", 1)
+    own = weight_transfer._own_gpu
+    assert (
+        own(side("cuda:1"), side(None)) == own(side(None), side("cuda:1")) == own(side("cuda:1"), side("cuda:1")) == gpu
+    )
+    assert own(side("cuda:1"), side("cpu")) is own(side("cpu"), side(None)) is None
+    assert own(side("cuda:1"), side(None, "host")) is None
 
 
 class Peak(TorchDispatchMode):

@@ -20,7 +20,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.parallel import connect
 from penstock.parallel.grid import own_world_rank, world_ranks
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks, shown_to_all_ranks
-from penstock.parallel.renewable import RenewableGroup, cut_backends, gloo_group
+from penstock.parallel.renewable import RenewableGroup, cut_backends, group_at
 from penstock.parallel.tensor_slice import TensorSlice, laid_out
 from penstock.runtime import PipelineError
 from penstock.runtime.errors import TransportError
@@ -176,19 +176,27 @@ class WeightTransfer:
     rank: int
     #: carries slices, on host memory; None if one process has both engines alone
     group: RenewableGroup | None
+    #: carries them between GPUs, where each process has one of its own for both engines; None elsewhere
+    device_group: RenewableGroup | None
     #: name -> slices that this process sends or receives; None before the first transfer
     _pieces: dict[str, list[_Piece]] | None
 
     def __init__(self, source: WeightEndpoint, target: WeightEndpoint) -> None:
         self.sources, self.targets = source._world_ranks, target._world_ranks
         self.ranks, self.rank = sorted({*self.sources, *self.targets}), own_world_rank()
-        self.group, self._pieces = None, None
+        self.group, self.device_group, self._pieces = None, None, None
         if len(self.ranks) > 1:
             timeout_s = max(source.options.timeout_s, target.options.timeout_s)
             place = _place(source, target)
             store = PrefixStore(f"{place}/{self._meet(place, timeout_s)}", default_store())
-            index, size = self.ranks.index(self.rank), len(self.ranks)
-            self.group = gloo_group(store, index, size, timedelta(seconds=timeout_s))
+            members = (self.ranks.index(self.rank), len(self.ranks), timedelta(seconds=timeout_s))
+            self.group = group_at(store, *members)
+            device = _own_gpu(source, target)
+            gpus = gather_json(device and str(torch.cuda.get_device_properties(device).uuid), self.group)
+            if device is not None and None not in gpus and len(set(gpus)) == len(gpus):
+                self.device_group = group_at(PrefixStore("gpu", store), *members, backend="nccl")
+                # All make the communicator here: later some have nothing to send.
+                dist.all_reduce(torch.zeros(1, device=device), group=self.device_group)
 
     def run(
         self, source: Slices, target: Slices, version: int | None, extra: Mapping[str, Any]
@@ -217,9 +225,10 @@ class WeightTransfer:
         return next(value for value in versions if value is not None), extra
 
     def close(self) -> None:
-        """Close the group, so that no rank waits in it."""
-        if self.group is not None:
-            cut_backends(self.group.backends())
+        """Close the groups, so that no rank waits in them."""
+        for group in (self.group, self.device_group):
+            if group is not None:
+                cut_backends(group.backends())
 
     def _meet(self, place: str, timeout_s: float) -> int:
         """Wait until all ranks have made this transfer as often as this one; returns how often.
@@ -278,7 +287,9 @@ class WeightTransfer:
         self, pieces: Sequence[_Piece], sources: Iterable[Any], targets: Sequence[tuple[TensorSlice, Tensor]]
     ) -> None:
         """Send and receive the slices of one tensor; extra memory is that of the slices that leave or arrive."""
-        works, leaving, arriving = [], dict[TensorSlice, Tensor](), list[tuple[Tensor, list[Tensor]]]()
+        leaving, sent = dict[TensorSlice, Tensor](), list[tuple[Tensor, int]]()
+        arriving, received = list[tuple[Tensor, list[Tensor]]](), list[tuple[Tensor, int]]()
+        on_host = self.device_group is None
         for part, source, target in pieces:
             places = [values[part.within(outer)] for outer, values in targets if _contains(outer, part)]
             if source == self.rank:
@@ -286,23 +297,33 @@ class WeightTransfer:
                 if target == self.rank:
                     arriving.append((values, places))
                     continue
-                assert self.group is not None
                 if part not in leaving:
-                    leaving[part] = laid_out(values.detach().cpu())
-                works.append(self.group.send([_bytes(leaving[part])], self.ranks.index(target), 0))
+                    leaving[part] = laid_out(values.detach().cpu() if on_host else values.detach())
+                sent.append((_bytes(leaving[part]), self.ranks.index(target)))
             else:
-                assert self.group is not None
-                # A slice is received in place if that is contiguous host memory.
-                in_place = places[0].device.type == "cpu" and places[0].is_contiguous() and not places[0].is_neg()
-                buffer = places[0] if in_place else torch.empty(places[0].shape, dtype=places[0].dtype)
-                works.append(self.group.recv([_bytes(buffer)], self.ranks.index(source), 0))
+                first = places[0]
+                # A slice is received in place if that is contiguous where it arrives.
+                in_place = not (on_host and first.device.type != "cpu") and first.is_contiguous() and not first.is_neg()
+                room = torch.device("cpu") if on_host else first.device
+                buffer = first if in_place else torch.empty(first.shape, dtype=first.dtype, device=room)
+                received.append((_bytes(buffer), self.ranks.index(source)))
                 arriving.append((buffer, places))
+        group = self.device_group or self.group
+        works = group.exchange(sent, received) if group is not None and (sent or received) else []
         for work in works:
             work.wait()
         for values, places in arriving:
             for place in places:
                 if place.data_ptr() != values.data_ptr():
                     place.copy_(values)
+
+
+def _own_gpu(source: WeightEndpoint, target: WeightEndpoint) -> torch.device | None:
+    """The GPU on which this process has its parts of both engines; None if it cannot send from there."""
+    devices = {engine._local.device for engine in (source, target) if engine._local is not None}
+    staged = "host" in (source.options.transport, target.options.transport)
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" and not staged else None
 
 
 def _contains(outer: TensorSlice, part: TensorSlice) -> bool:

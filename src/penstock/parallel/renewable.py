@@ -180,10 +180,22 @@ class RenewableGroup(dist.ProcessGroup):
             work = dist.all_to_all_single(arrived, sent, *lengths, group=self, async_op=True)
             assert work is not None
             return [work]
-        self.inner._start_coalescing(sent.device)
-        self.inner.send([sent], to, 0)
-        self.inner.recv([arrived], source, 0)
-        return [self.inner._end_coalescing(sent.device)]
+        return self.exchange([(sent, to)], [(arrived, source)])
+
+    def exchange(
+        self, sent: Sequence[tuple[torch.Tensor, int]], arrived: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[dist.Work]:
+        """Send tensors to ranks of the group, and receive others, all at the same time.
+
+        Between two ranks tensors are sent and received in one order.
+        """
+        on_host = _is_gloo(self.backend)
+        if not on_host:
+            device = (*sent, *arrived)[0][0].device
+            self.inner._start_coalescing(device)
+        works = [self.inner.send([tensor], rank, 0) for tensor, rank in sent]
+        works += [self.inner.recv([tensor], rank, 0) for tensor, rank in arrived]
+        return works if on_host else [self.inner._end_coalescing(device)]
 
     # ---- what torch.distributed asks for besides
 
@@ -279,6 +291,6 @@ def nccl_options(timeout: timedelta, is_link: bool = False) -> Any:
     return options
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> RenewableGroup:
-    """A group on host memory among processes that meet in a store; no others of the world take part in making it."""
-    return RenewableGroup(store, rank, size, _maker("gloo", rank, size, timeout))
+def group_at(store: Store, rank: int, size: int, timeout: timedelta, backend: str = "gloo") -> RenewableGroup:
+    """A group among processes that meet in a store; no others of the world take part in making it."""
+    return RenewableGroup(store, rank, size, _maker(backend, rank, size, timeout))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import schedule
 from penstock.parallel import renewable
@@ -137,3 +138,22 @@ def test_links_are_made_in_rounds_that_do_not_grow_with_the_pipeline(name: str, 
     # No order is better where a rank has as many; a ring of odd length has one edge more than two colours serve.
     assert rounds(ordered) <= max(of_rank.values()) + 2 * (ranks % 2)
     assert rounds(ordered) <= (4 if max(of_rank.values()) <= 4 else 8) + 2 * (ranks % 2)
+
+
+@pytest.mark.shows(213)
+def test_what_a_rank_sends_and_receives_at_once_is_one_operation_of_nccls() -> None:
+    calls, x = list[str](), torch.empty(2, device="meta")
+
+    def call(words: str) -> str:
+        calls.append(words)
+        return words
+
+    inner = SimpleNamespace(
+        _start_coalescing=lambda device: call(f"start on {device}"),
+        send=lambda tensors, rank, tag: call(f"send to {rank}"),
+        recv=lambda tensors, rank, tag: call(f"receive from {rank}"),
+        _end_coalescing=lambda device: call("all of them"),
+    )
+    group: Any = SimpleNamespace(backend=FakeNCCL([]), inner=inner)
+    assert RenewableGroup.exchange(group, [(x, 1), (x, 2)], [(x, 2)]) == ["all of them"]
+    assert calls == ["start on meta", "send to 1", "send to 2", "receive from 2", "all of them"]
