@@ -1,4 +1,4 @@
-"""Patches in tests/changes show which files a server field, a command and a switch of a layer change.
+"""Patches in tests/changes show which files a server field, a command, a switch of a layer and a kind of action change.
 
 CONTRIBUTING.md lists those files. Each patch is applied to a copy of the package, whose user then has what it adds.
 """
@@ -152,6 +152,40 @@ def losses() -> list[float]:
         engine = Engine.from_config("run.toml")
         engine.parameters()["embedding.weight"].data *= factor
         found.append(float(engine.evaluate([batch])))
+    return found
+
+
+@pytest.mark.shows(210)
+def test_a_kind_of_action_changes_five_files_with_its_test(tmp_path: Path) -> None:
+    files = patched("action", tmp_path, most=4)
+    assert len(files) == 5
+    assert sorted(in_page(files)) == sorted(shown("action"))
+    # Not one of the files that read the table is among them: rules, lowering, proof, simulation, texts, pictures.
+    case = "tests/schedule/test_moves.py::test_a_check_takes_its_time_and_leaves_activations_as_they_are"
+    assert run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, case).returncode == 0
+    plain, checked = found_by("with_checks", tmp_path)
+    assert plain == checked
+
+
+def with_checks() -> list[list[float]]:
+    """The losses of three steps, as they are and with checks of gradients in their order."""
+    from dataclasses import replace
+
+    import torch
+
+    from penstock import Engine, EngineOptions, MicroBatchSpec, PackedBatch, schedule
+    from penstock.model import decoder_units
+    from penstock.schedule.text import parse_step
+    from penstock.settings import ModelConfig
+
+    config, found = ModelConfig(32, 16, 24, num_layers=1, num_heads=2, max_length=16), list[list[float]]()
+    built = schedule.build("1f1b", ranks=1, microbatches=2)
+    steps = tuple(parse_step(word) for word in ["0F0", "0B0", "0F1", "0C1", "0B1"])
+    for one in (built, replace(built, orders=(steps,))):
+        engine = Engine(decoder_units(config), 16, options=EngineOptions(one, device="cpu"))
+        batch, spec = PackedBatch.from_documents([torch.arange(9), torch.arange(5)]), MicroBatchSpec(num=2)
+        found.append([engine.train_batch(batch, micro_batches=spec).loss for _ in range(3)])
+        engine.close()
     return found
 
 

@@ -163,7 +163,7 @@ class Op(int, metaclass=_Table):
     #: none changes the tape alone, and a program may do without it
     needs: tuple[FactKind, ...] = ()
     gives: tuple[FactKind, ...] = ()
-    #: the states in which it takes its microbatch's tape, and that in which it leaves it; None: it touches no tape
+    #: the states in which it takes its tape, if it touches one, and that in which it leaves it; None: as it found it
     takes: tuple[TapeState, ...] = ()
     leaves: TapeState | None = None
     #: the names in `Costs` of the times that it takes, added up
@@ -421,8 +421,7 @@ def left_by(action: Action, before: Sequence[TapeState]) -> TapeState:
         return TapeState.LEAN
     if op is Op.L:
         return before[-2]
-    assert op.leaves is not None
-    return op.leaves
+    return before[-1] if op.leaves is None else op.leaves
 
 
 def keepers(steps: Iterable[Step]) -> frozenset[tuple[int, int]]:
