@@ -55,7 +55,7 @@ class FakeDevice:
 MS = 1_000_000
 
 
-@pytest.mark.shows(210)
+@pytest.mark.shows(214)
 def test_times_of_actions_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     # The host launches all within 9 ms, from 100 ms of its clock on; the device begins at 500 ms of its own.
     host_ms = iter(range(100, 200))
@@ -90,7 +90,7 @@ def test_times_of_actions_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> No
     assert recorder.records() == []
 
 
-@pytest.mark.shows(210)
+@pytest.mark.shows(214)
 def test_decoding_is_not_timed() -> None:
     device = FakeDevice()
     recorder = DeviceRecorder(0, event=device.event)
@@ -105,7 +105,7 @@ def test_decoding_is_not_timed() -> None:
     assert GenerateResult((), 1.0, (0.5, 0.25), (3, 3), 3).idle_share == 0.625
 
 
-@pytest.mark.shows(210)
+@pytest.mark.shows(214)
 def test_a_steps_idle_share_and_timeline_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     monkeypatch.setattr(Pipeline, "_make_recorder", lambda self, place: DeviceRecorder(0, place, event=device.event))
@@ -124,7 +124,7 @@ def test_a_steps_idle_share_and_timeline_are_the_devices(monkeypatch: pytest.Mon
     engine.close()
 
 
-@pytest.mark.shows(210)
+@pytest.mark.shows(214)
 @pytest.mark.parametrize("device, recorder", [("cuda", DeviceRecorder), ("cpu", Recorder)])
 def test_a_pipeline_on_a_device_records_so(device: str, recorder: type[Recorder]) -> None:
     pipeline: Any = SimpleNamespace(device=torch.device(device), grid=SimpleNamespace(pp_rank=0))
@@ -135,7 +135,7 @@ class Done(Handle[object]):
     def wait(self) -> None: ...
 
 
-@pytest.mark.shows(210)
+@pytest.mark.shows(214)
 def test_hidden_time_of_collectives_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = DeviceRecorder(0, event=FakeDevice().event)
     recorder.begin_step(1)
