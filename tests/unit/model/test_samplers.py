@@ -265,6 +265,6 @@ def copies(num_rows: int) -> int:
     return found.number
 
 
-@pytest.mark.shows(207)
+@pytest.mark.shows(208)
 def test_on_a_device_the_host_waits_for_no_copy_and_makes_as_many_for_any_number_of_rows() -> None:
     assert 0 < copies(6) == copies(48) < 24
