@@ -48,6 +48,7 @@ DEVICE_ROOMS = {
         "model/decoder.py",
         "model/devices.py",
         "runtime/decode/decoders.py",
+        "runtime/offload.py",
         "engine/build.py",
         "engine/precision.py",
         "engine/pipeline.py",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.model.cpu.host_memory import give_back_freed_memory
 from penstock.parallel.staging import host_empty
 
 # Smaller ones are not worth a copy.
@@ -140,6 +141,8 @@ class Saved:
         for block in self.blocks:
             if block.data is not None:
                 block.place, block.data = self.arena.put(block.data), None
+        # glibc keeps what is freed among other blocks, and on CPUs is told to keep much.
+        give_back_freed_memory()
 
     def reload(self) -> None:
         """Bring all blocks back."""
