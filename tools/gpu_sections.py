@@ -402,7 +402,13 @@ def syncs(results: Results) -> None:
 
     kinds = ((SMALL, "none"), (EXPERTS, "none"), (SMALL, "full"), (EXPERTS, "full"))
     found: collections.Counter[tuple[str, str]] = collections.Counter()
-    phases = [(Executor, "run"), (Trainer, "feeds"), (Trainer, "step_weights"), (Engine, "generate")]
+    phases = [
+        (Executor, "run"),
+        (Trainer, "feeds"),
+        (Trainer, "finish"),
+        (Trainer, "step_weights"),
+        (Engine, "generate"),
+    ]
     with contextlib.ExitStack() as stack:
         for kind, name in phases:
             stack.enter_context(_watched(results, kind, name, found))

@@ -20,11 +20,10 @@ from penstock.data import PackedBatch
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
-from penstock.engine.optimizer.optimizer import Update
 from penstock.engine.options import EngineOptions, UnitSource
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.rehearsal.counted import Done, GroupHere
-from penstock.engine.training.aux_losses import AuxLossReport
+from penstock.engine.training.aux_losses import AuxNotes
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import Trainer
 from penstock.engine.watch import Watchers
@@ -252,10 +251,10 @@ class TrainerInTurn(Trainer):
     #: gradients by full name
     program_gradients: dict[str, Tensor]
 
-    def step_weights(self, *arguments: Any) -> tuple[Update, AuxLossReport]:
+    def finish(self, *arguments: Any) -> tuple[float, float, AuxNotes | None]:
         views = (view for buckets in self.buckets.values() for view in buckets.gradients.items())
         self.program_gradients = {name: view.clone() for name, view in views}
-        return super().step_weights(*arguments)
+        return super().finish(*arguments)
 
 
 class EngineInTurn(Engine):

@@ -36,6 +36,7 @@ from penstock.engine.optimizer.torch_stepper import TorchStepper
 from penstock.parallel import Bucket, GradientBuckets, Reduction
 from penstock.parallel.gradients import as_real
 from penstock.parallel.host import gather_json
+from penstock.parallel.staging import read_numbers
 from penstock.settings import ConfigError, Division, LearningRate, OptimizerConfig
 
 # As in torch.nn.utils.clip_grad_norm_: keeps the quotient finite.
@@ -203,7 +204,8 @@ class Optimizer:
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
         number = self.num_steps + 1 if number is None else number
-        return self.update(self.gradient_norm(), number, self.rates.at(number))
+        norm, _ = self.gradient_norm()
+        return self.update(norm, number, self.rates.at(number))
 
     @torch.no_grad()
     def update(self, norm: float, number: int, values: Sequence[Values]) -> Update:
@@ -397,18 +399,19 @@ class Optimizer:
             unchanged = values.view(narrow) == master.to(values.dtype).view(narrow)
             master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self, beside: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
         """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
 
-        All ranks of the group call it. It takes edits too (see `take_edits`), since a device is waited for only once.
+        All ranks of the group call it. It takes edits too (see `take_edits`), and gives the numbers of tensors of one
+        element `beside` the norm, since a device is waited for only once.
         """
         pairs, is_same = self._compared()
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
         gradients = self._counted
         norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
-        stacks = [torch.stack(tensors).double() for tensors in (norms, is_same) if tensors]
-        numbers = torch.cat(stacks).tolist() if stacks else []
-        self._take_changed(pairs, numbers[len(norms) :])
+        numbers = read_numbers([*norms, *is_same, *beside])
+        num_own = len(norms) + len(is_same)
+        self._take_changed(pairs, numbers[len(norms) : num_own])
         rank_norms = torch.tensor(numbers[: len(norms)] + [0.0] * (self._num_norms - len(norms)), dtype=torch.float64)
         gathered = [rank_norms]
         if self._group is not None:
@@ -416,7 +419,7 @@ class Optimizer:
             dist.all_gather(gathered, rank_norms, group=self._group)
         values = torch.cat(gathered).tolist()
         # fsum is exact before its one rounding, so the order of parameters, which differs by layout, does not matter.
-        return math.sqrt(math.fsum(map(mul, values, values))) / self.loss_scale
+        return math.sqrt(math.fsum(map(mul, values, values))) / self.loss_scale, numbers[num_own:]
 
     @torch.no_grad()
     def _publish_masters(self) -> None:

@@ -34,7 +34,7 @@ from penstock.parallel import Grid
 from penstock.parallel.grid import device_groups
 from penstock.runtime import Feed, Recorder, Stage, Transport
 from penstock.runtime.transport import Line
-from penstock.schedule import Placement
+from penstock.schedule import Action, Op, Placement
 from penstock.schedule.choice import ScheduleChoice
 from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
@@ -384,14 +384,17 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
         feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
         if optimizer.may_fail:
             # An optimizer of torch makes its state in the first step; a later one is rehearsed.
-            optimizer.update(optimizer.gradient_norm(), 1, optimizer.rates.at(1))
+            optimizer.update(optimizer.gradient_norm()[0], 1, optimizer.rates.at(1))
         claim_state(trainer, pipeline.place.meter)
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()
         with pipeline.place.meter.guarded(never_read):
             trainer.prepare()
-            pipeline.run(executor, feeds)
-        trainer.step_weights(feeds, loss_scale, 1, optimizer.rates.at(1))
+            losses = pipeline.run(executor, feeds)
+        record = pipeline.recorder.begin(Action(Op.STEP))
+        norm, _, aux_notes = trainer.finish(losses, feeds)
+        trainer.step_weights(norm, aux_notes, loss_scale, 1, optimizer.rates.at(1))
+        pipeline.recorder.end(record)
     return feeds
 
 

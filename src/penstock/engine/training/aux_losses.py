@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from penstock.engine.training.microbatches import MicrobatchSource
 from penstock.model import AuxLoss, AuxLosses
 from penstock.model.layers.router import Balance
 from penstock.parallel import sum_tied
-from penstock.parallel.staging import read_numbers
 from penstock.runtime import Feed
 
 
@@ -32,6 +32,24 @@ class AuxLossReport:
         """Name -> value, for a run's metrics."""
         metrics = {f"{name}_loss": value for name, value in self.losses.items()}
         return metrics if self.busiest_expert is None else metrics | {"busiest_expert": self.busiest_expert}
+
+
+@dataclass(frozen=True, eq=False)
+class AuxNotes:
+    """The notes of a step's units, on the device, and their numbers once these are read."""
+
+    #: each auxiliary loss's kind, and its value
+    kinds: Sequence[AuxLoss]
+    values: Sequence[Tensor]
+    #: router -> tokens of each expert, of all ranks
+    loads: Mapping[str, Tensor]
+    #: those of `tensors`
+    numbers: Sequence[float] = ()
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The highest load of an expert over the mean of its layer, for each layer, and the values of losses."""
+        return [*(load.max() * len(load) / load.sum() for load in self.loads.values()), *self.values]
 
 
 class AuxLossTracker:
@@ -74,22 +92,23 @@ class AuxLossTracker:
             attached.append(replace(feed, sequences=feed.sequences.with_aux_losses(aux_losses)))
         return attached
 
-    def report(self, feeds: Iterable[Feed], loss_scale: float, learns: bool) -> AuxLossReport:
-        """Gather what the units noted of a step; with `learns` the routers learn from it. All ranks call it."""
+    def noted(self, feeds: Iterable[Feed]) -> AuxNotes:
+        """Gather what the units noted of a step. All ranks call it."""
         aux_losses = [feed.sequences.aux_losses for feed in feeds if feed.sequences.aux_losses is not None]
-        loads = self._loads(aux_losses)
+        notes = [(kind, value) for t in aux_losses for (_, kind), value in t.values.items()]
+        return AuxNotes([kind for kind, _ in notes], [value for _, value in notes], self._loads(aux_losses))
+
+    def report(self, notes: AuxNotes, loss_scale: float, learns: bool) -> AuxLossReport:
+        """Sum up the notes of all ranks, which all call it; with `learns` the routers learn from them."""
         if learns:
             for name, router in self._routers.items():
-                router.update(loads[name])
-        notes = [note for t in aux_losses for note in t.values.items()]
-        # All at once, to wait for the device only once: the highest load of an expert over the mean of its layer, and
-        # the losses.
-        numbers = read_numbers([*(c.max() * len(c) / c.sum() for c in loads.values()), *(value for _, value in notes)])
+                router.update(notes.loads[name])
+        num_loads = len(notes.loads)
         # Of all ranks; 0 without experts.
-        busiest = torch.tensor(max(numbers[: len(loads)], default=0.0), dtype=torch.float64)
+        busiest = torch.tensor(max(notes.numbers[:num_loads], default=0.0), dtype=torch.float64)
         if self.pipeline.grid.control is not None:
             dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=self.pipeline.grid.control)
-        values = [(kind, number) for ((_, kind), _), number in zip(notes, numbers[len(loads) :], strict=True)]
+        values = list(zip(notes.kinds, notes.numbers[num_loads:], strict=True))
         rank_sums = [sum(number for kind, number in values if kind is wanted) for wanted in AuxLoss]
         sums = self.pipeline.sum_over_ranks("add up the auxiliary losses", *rank_sums)
         losses = {kind.value: value / loss_scale for kind, value in zip(AuxLoss, sums, strict=True) if value}

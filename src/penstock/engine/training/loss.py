@@ -295,12 +295,12 @@ class StepLoss:
         self._outputs.clear()
         return outputs if any(output is not None for output in outputs) else ()
 
-    def total(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> tuple[float, int]:
+    def total(self, pipeline: Pipeline, rank_loss: float) -> tuple[float, int]:
         """The sum of all ranks' losses, and the number of names that ranks report; all ranks call it at one point."""
         sums = (0.0, 0.0)
         # Ranks of a tp group have the same ones, which count once.
         if not pipeline.grid.tp_rank:
-            sums = (float(torch.stack(list(losses)).sum()) if losses else 0.0, float(len(self.metrics)))
+            sums = (rank_loss, float(len(self.metrics)))
         loss, num_names = pipeline.sum_over_ranks("add up the loss", *sums)
         return loss, int(num_names)
 
@@ -312,6 +312,11 @@ def _is_mean(loss: Any) -> bool:
         node = node.next_functions[0][0]
     # As torch numbers them: none, mean, sum.
     return node is not None and (node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1)
+
+
+def sum_of(losses: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of a rank's losses, on its device; nothing where it has none."""
+    return [torch.stack(list(losses)).sum()] if losses else []
 
 
 class EvaluationLoss(float):

@@ -23,6 +23,7 @@ from penstock.engine.training.loss import (
     check_total,
     labelled_rows,
     reads_labelled_rows,
+    sum_of,
 )
 from penstock.engine.training.metrics import reduce_metrics
 from penstock.engine.training.microbatches import (
@@ -42,6 +43,7 @@ from penstock.model import (
     whole_logits,
 )
 from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
+from penstock.parallel.staging import read_numbers
 from penstock.runtime import Feed, PipelineError
 from penstock.settings import Layout
 from penstock.settings.declare import check_argument, checked, type_in_words
@@ -128,7 +130,7 @@ def evaluate(
                     num_rounds += 1
                     with recovery.announcing():
                         losses = _run_forwards(pipeline, microbatches, feed)
-                        total, num_metrics = step_loss.total(pipeline, losses)
+                        total, num_metrics = step_loss.total(pipeline, sum(read_numbers(sum_of(losses))))
                     outputs += step_loss.outputs()
                     loss += total
                     weight += sum(microbatches.rank_totals)

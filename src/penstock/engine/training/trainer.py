@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from penstock.engine.agreement import build_on_all_ranks
 from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker
+from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker, AuxNotes
 from penstock.engine.training.loss import (
     LossFn,
     LossWeightFn,
     StepLoss,
     scalar_loss,
+    sum_of,
 )
 from penstock.engine.training.metrics import reduce_metrics
 from penstock.engine.training.microbatches import (
@@ -156,12 +157,16 @@ class Trainer:
                     self.prepare()
                     losses = pipeline.run(executor, feeds)
                     rates = self.optimizer.rates.at(step)
+                record = pipeline.recorder.begin(Action(Op.STEP))
+                norm, rank_loss, aux_notes = self.finish(losses, feeds)
+                with recovery.announcing():
                     # Each rank gives its part when it is through its program: so now none can fail in it any more.
-                    loss, num_metrics = step_loss.total(pipeline, losses)
+                    loss, num_metrics = step_loss.total(pipeline, rank_loss)
                     microbatches.add_up_drawn()
                 # What is wrong with them every rank raises alike, so nobody announces it.
                 metrics = reduce_metrics(pipeline, step_loss.metrics) if num_metrics else {}
-                update, aux_losses = self.step_weights(feeds, loss_scale, step, rates)
+                update, aux_losses = self.step_weights(norm, aux_notes, loss_scale, step, rates)
+                pipeline.recorder.end(record)
         pipeline.step, step_time_s = step, time.perf_counter() - start
         return TrainResult(
             step=step,
@@ -258,27 +263,41 @@ class Trainer:
             buckets.zero_()
         self.pipeline.set_training(True)
 
+    def finish(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
+        """Finish the gradients, and read all that the host needs to know of the step, for which it waits once.
+
+        Returns the norm of all gradients, the sum of this rank's losses, and the notes of its units.
+        """
+        notes, rank_losses = None, sum_of(losses)
+        if self.aux_losses is not None:
+            with self.pipeline.recovery.announcing():
+                notes = self.aux_losses.noted(feeds)
+        norm, numbers = self._finish_gradients([*rank_losses, *(notes.tensors if notes is not None else ())])
+        # After an abort NCCL raises nothing and leaves anything as a gradient. The norm has waited for the device.
+        self.pipeline.recovery.alarm.check()
+        num_losses = len(rank_losses)
+        notes = replace(notes, numbers=numbers[num_losses:]) if notes is not None else None
+        return norm, sum(numbers[:num_losses]), notes
+
     def step_weights(
-        self, feeds: Iterable[Feed], loss_scale: float, step: int, rates: Sequence[Values]
+        self, norm: float, aux_notes: AuxNotes | None, loss_scale: float, step: int, rates: Sequence[Values]
     ) -> tuple[Update, AuxLossReport]:
         """The optimizer's step, and what follows from it: weights that other ranks have stepped, new casts, routers."""
         pipeline, aux_losses = self.pipeline, AuxLossReport()
-        record = pipeline.recorder.begin(Action(Op.STEP))
-        norm = self._finish_gradients()
-        # After an abort NCCL raises nothing and leaves anything as a gradient. The norm has waited for the device.
-        pipeline.recovery.alarm.check()
         update = self._update(norm, step, rates)
         with pipeline.recovery.announcing(stepping=True):
             with pipeline.recorder.collective("gather the weights"):
                 self._gather_weights()
             pipeline.casts.renew()
-            if self.aux_losses is not None:
-                aux_losses = self.aux_losses.report(feeds, loss_scale, learns=update.success)
-        pipeline.recorder.end(record)
+            if self.aux_losses is not None and aux_notes is not None:
+                aux_losses = self.aux_losses.report(aux_notes, loss_scale, learns=update.success)
         return update, aux_losses
 
-    def _finish_gradients(self) -> float:
-        """Wait for the reductions that the program started, and add up tied gradients; returns the norm of all."""
+    def _finish_gradients(self, beside: Sequence[Tensor]) -> tuple[float, list[float]]:
+        """Wait for the reductions that the program started, and add up tied gradients.
+
+        Returns the norm of all, and the numbers of the tensors `beside` them.
+        """
         pipeline = self.pipeline
         with pipeline.recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
             gradients: dict[str, Tensor] = {}
@@ -289,7 +308,7 @@ class Trainer:
                 sum_tied(ties, gradients, pipeline.grid.mirror_group)
             if pipeline.grid.dp_cp_group is not None:
                 share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            return self.optimizer.gradient_norm()
+            return self.optimizer.gradient_norm(beside)
 
     def _update(self, norm: float, step: int, rates: Sequence[Values]) -> Update:
         """Clip the gradients and step the weights; a step that may fail is undone on all ranks if it fails on one."""
