@@ -18,8 +18,6 @@ from penstock.settings import ModelConfig, Precision
 from tests.gpu.small_engines import DENSE, EXPERTS, SPEC, made, texts
 from tests.host_waits import HostWaits
 
-KNOWN = pytest.mark.xfail(reason="experts' rows are counted on the host", strict=True)
-
 
 @contextmanager
 def no_waits(device: str) -> Iterator[None]:
@@ -41,10 +39,12 @@ def no_waits(device: str) -> Iterator[None]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "combined-1f1b"])
-@pytest.mark.parametrize("config", [DENSE, pytest.param(EXPERTS, marks=KNOWN)], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_within_a_program_the_host_never_waits_for_the_device(
     config: ModelConfig, schedule: str, precision: Precision, recompute: str, device: str, monkeypatch: Any
 ) -> None:
+    if config is EXPERTS and (device == "cpu" or precision is not Precision.BF16):
+        pytest.xfail("rows of experts are counted on the host, but for the kernel of all experts")
     run, ran = Executor.run, []
 
     def watched(executor: Executor, feeds: Any) -> Any:
