@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 READ = "a read"
@@ -24,6 +25,20 @@ UPLOAD = "a copy to the device that does not block"
 
 # The shape of their results depends on data, so that fakes refuse them afterwards.
 _SHAPED_BY_DATA = ("nonzero", "masked_select", "_unique2", "bincount")
+
+
+class _Calls(TorchFunctionMode):
+    """Tensors made of Python's numbers on a device, which no operation copies there on a device that is not there."""
+
+    def __init__(self, waits: DeviceWaits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor) and made.device.type == "meta":
+            self.waits.note(BLOCKING)
+        return made
 
 
 class _Operations(TorchDispatchMode):
@@ -103,5 +118,5 @@ class DeviceWaits:
             with _disable_current_modes():
                 return torch.ones(values.shape, dtype=values.dtype).tolist()
 
-        with _Operations(self), mock.patch.object(FakeTensor, "tolist", tolist):
+        with _Operations(self), _Calls(self), mock.patch.object(FakeTensor, "tolist", tolist):
             yield
