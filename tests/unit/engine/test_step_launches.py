@@ -120,3 +120,16 @@ def test_the_kernel_that_takes_the_factor_steps_as_one_that_follows_a_pass_of_it
                 stepper.step([numbers], 0.3)
         results.append([block.master, block.gradient, *block.state.values()])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.shows(209)
+@pytest.mark.parametrize(
+    "dtype, is_in_kernel", [(torch.float32, True), (torch.complex64, True), (torch.float64, False)]
+)
+def test_a_factor_that_fp32_would_round_has_a_pass_of_its_own(dtype: torch.dtype, is_in_kernel: bool) -> None:
+    with without_values(), torch.no_grad():
+        values, gradient = torch.zeros(2, 64, dtype=dtype, device="meta")
+        stepper = AdamW([Block(0, values, gradient, [])])
+        with LaunchMeter() as meter:
+            stepper.step([{**AdamW.hyperparameters, "lr": 0.1}], 0.3)
+    assert meter.launches["mul_"] == (not is_in_kernel)

@@ -16,6 +16,7 @@ from penstock.model import Linear, WeightCasts, decoder_units, share_casts
 from penstock.model.cpu.onednn import fastest_matmul
 from penstock.model.layers import dense
 from penstock.model.linear import PackedWeights, outputs
+from penstock.runtime import Decoders
 from penstock.settings import ModelConfig, Precision, Quantize
 
 # As in `tests.generation`, widths are multiples of the vectors' length.
@@ -249,6 +250,12 @@ def test_nothing_but_generation_packs() -> None:
         engine.forward(batch(1))
         engine.train_batch(batch(2), micro_batches=MicroBatchSpec(num=1))
         assert num_packed(engine.pipeline.casts) == 0
+
+
+def test_on_a_gpu_nothing_is_looked_at_for_packing() -> None:
+    # The weights are joined before a kernel says whether it packs them.
+    decoders = Decoders([object()], torch.bfloat16, torch.device("cuda"), captures=True)  # type: ignore[list-item]
+    decoders.pack_weights(WeightCasts())
 
 
 def test_a_stage_packs_the_weights_of_layers_that_read_one_input_together() -> None:

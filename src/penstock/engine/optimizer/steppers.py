@@ -153,8 +153,8 @@ class AdamW(FlatStepper):
         self._step(blocks, values, 1.0)
 
     def step_scaled(self, blocks: Sequence[Block], values: Values, factor: float) -> None:
-        if blocks[0].master.device.type == "cpu":
-            # The kernel divides, which gives other bits than this product.
+        if any(block.master.device.type == "cpu" or as_real(block.master).dtype is torch.float64 for block in blocks):
+            # The kernel divides, which gives other bits than this product, and by a number in fp32.
             super().step_scaled(blocks, values, factor)
         else:
             self._step(blocks, values, factor)

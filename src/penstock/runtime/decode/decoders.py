@@ -244,10 +244,11 @@ class Decoders:
         return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self.dtype, device)
 
     def pack_weights(self, casts: WeightCasts) -> None:
-        """Pack all weights until `casts` drops them."""
-        if self.device.type == "cpu":
-            weights = [weight for stage in self.stages for _, weight in stage.named_parameters()]
-            prepare_large_pages(sum(weight.nbytes for weight in weights))
+        """Pack all weights until `casts` drops them; on a CPU alone, since other devices read them as they are."""
+        if self.device.type != "cpu":
+            return
+        weights = [weight for stage in self.stages for _, weight in stage.named_parameters()]
+        prepare_large_pages(sum(weight.nbytes for weight in weights))
         for stage in self.stages:
             stage.pack_weights(casts)
 
