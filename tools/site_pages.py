@@ -72,7 +72,7 @@ def with_gaps(markdown: str) -> str:
     lines, last = [], 0
     for line in markdown.split("\n"):
         number = int(found[1]) if (found := _NUMBERED.match(line)) else 0
-        if number > last + 1 > 1:
+        if number and last and number != last + 1:
             lines += ["", "<!-- -->", ""]
         last = number or (last if line.startswith(" ") else 0)
         lines.append(line)

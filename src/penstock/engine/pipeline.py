@@ -69,8 +69,8 @@ from penstock.runtime import (
 from penstock.runtime.device_trace import DeviceRecorder
 from penstock.runtime.recovery import StepState
 from penstock.schedule import Pair, Placement, Program
-from penstock.schedule.actions import check_count
 from penstock.schedule.choice import ScheduleChoice
+from penstock.schedule.placement import check_count
 from penstock.schedule.recording import Recording
 from penstock.settings import ConfigError, Groups, Layout
 

@@ -16,8 +16,6 @@ from penstock.schedule.actions import (
     Hang,
     Op,
     Pair,
-    Placement,
-    PlacementKind,
     Program,
     Schedule,
     ScheduleError,
@@ -31,6 +29,7 @@ from penstock.schedule.generation.scheduler import Batch, BatchItem, RingShape, 
 from penstock.schedule.generation.sequence import NO_ROW, Ending, Sequence, Token
 from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import balanced_cut, check_cut, partition, read_layout
+from penstock.schedule.placement import Placement, PlacementKind
 from penstock.schedule.rules import Channel, Rule, Rules, partner
 from penstock.schedule.simulate import Event, Timeline, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
-from penstock.schedule.actions import Pair, Placement, PlacementKind, Program, Schedule, ScheduleError, keepers
+from penstock.schedule.actions import Pair, Program, Schedule, ScheduleError, keepers
 from penstock.schedule.builders import Builder
 from penstock.schedule.builders.one_f_one_b import forwards_alone
 from penstock.schedule.costs import Costs
 from penstock.schedule.lower import early_gradients, keep_first, lower
 from penstock.schedule.partition import check_cut, read_layout
+from penstock.schedule.placement import Placement, PlacementKind
 from penstock.schedule.verify import verify
 from penstock.settings import ConfigError, ScheduleConfig
 from penstock.settings.declare import type_in_words

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeAlias
 
-from penstock.schedule.actions import PLACED, Action, Op, Pair, Placement, Resource, Schedule, Step, spared
+from penstock.schedule.actions import PLACED, Action, Op, Pair, Resource, Schedule, Step, spared
+from penstock.schedule.placement import Placement
 from penstock.schedule.rules import partner
 from penstock.settings.declare import checked
 

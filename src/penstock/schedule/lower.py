@@ -28,10 +28,10 @@ from penstock.schedule.actions import (
     Schedule,
     ScheduleError,
     Step,
-    check_count,
     flatten,
     parts,
 )
+from penstock.schedule.placement import check_count
 from penstock.schedule.rules import BACKWARD, LOSS_AGAIN, Channel, Rule, Rules, Wire
 
 # ---- The pass of `lower` that adds the transfers: each send right after its maker, receives posted ahead of need

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from math import inf, isfinite, lcm
 from typing import TypeAlias
 
-from penstock.schedule.actions import Placement, PlacementKind, check_count
+from penstock.schedule.placement import Placement, PlacementKind, check_count
 
 
 def partition(times: Sequence[float], num_stages: int) -> tuple[range, ...]:

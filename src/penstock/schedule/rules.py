@@ -23,12 +23,12 @@ from penstock.schedule.actions import (
     FactKind,
     Op,
     Pair,
-    Placement,
     Schedule,
     Scope,
     Step,
     TapeState,
 )
+from penstock.schedule.placement import Placement
 from penstock.settings.declare import check_argument
 
 

@@ -16,8 +16,6 @@ from penstock.schedule.actions import (
     Action,
     Op,
     Pair,
-    Placement,
-    PlacementKind,
     Program,
     Schedule,
     ScheduleError,
@@ -28,6 +26,7 @@ from penstock.schedule.actions import (
     parts,
 )
 from penstock.schedule.lower import add_reductions, add_step
+from penstock.schedule.placement import Placement, PlacementKind
 
 Plan: TypeAlias = Schedule | Program
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Placement, PlacementKind, Schedule, check_count
+from penstock.schedule.actions import Schedule
 from penstock.schedule.builders.registry import builder
+from penstock.schedule.placement import Placement, PlacementKind, check_count
 from penstock.schedule.search.order import SearchOptions, shortest
 
 

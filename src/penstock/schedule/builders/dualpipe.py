@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, PlacementKind, Schedule, Step, peak_tapes
+from penstock.schedule.actions import Action, Op, Pair, Schedule, Step, peak_tapes
 from penstock.schedule.builders.orders import check_stages_per_rank
 from penstock.schedule.builders.registry import builder
+from penstock.schedule.placement import Placement, PlacementKind
 
 
 @builder("dualpipe-v")

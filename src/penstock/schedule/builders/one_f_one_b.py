@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Placement, PlacementKind, Schedule, peak_tapes
+from penstock.schedule.actions import Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,
     check_stages_per_rank,
@@ -15,6 +15,7 @@ from penstock.schedule.builders.orders import (
     take_turns,
 )
 from penstock.schedule.builders.registry import builder
+from penstock.schedule.placement import Placement, PlacementKind
 
 
 @builder("afab")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.schedule.actions import Action, Op, Pair, Placement, Step, parts
+from penstock.schedule.actions import Action, Op, Pair, Step, parts
+from penstock.schedule.placement import Placement
 from penstock.settings import ScheduleConfig
 
 

@@ -11,7 +11,8 @@ from dataclasses import fields
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from penstock.schedule.actions import Schedule, ScheduleError, check_count
+from penstock.schedule.actions import Schedule, ScheduleError
+from penstock.schedule.placement import check_count
 from penstock.settings import ConfigError
 from penstock.settings.declare import suggestion, type_in_words, words_of
 from penstock.settings.objects import is_reference, load_object

@@ -13,7 +13,8 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TypeAlias
 
-from penstock.schedule.actions import Action, Op, Placement, peak_tapes
+from penstock.schedule.actions import Action, Op, peak_tapes
+from penstock.schedule.placement import Placement
 
 PERIOD = 6  # slots between one microbatch and the next: a rank has an F, an I and a W for each of its two stages
 Order = tuple[Action, ...]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
-from penstock.schedule.actions import Placement, PlacementKind, Schedule, peak_tapes
+from penstock.schedule.actions import Schedule, peak_tapes
 from penstock.schedule.builders.orders import check_stages_per_rank
 from penstock.schedule.builders.registry import builder
 from penstock.schedule.builders.squeeze import PREFERENCES, Order, pattern, squeeze
+from penstock.schedule.placement import Placement, PlacementKind
 from penstock.schedule.search.skeletons import without_bubble
 
 # The turns of the patterns that are tried, in slots; the best depends on p modulo 2 and 3.

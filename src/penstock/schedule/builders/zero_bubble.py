@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.actions import Op, Placement, PlacementKind, Schedule, peak_tapes
+from penstock.schedule.actions import Op, Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,
     check_stages_per_rank,
@@ -13,6 +13,7 @@ from penstock.schedule.builders.orders import (
     take_turns_split,
 )
 from penstock.schedule.builders.registry import builder
+from penstock.schedule.placement import Placement, PlacementKind
 
 
 @builder("zb-h1")

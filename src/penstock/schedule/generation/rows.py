@@ -8,8 +8,8 @@ from collections import abc
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from penstock.schedule.actions import check_count
 from penstock.schedule.generation.sequence import NO_ROW, Sequence
+from penstock.schedule.placement import check_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from itertools import islice, product
 from math import inf
 from operator import attrgetter
 
-from penstock.schedule.actions import Placement, PlacementKind, Schedule, ScheduleError
+from penstock.schedule.actions import Schedule, ScheduleError
 from penstock.schedule.costs import Costs, PerLink, PerStage
 from penstock.schedule.lower import lower
+from penstock.schedule.placement import Placement, PlacementKind
 from penstock.schedule.search.anneal import anneal, polish
 from penstock.schedule.search.problem import TOLERANCE, Codes, Maker, Problem, lower_bound
 from penstock.schedule.search.skeletons import (

@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple, TypeAlias
 
-from penstock.schedule.actions import Action, Op, Placement, PlacementKind, Schedule, check_count, peak_tapes
+from penstock.schedule.actions import Action, Op, Schedule, peak_tapes
 from penstock.schedule.costs import Costs, Durations, per_stage
+from penstock.schedule.placement import Placement, PlacementKind, check_count
 
 Codes: TypeAlias = list[list[int]]
 """One list of numbers a rank: a skeleton, or orders."""

@@ -14,7 +14,8 @@ from itertools import product
 from math import floor, inf
 from typing import NamedTuple
 
-from penstock.schedule.actions import Action, Op, Placement
+from penstock.schedule.actions import Action, Op
+from penstock.schedule.placement import Placement
 from penstock.schedule.search.problem import TOLERANCE, Codes, PartialRun, Problem
 
 # The number of warm-ups kept while they are built from the last rank to the first.
