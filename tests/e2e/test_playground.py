@@ -249,7 +249,7 @@ def test_a_schedule_built_by_fields(page: Playground, name: str, command: Callab
 @pytest.mark.parametrize(
     ("button", "fault", "place"),
     [
-        ("button[data-to='']", "3B7, or an I and a W, is missing", "rank 3: 3F0 3B0"),
+        ("button[data-to='']", "3REDUCE_GRAD waits for 3B7 or 3W7", "rank 3: 3F0 3B0"),
         ("button[data-from='0F7 0B0']", "deadlock", "0B0"),
         ("#looks_fine", "deadlock", "0SEND_F1"),
     ],

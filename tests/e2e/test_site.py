@@ -221,7 +221,7 @@ def rgb_of(colour: str) -> tuple[int, ...]:
 
 
 @pytest.mark.shows(191)
-@pytest.mark.parametrize("page", ["gallery", "how/lanes", "planner"])
+@pytest.mark.parametrize("page", ["gallery", "how/lanes"])
 def test_pictures_follow_the_scheme_of_their_page_whatever_the_system_prefers(
     address: str, browser: Chromium, tmp_path: Path, page: str
 ) -> None:

@@ -12,8 +12,7 @@ from penstock import Engine, Layout, SamplingParams
 from penstock.engine.generation.options import GenerateOptions
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse
 from penstock.model import decoder_units
-from penstock.runtime import Executor, FixedDecoder
-from penstock.runtime.stage import StageDecoder
+from penstock.runtime import Executor, FixedDecoder, StageDecoder
 from penstock.settings import ModelConfig, Precision
 from tests.gpu.small_engines import DENSE, EXPERTS, SPEC, made, texts
 from tests.host_waits import HostWaits

@@ -1,13 +1,13 @@
 """Running a proved program: stages, lanes, tapes, the executor, the transport and the trace."""
 
 from penstock.runtime.decode.decoders import DecodeForm, Decoders, FixedDecoder
-from penstock.runtime.decode.loop import DecodeLoop, Generation
+from penstock.runtime.decode.loop import DecodeLoop, Generation, StageDecoder
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
 from penstock.runtime.message import Header, Message
 from penstock.runtime.recovery import Recovery, Watchdog
-from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, StageDecoder, Tape, UnitCall
+from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import (
     DistributedTransport,

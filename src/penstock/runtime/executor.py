@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.model import NOTHING_GIVEN, Driven, Given, Lane, Sequences, drain, zip_lanes
 from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.message import Message
-from penstock.runtime.offload import Arena, Saved
+from penstock.runtime.offload import Arena, Saved, storages_of
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
@@ -236,7 +236,9 @@ class Executor:
             tape = self._tapes.make(*key, action.keeps, self._splits)
             if moves := self._moved.get(key):
                 tape.again = [] if Op.R in moves else None
-                tape.saved = Saved(self._arena, self.stages[action.stage].storages()) if Op.O in moves else None
+                if Op.O in moves:
+                    own = storages_of(module for _, module in self.stages[action.stage].units)
+                    tape.saved = Saved(self._arena, own)
         if x is None:
             assert feed.tokens is not None, f"{action} needs the microbatch's tokens"
             x = Message((feed.tokens,))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Container
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.model.cpu.host_memory import give_back_freed_memory
@@ -120,9 +120,12 @@ class Saved:
     blocks: WeakSet[SavedBlock] = field(default_factory=WeakSet)
     _of_storage: WeakValueDictionary[int, SavedBlock] = field(default_factory=WeakValueDictionary)
 
-    def noted(self) -> AbstractContextManager[object]:
-        """Within this context autograd saves what may be moved."""
-        return saved_tensors_hooks(self._pack, _unpack)
+    def noted(self, context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        """The context, within which autograd saves what may be moved."""
+        stack = ExitStack()
+        stack.enter_context(context)
+        stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        return stack
 
     def _pack(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
@@ -149,6 +152,12 @@ class Saved:
         for block in self.blocks:
             if block.place is not None:
                 block.data, block.place = self.arena.take(block.place, block.device), None
+
+
+def storages_of(modules: Iterable[nn.Module]) -> frozenset[int]:
+    """The storages of parameters and buffers, which are no microbatch's."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def _unpack(saved: Any) -> Tensor:

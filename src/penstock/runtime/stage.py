@@ -5,7 +5,7 @@ Shapes: T tokens of the microbatch, D hidden size.
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -197,9 +197,8 @@ def _versions(x: Any) -> list[int]:
 
 
 _NO_PROFILER = nullcontext()
-
-
 Grads = tuple[Tensor, ...]
+Finish = Callable[[Tensor], Tensor]
 
 
 # ---- The tape: what a stage keeps of a microbatch from its F to its last backward action
@@ -290,9 +289,6 @@ class Tapes(dict[tuple[int, int], Tape]):
 # ---- A stage: a contiguous run of the model's units, whose forward and backward are lanes
 
 
-Finish = Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class Boundary:
     """The way between two stages: of the residual stream [T, D] in one dtype, or where it is open of any `Message`."""
@@ -346,6 +342,8 @@ class Stage:
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
     exchanges: bool
+    #: True if a unit is under activation checkpointing
+    recomputes: bool
     #: number over the whole model
     index: int
     #: (full name, module) in order
@@ -373,8 +371,8 @@ class Stage:
         recompute: Container[str] = (),
     ) -> None:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
-        self.units = tuple(units)
-        self._runs = []
+        self.units, self._runs = tuple(units), []
+        self.recomputes = any(name in recompute for name, _ in units)
         for name, module in units:
             if isinstance(module, SegmentedUnit):
                 self._runs.append((name, module, RecomputedLane(module) if name in recompute else module))
@@ -405,14 +403,6 @@ class Stage:
             if training is not self._is_training or any(part.training is not training for part in module.modules()):
                 module.train(training)
         self._is_training = training
-
-    @property
-    def recomputes(self) -> bool:
-        """True if a unit is under activation checkpointing."""
-        return any(
-            any(call.recompute for call in run) if isinstance(run, list) else isinstance(run[2], RecomputedLane)
-            for run in self._runs
-        )
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(full name, buffer) in model order; those that belong to the modules' state dict."""
@@ -486,17 +476,7 @@ class Stage:
 
     def _context(self, tape: Tape | None) -> AbstractContextManager[Any]:
         """The context in which the units of a tape compute."""
-        if tape is None or tape.saved is None:
-            return self.autocast()
-        stack = ExitStack()
-        stack.enter_context(self.autocast())
-        stack.enter_context(tape.saved.noted())
-        return stack
-
-    def storages(self) -> frozenset[int]:
-        """The memory of parameters and buffers, which is no microbatch's."""
-        tensors = (t for _, module in self.units for t in (*module.parameters(), *module.buffers()))
-        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+        return self.autocast() if tape is None or tape.saved is None else tape.saved.noted(self.autocast())
 
     def _segment_again(
         self, runs: Sequence[Callable[[Any], Any]], last: Sequence[UnitCall], x: Message, num_tokens: int, tape: Tape
@@ -516,8 +496,7 @@ class Stage:
         segments, tape.segments, tape.again = tape.segments, [], None
         if self.weight_gradients is not None:
             self.weight_gradients.may_defer = tape.splits or self.exchanges
-        while segments:
-            entry = segments.pop(0)
+        for entry in segments:
             if isinstance(entry, RecomputedEntry):
                 yield from entry.forward_again(tape)
             elif isinstance(entry, GraphSegment) and entry.again is not None:
@@ -669,17 +648,3 @@ class Stage:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
         if tape.weight_gradients:
             WeightGradients.drain(tape.weight_gradients)
-
-
-@dataclass(eq=False)
-class StageDecoder:
-    """A stage with the KV caches of its units; decodes the live rows of a batch."""
-
-    #: the local stage, whose units can read chunk by chunk
-    stage: Stage
-    #: its units' KV caches
-    caches: Sequence[Any]
-
-    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
-        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
-        return self.stage.decode(x, self.caches, rows)

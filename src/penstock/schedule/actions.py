@@ -477,6 +477,7 @@ def uses(steps: Iterable[Step]) -> dict[int, tuple[int, int]]:
 class Schedule:
     """Each rank's order of compute actions, as plain data; `lower` adds the transfers.
 
+    >>> from penstock.schedule import PlacementKind
     >>> orders = ((Action(Op.F, 0, 0), Action(Op.B, 0, 0)),)
     >>> Schedule("mine", Placement(PlacementKind.LOOP, num_ranks=1), num_microbatches=1, orders=orders).training
     True

@@ -1,13 +1,14 @@
 """Activations that move to host memory: what moves, what stays, and that the memory is free meanwhile."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.model.cpu.host_memory import give_back_freed_memory
-from penstock.runtime.offload import Arena, Saved
+from penstock.runtime.offload import Arena, Saved, storages_of
 
 pytestmark = pytest.mark.shows(210)
 MIB = 1 << 20
@@ -24,17 +25,13 @@ def deep(x: Tensor, layers: nn.ModuleList) -> Tensor:
     return x
 
 
-def storages(module: nn.Module) -> frozenset[int]:
-    return frozenset(p.untyped_storage()._cdata for p in module.parameters())
-
-
 def test_the_resident_set_falls_by_what_is_away() -> None:
     torch.manual_seed(0)
     # Each output is 16 MiB.
     layers, arena = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)), Arena()
     x = torch.randn(65536, 64, requires_grad=True)
-    saved = Saved(arena, storages(layers))
-    with saved.noted():
+    saved = Saved(arena, storages_of([layers]))
+    with saved.noted(nullcontext()):
         loss = deep(x, layers).sum()
     give_back_freed_memory()
     before = resident_bytes()
@@ -64,8 +61,8 @@ def test_what_came_back_has_the_bits_that_went_and_views_share_one_block() -> No
     for _ in range(3):
         for tensor in (x, *layer.parameters()):
             tensor.grad = None
-        saved = Saved(arena, storages(layer))
-        with saved.noted():
+        saved = Saved(arena, storages_of([layer]))
+        with saved.noted(nullcontext()):
             loss = loss_of()
         moved = sum(block.data.numel() for block in saved.blocks if block.data is not None)
         # x, h and their product, each once; the parameters are not among them.

@@ -50,12 +50,16 @@ class Tile:
 
     def mask(self, device: torch.device) -> Tensor:
         """[L, S], true where the row's token sees the column's token."""
-        return _mask(self.query_positions, self.key_positions, self.window).to(device)
+        # A device's memory is not for masks of other steps, and its host waits for no copy.
+        make = _mask if device.type == "cpu" else _mask.__wrapped__
+        return make(self.query_positions, self.key_positions, self.window, device)
 
 
 @lru_cache(maxsize=256)
-def _mask(queries: Positions, keys: Positions, window: int | None) -> Tensor:
-    q_L, k_S = (torch.cat([torch.arange(p.start, p.stop) for p in positions]) for positions in (queries, keys))
+def _mask(queries: Positions, keys: Positions, window: int | None, device: torch.device) -> Tensor:
+    q_L, k_S = (
+        torch.cat([torch.arange(p.start, p.stop, device=device) for p in positions]) for positions in (queries, keys)
+    )
     distance_LS = q_L[:, None] - k_S[None]
     seen_LS = distance_LS >= 0
     return seen_LS if window is None else seen_LS & (distance_LS < window)

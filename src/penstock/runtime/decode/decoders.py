@@ -19,7 +19,8 @@ from torch import Tensor
 
 from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, WeightCasts, spare_position
 from penstock.model.cpu.host_memory import prepare_large_pages
-from penstock.runtime.stage import Stage, StageDecoder
+from penstock.runtime.decode.loop import StageDecoder
+from penstock.runtime.stage import Stage
 from penstock.schedule import BatchItem
 from penstock.settings.declare import NamedValue
 

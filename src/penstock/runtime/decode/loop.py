@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from penstock.parallel.staging import in_one_copy
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.message import Message
-from penstock.runtime.stage import StageDecoder
+from penstock.runtime.stage import Stage
 from penstock.runtime.trace import Awaited
 from penstock.runtime.transport import Receipt
 from penstock.schedule import Action, Batch, Direction, Ending, Op, RingShape, Scheduler, Token
@@ -80,6 +81,20 @@ class LocalBatch:
     def sampled(self) -> list[schedule.Sequence]:
         """The sequences that get a token, in order."""
         return [sequence for item, sequence in zip(self.batch.items, self.sequences, strict=True) if item.sampled]
+
+
+@dataclass(eq=False)
+class StageDecoder:
+    """A stage with the KV caches of its units; decodes the live rows of a batch."""
+
+    #: the local stage, whose units can read chunk by chunk
+    stage: Stage
+    #: its units' KV caches
+    caches: Sequence[Any]
+
+    def decode(self, x: Tensor, rows: CachedRows, slot: range) -> Tensor:
+        """The stage's output for a batch; `slot` are its slot's rows of the cache."""
+        return self.stage.decode(x, self.caches, rows)
 
 
 @dataclass(eq=False)
