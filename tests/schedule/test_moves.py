@@ -139,7 +139,8 @@ def test_recomputation_ahead_takes_its_time_from_the_backward() -> None:
     [
         ("0F0 0O0 0B0 0F1 0B1", "0B0 takes a tape that is whole or lean, but 0O0 left it away"),
         ("0F0 0L0 0B0 0F1 0B1", "0L0 takes a tape that is away, but 0F0 left it lean"),
-        ("0F0 0B0 0O0 0F1 0B1", "0O0 takes a tape that is whole or lean, but 0B0 left it none"),
+        ("0F0 0B0 0O0 0F1 0B1", "0O0 takes a tape that is whole or lean, but 0B0 left it gone"),
+        ("0O0 0F0 0L0 0B0 0F1 0B1", "0O0 waits for 0F0, which comes only at action 2"),
         ("0F0 0R0 0B0 0F1 0B1", "0R0 would compute the loss again"),
     ],
 )

@@ -139,7 +139,8 @@ class EngineOptions(Settings):
     @property
     def choice(self) -> ScheduleChoice:
         """The schedule, in whichever form it was given."""
-        return replace(ScheduleChoice.of(self.schedule), num_kept=self.num_kept_microbatches)
+        choice = ScheduleChoice.of(self.schedule)
+        return replace(choice, num_kept=self.num_kept_microbatches, recomputes=self.recompute != "none")
 
 
 # Arguments of a step, which other libraries take when they make an engine.

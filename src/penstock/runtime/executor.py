@@ -81,7 +81,7 @@ class Executor:
     #: stage and microbatch -> the kinds of actions that change what its tape holds, and where it is
     _moved: dict[tuple[int, int], set[Op]] = field(default_factory=dict, init=False)
     #: the host memory to which tapes move
-    _arena: Arena = field(default_factory=Arena, init=False)
+    arena: Arena = field(default_factory=Arena, init=False)
     #: results that leave while their step goes on
     _early: frozenset[Key] = field(init=False)
     #: the program's steps with their handlers, of which all arguments are bound but the step's record
@@ -194,7 +194,7 @@ class Executor:
             for store in (self._feeds, self._tapes, self._arrivals, self._departures, self._results):
                 store.clear()
             if self._moved:
-                self._arena.clear()
+                self.arena.clear()
             if not finished:
                 self.transport.abandon()
 
@@ -238,7 +238,7 @@ class Executor:
                 tape.again = [] if Op.R in moves else None
                 if Op.O in moves:
                     own = storages_of(module for _, module in self.stages[action.stage].units)
-                    tape.saved = Saved(self._arena, own)
+                    tape.saved = Saved(self.arena, own)
         if x is None:
             assert feed.tokens is not None, f"{action} needs the microbatch's tokens"
             x = Message((feed.tokens,))

@@ -17,7 +17,6 @@ from penstock.parallel.collectives import Handle
 from penstock.runtime.errors import TransportError, first_line
 from penstock.runtime.liveness import Presence, Processes, numbers
 from penstock.schedule import Direction, Step, parts
-from penstock.schedule.actions import Resource
 from penstock.schedule.recording import CollectiveKind, CollectiveRecord, PeerWait, Record
 
 # ---- Names in torch's profiler: of actions and layers, recorded only while a profiler is active
@@ -269,8 +268,7 @@ class Recorder:
         if record.end_ns:
             ago = (time.perf_counter_ns() - record.end_ns) * 1e-9
             return f"{here}: finished {record.action} {ago:.1f} s ago"
-        op = parts(record.action)[0].op
-        doing = "computes" if op.resource is Resource.COMPUTE else op.doing
+        doing = parts(record.action)[0].op.doing
         if self.awaited:
             doing = f"waits for {self._named(self.awaited)}"
         since_s = (time.perf_counter_ns() - record.begin_ns) * 1e-9

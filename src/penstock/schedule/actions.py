@@ -77,7 +77,7 @@ class TapeState(IntEnum):
     @property
     def word(self) -> str:
         """The state in messages."""
-        return self.name.lower()
+        return self.name.lower() if self else "gone"
 
 
 class Resource(Enum):
@@ -154,12 +154,12 @@ class Op(int, metaclass=_Table):
 
     #: in texts
     name: str
-    #: what its rank does meanwhile, in words
-    doing: str
     #: what it keeps busy
     resource: Resource
-    #: the method of the executor that carries it out
+    #: the method of the executor that carries it out; empty for what stands behind the program
     handler: str
+    #: what its rank does meanwhile, in words
+    doing: str = "computes"
     #: the facts about its stage and microbatch that it needs besides its input, and those that it gives; one that gives
     #: none changes the tape alone, and a program may do without it
     needs: tuple[FactKind, ...] = ()
@@ -167,7 +167,7 @@ class Op(int, metaclass=_Table):
     #: the states in which it takes its tape, if it touches one, and that in which it leaves it; None: as it found it
     takes: tuple[TapeState, ...] = ()
     leaves: TapeState | None = None
-    #: the names in `Costs` of the times that it takes, added up
+    #: of what a builder places, the names in `Costs` of the times that it takes, added up
     times: tuple[str, ...] = ()
     direction: Direction = Direction.BACKWARD
     #: what one action of it concerns
@@ -193,13 +193,11 @@ class Op(int, metaclass=_Table):
 # To `dataclasses.asdict` an action's kind is a value like any other.
 del Op.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
 
-_Fact = FactKind
 Op.F = Op(
     "F",
-    "goes forward",
     Resource.COMPUTE,
     "forward",
-    gives=(_Fact.OUTPUT,),
+    gives=(FactKind.OUTPUT,),
     takes=(TapeState.NONE,),
     leaves=TapeState.WHOLE,
     times=("forward",),
@@ -208,11 +206,10 @@ Op.F = Op(
 )
 Op.B = Op(
     "B",
-    "goes backward",
     Resource.COMPUTE,
     "backward",
-    needs=(_Fact.OUTPUT,),
-    gives=(_Fact.INPUT_GRADIENT, _Fact.WEIGHT_GRADIENT),
+    needs=(FactKind.OUTPUT,),
+    gives=(FactKind.INPUT_GRADIENT, FactKind.WEIGHT_GRADIENT),
     takes=(TapeState.WHOLE, TapeState.LEAN),
     leaves=TapeState.NONE,
     times=("backward_input", "backward_weight"),
@@ -220,11 +217,10 @@ Op.B = Op(
 )
 Op.I = Op(
     "I",
-    "goes backward for the inputs",
     Resource.COMPUTE,
     "backward",
-    needs=(_Fact.OUTPUT,),
-    gives=(_Fact.INPUT_GRADIENT,),
+    needs=(FactKind.OUTPUT,),
+    gives=(FactKind.INPUT_GRADIENT,),
     takes=(TapeState.WHOLE, TapeState.LEAN),
     leaves=TapeState.WEIGHTS,
     times=("backward_input",),
@@ -232,70 +228,64 @@ Op.I = Op(
 )
 Op.W = Op(
     "W",
-    "goes backward for the weights",
     Resource.COMPUTE,
     "weight_backward",
-    needs=(_Fact.INPUT_GRADIENT,),
-    gives=(_Fact.WEIGHT_GRADIENT,),
+    needs=(FactKind.INPUT_GRADIENT,),
+    gives=(FactKind.WEIGHT_GRADIENT,),
     takes=(TapeState.WEIGHTS,),
     leaves=TapeState.NONE,
     times=("backward_weight",),
 )
 Op.SEND_F = Op(
     "SEND_F",
-    "sends activations",
     Resource.CHANNEL,
     "send",
-    needs=(_Fact.OUTPUT,),
-    gives=(_Fact.OUTPUT_SENT,),
-    times=("transfer",),
+    "sends activations",
+    needs=(FactKind.OUTPUT,),
+    gives=(FactKind.OUTPUT_SENT,),
     direction=Direction.FORWARD,
 )
 Op.RECV_F = Op(
     "RECV_F",
-    "posts a receive of activations",
     Resource.NOTHING,
     "post_receive",
-    gives=(_Fact.INPUT_POSTED,),
+    "posts a receive of activations",
+    gives=(FactKind.INPUT_POSTED,),
     direction=Direction.FORWARD,
 )
 Op.SEND_B = Op(
     "SEND_B",
-    "sends gradients",
     Resource.CHANNEL,
     "send",
-    needs=(_Fact.INPUT_GRADIENT,),
-    gives=(_Fact.INPUT_GRADIENT_SENT,),
-    times=("transfer",),
+    "sends gradients",
+    needs=(FactKind.INPUT_GRADIENT,),
+    gives=(FactKind.INPUT_GRADIENT_SENT,),
 )
 Op.RECV_B = Op(
-    "RECV_B", "posts a receive of gradients", Resource.NOTHING, "post_receive", gives=(_Fact.OUTPUT_GRADIENT_POSTED,)
+    "RECV_B", Resource.NOTHING, "post_receive", "posts a receive of gradients", gives=(FactKind.OUTPUT_GRADIENT_POSTED,)
 )
 Op.REDUCE_GRAD = Op(
     "REDUCE_GRAD",
-    "starts a reduction",
     Resource.REDUCTION,
     "start_reduction",
-    needs=(_Fact.WEIGHT_GRADIENT,),
-    gives=(_Fact.REDUCED,),
-    times=("reduce",),
+    "starts a reduction",
+    needs=(FactKind.WEIGHT_GRADIENT,),
+    gives=(FactKind.REDUCED,),
     scope=Scope.STAGE,
 )
 Op.STEP = Op(
     "STEP",
-    "steps the weights",
     Resource.COMPUTE,
     "",
-    needs=(_Fact.REDUCED,),
-    gives=(_Fact.STEPPED,),
-    times=("step",),
+    needs=(FactKind.REDUCED,),
+    gives=(FactKind.STEPPED,),
     scope=Scope.RANK,
 )
 Op.R = Op(
     "R",
-    "computes activations again",
     Resource.COMPUTE,
     "recompute",
+    needs=(FactKind.OUTPUT,),
     takes=(TapeState.LEAN,),
     leaves=TapeState.WHOLE,
     times=("recompute",),
@@ -303,18 +293,20 @@ Op.R = Op(
 )
 Op.O = Op(
     "O",
-    "moves activations to host memory",
     Resource.HOST_LINK,
     "offload",
+    "moves activations to host memory",
+    needs=(FactKind.OUTPUT,),
     takes=(TapeState.WHOLE, TapeState.LEAN),
     leaves=TapeState.AWAY,
     times=("offload",),
 )
 Op.L = Op(
     "L",
-    "moves activations back from host memory",
     Resource.HOST_LINK,
     "reload",
+    "moves activations back from host memory",
+    needs=(FactKind.OUTPUT,),
     takes=(TapeState.AWAY,),
     leaves=TapeState.WHOLE,
     times=("offload",),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.schedule import builders, files
-from penstock.schedule.actions import Pair, Program, Schedule, ScheduleError, keepers
+from penstock.schedule.actions import Op, Pair, Program, Schedule, ScheduleError, flatten, keepers
 from penstock.schedule.builders import Builder
 from penstock.schedule.builders.one_f_one_b import forwards_alone
 from penstock.schedule.costs import Costs
@@ -32,13 +32,15 @@ class ScheduleChoice:
 
     `costs`: the times that `auto` searches with, one for each stage of the model; None if all are equal. `own`: a
     user's builder or schedule, which is then taken whatever the name. A schedule's order is taken as it is. `num_kept`:
-    the microbatches of a stage that keep all activations where others recompute them, see `keep_first`.
+    the microbatches of a stage that keep all activations where others recompute them, see `keep_first`. `recomputes`:
+    False where no stage recomputes any.
     """
 
     settings: ScheduleConfig = ScheduleConfig()
     costs: Costs | None = None
     own: Builder | Schedule | None = None
     num_kept: int = 0
+    recomputes: bool = True
 
     @classmethod
     def of(cls, given: OwnSchedule) -> ScheduleChoice:
@@ -108,7 +110,8 @@ class ScheduleChoice:
 
         Raises:
             ValueError: an unknown name or option, impossible numbers, a file that cannot be read or that is for
-                other numbers, or an order with marks of its own where `num_kept` sets them.
+                other numbers, an order with marks of its own where `num_kept` sets them, or one with an R where
+                nothing is recomputed.
         """
         ahead = self.settings.receives_ahead
         if self.is_fixed:
@@ -121,6 +124,10 @@ class ScheduleChoice:
             built = self.build(ranks, microbatches)
             early = self.settings.early_gradients and not whole_backwards
             program = lower(early_gradients(built) if early else built, receives_ahead=ahead)
+        if not self.recomputes and any(action.op is Op.R for steps in program.ranks for action in flatten(steps)):
+            raise ConfigError(
+                f"{self.name} computes activations again ahead of their backward, but all are kept; set train.recompute"
+            )
         if not self.num_kept:
             return program
         if any(map(keepers, program.ranks)):

@@ -1,8 +1,8 @@
 """The rules of order, written once: lowering, proof and simulation all read them here.
 
-Every action *gives* facts ("the output of stage 2 for microbatch 5 exists") and *needs* facts that earlier actions of
-the same rank gave. Results of another rank come by a message: a `RECV_*` action posts the receive, which gives a fact,
-and the compute action that needs it also waits until the message has arrived.
+An action *gives* facts ("the output of stage 2 for microbatch 5 exists") and *needs* facts that earlier actions of the
+same rank gave, as the table of kinds says. Results of another rank come by a message: a `RECV_*` action posts the
+receive, which gives a fact, and the compute action that needs it also waits until the message has arrived.
 
 A rule is the same for each microbatch of a stage, and facts are numbered, so that a program of a million actions is
 proved in seconds: a rule holds numbers to which an action adds its microbatch. Only `Rules.number` knows the numbering.
@@ -119,29 +119,22 @@ class Flow:
     computes: tuple[Op, ...]
     receive: Op
     send: Op
-    posted: FactKind
-    made: FactKind
-    sent: FactKind
+
+    @property
+    def posted(self) -> FactKind:
+        return self.receive.gives[0]
+
+    @property
+    def made(self) -> FactKind:
+        return self.send.needs[0]
+
+    @property
+    def sent(self) -> FactKind:
+        return self.send.gives[0]
 
 
-FORWARD = Flow(
-    Direction.FORWARD,
-    (Op.F,),
-    Op.RECV_F,
-    Op.SEND_F,
-    FactKind.INPUT_POSTED,
-    FactKind.OUTPUT,
-    FactKind.OUTPUT_SENT,
-)
-BACKWARD = Flow(
-    Direction.BACKWARD,
-    (Op.B, Op.I),
-    Op.RECV_B,
-    Op.SEND_B,
-    FactKind.OUTPUT_GRADIENT_POSTED,
-    FactKind.INPUT_GRADIENT,
-    FactKind.INPUT_GRADIENT_SENT,
-)
+FORWARD = Flow(Direction.FORWARD, (Op.F,), Op.RECV_F, Op.SEND_F)
+BACKWARD = Flow(Direction.BACKWARD, (Op.B, Op.I), Op.RECV_B, Op.SEND_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +198,9 @@ class Rules:
             for op, rule in self._rules_of(stage):
                 own[op][stage] = rule
         for own in self.of_rank if schedule.training else ():
-            stages = list(own[Op.REDUCE_GRAD])
-            reduced = (self.number(Fact(FactKind.REDUCED, stage, ALL)) for stage in stages)
-            own[Op.STEP][ALL] = self._rule_for_all(reduced, self.number(Fact(FactKind.STEPPED, stages[0], ALL)))
+            stages, (reduced,), (stepped,) = list(own[Op.REDUCE_GRAD]), Op.STEP.needs, Op.STEP.gives
+            needs = (self.number(Fact(reduced, stage, ALL)) for stage in stages)
+            own[Op.STEP][ALL] = self._rule_for_all(needs, self.number(Fact(stepped, stages[0], ALL)))
 
     def number(self, fact: Fact) -> int:
         """The number of a fact; facts of one kind and stage are numbered in the order of their microbatches."""
@@ -248,8 +241,9 @@ class Rules:
                 continue  # the loss would be computed again, and the backward comes next
             needs, gives = (tuple(self._first(kind, stage) for kind in kinds) for kinds in (op.needs, op.gives))
             yield op, Rule(microbatches, needs, gives, closes=op.leaves is TapeState.NONE)
-        written = (self._first(FactKind.WEIGHT_GRADIENT, stage) + microbatch for microbatch in microbatches)
-        yield Op.REDUCE_GRAD, self._rule_for_all(written, self.number(Fact(FactKind.REDUCED, stage, ALL)))
+        (written,), (reduced,) = Op.REDUCE_GRAD.needs, Op.REDUCE_GRAD.gives
+        each = (self._first(written, stage) + microbatch for microbatch in microbatches)
+        yield Op.REDUCE_GRAD, self._rule_for_all(each, self.number(Fact(reduced, stage, ALL)))
 
     def _flow_rules(self, flow: Flow, stage: int) -> Iterator[tuple[Op, Rule]]:
         """Yield the rules for the tensors that reach a stage from one neighbour and leave for the other."""

@@ -55,7 +55,8 @@ def verify(program: Program) -> Proof:
     """Prove that a program is complete, legal in its order, and ends even if every send waits for its receive.
 
     The proof shows, in this order: each rank has every action it needs exactly once, after those it depends on, and the
-    optimizer step last; the live tapes keep to the schedule's bound; both ends of every channel have the same order of
+    optimizer step last; each tape goes through the states in which its actions take it; the live tapes keep to the
+    schedule's bound; both ends of every channel have the same order of
     messages; and no ring of ranks waits for each other.
 
     >>> from dataclasses import replace
@@ -156,19 +157,21 @@ class _Reading:
 
     def _fault_of_tapes(self) -> str | None:
         """Find the first action that takes a tape in another state than it is in; where none is moved, facts say it."""
-        tapes: dict[tuple[int, int], list[tuple[TapeState, Action]]] = defaultdict(list)
+        tapes: defaultdict[tuple[int, int], list[TapeState]] = defaultdict(lambda: [TapeState.NONE])
+        last: dict[tuple[int, int], Action] = {}
         for number, action in enumerate(flatten(self.program.ranks[self.rank]), start=1):
             if not action.op.takes:
                 continue
-            states = tapes[action.stage, action.microbatch]
-            state, last = states[-1] if states else (TapeState.NONE, action)
-            if state not in action.op.takes:
-                # The facts of its order hold, so the tape has had another action before.
-                wanted = " or ".join(wanted.word for wanted in action.op.takes)
+            key = action.stage, action.microbatch
+            states = tapes[key]
+            if states[-1] not in action.op.takes:
+                wanted = " or ".join(state.word for state in action.op.takes)
                 self.fails_at = min(self.fails_at or number, number)
                 where = f"rank {self.rank}, action {number}: {action}"
-                return f"{where} takes a tape that is {wanted}, but {last} left it {state.word}"
-            states.append((left_by(action, [state for state, _ in states]), action))
+                # It has a forward before it, as facts have shown.
+                return f"{where} takes a tape that is {wanted}, but {last[key]} left it {states[-1].word}"
+            states.append(left_by(action, states))
+            last[key] = action
         return None
 
     def _fail(self, action: Action) -> None:

@@ -268,10 +268,9 @@ class ModelConfig(Settings, section="model"):
                 f"model.head_dim = {self.head_size}: a head's width of {self.head_size} is odd; "
                 "rotary positions turn pairs, so it must be even"
             )
-        if None not in (self.padding_token, self.vocab_size) and self.padding_token >= self.vocab_size:  # pyright: ignore
-            raise ConfigError(
-                f"model.padding_token = {self.padding_token} is no token of model.vocab_size = {self.vocab_size}"
-            )
+        padding, size = self.padding_token, self.vocab_size
+        if padding is not None and size is not None and padding >= size:
+            raise ConfigError(f"model.padding_token = {padding} is no token of model.vocab_size = {size}")
 
     @property
     def vocabulary(self) -> int:

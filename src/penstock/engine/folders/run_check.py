@@ -24,7 +24,8 @@ def check_run(
     Raises: ConfigError naming the settings that exclude each other, and what would be possible.
     """
     check_sections(config)
-    choice, ranks = ScheduleChoice(config.schedule), config.parallel.pp
+    kept, recomputes = config.train.num_kept_microbatches, config.train.recompute != "none"
+    choice, ranks = ScheduleChoice(config.schedule, num_kept=kept, recomputes=recomputes), config.parallel.pp
     choice.check_settings()
     # Sizes first: to build and prove a schedule that has no place to run takes long.
     units = config.model.num_units

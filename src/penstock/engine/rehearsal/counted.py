@@ -1,4 +1,4 @@
-"""Process groups and a transport that only count: nothing is sent, and receives give memory without values."""
+"""Process groups, a transport and host memory that only count: nothing is sent, and what comes has no values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.engine.rehearsal.meter import Meter
 from penstock.parallel import laid_out
 from penstock.parallel.renewable import RenewableGroup
 from penstock.runtime.message import Header, Message
+from penstock.runtime.offload import Arena, HostPlace
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Channel
 from penstock.schedule.recording import CollectiveKind
@@ -37,6 +38,16 @@ _KINDS = {
 # The input is their second argument; that of all others is the first.
 _INPUT_SECOND = frozenset(name for name in _KINDS if "gather" in name or "scatter" in name or "to_all" in name)
 _INPUT_SECOND |= {"alltoall_base"}
+
+
+class CountedArena(Arena):
+    """Host memory for what has no values: nothing is moved."""
+
+    def put(self, block: Tensor) -> HostPlace:
+        return HostPlace(block.numel(), None, 0)
+
+    def take(self, place: HostPlace, device: torch.device) -> Tensor:
+        return torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from penstock.engine.folders.runs import tokenizer_of
 from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.options import EngineArguments, EngineOptions, UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.rehearsal.counted import CountedGroup, CountedTransport
+from penstock.engine.rehearsal.counted import CountedArena, CountedGroup, CountedTransport
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
 from penstock.engine.training.loss import LossFn, StepLoss, num_loss_tokens, token_cross_entropy
@@ -381,6 +381,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
     assert isinstance(pipeline, RehearsedPipeline)
     with explained(pipeline.recorder):
         executor = pipeline.executor(microbatches.num, training=True)
+        executor.arena = CountedArena()
         feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
         if optimizer.may_fail:
             # An optimizer of torch makes its state in the first step; a later one is rehearsed.
