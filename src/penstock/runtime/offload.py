@@ -41,29 +41,29 @@ class Arena:
         self._file, self._end, self._free = None, 0, {}
 
     def put(self, block: Tensor) -> HostPlace:
-        """Copy the bytes [n] of a block."""
-        num_bytes = block.numel()
+        """Copy the elements [n] of a block."""
+        num_bytes = block.nbytes
         if block.is_cuda:
-            pinned = host_empty([num_bytes], torch.uint8)
+            pinned = host_empty(block.shape, block.dtype)
             pinned.copy_(block, non_blocking=True)
-            return HostPlace(num_bytes, pinned, -1)
+            return HostPlace(num_bytes, block.dtype, pinned, -1)
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="penstock-offload-")  # noqa: SIM115
         free = self._free.get(num_bytes)
         start = free.pop() if free else self._end
         self._end = max(self._end, start + num_bytes)
-        view = memoryview(block.numpy())  # pyright: ignore[reportArgumentType]
+        view = _bytes_of(block)
         while view:
             view = view[os.pwrite(self._file.fileno(), view, start + num_bytes - len(view)) :]
-        return HostPlace(num_bytes, None, start)
+        return HostPlace(num_bytes, block.dtype, None, start)
 
     def take(self, place: HostPlace, device: torch.device) -> Tensor:
-        """The bytes [n] of a block that was put there, on its device; the place is free again."""
-        block = torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
+        """The elements [n] of a block that was put there, on its device; the place is free again."""
+        block = torch.empty(place.num_bytes // place.dtype.itemsize, dtype=place.dtype, device=device)
         if place.pinned is not None:
             return block.copy_(place.pinned, non_blocking=True)
         assert self._file is not None
-        view = memoryview(block.numpy())  # pyright: ignore[reportArgumentType]
+        view = _bytes_of(block)
         while view:
             view = view[os.preadv(self._file.fileno(), [view], place.start + place.num_bytes - len(view)) :]
         self._free.setdefault(place.num_bytes, []).append(place.start)
@@ -74,19 +74,24 @@ class Arena:
         self._end, self._free = 0, {}
 
 
+def _bytes_of(block: Tensor) -> memoryview:
+    return memoryview(block.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+
 class HostPlace(NamedTuple):
     """The place of a block in host memory: in pinned memory, or in the arena's file from `start` on."""
 
     num_bytes: int
+    dtype: torch.dtype
     pinned: Tensor | None
     start: int
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedBlock:
-    """The memory of a saved tensor and its views."""
+    """The memory of a saved tensor and its views of one dtype."""
 
-    #: all its bytes [n]; None while they are away
+    #: all its elements [n]; None while they are away
     data: Tensor | None
     device: torch.device
     place: HostPlace | None = None
@@ -96,7 +101,6 @@ class View(NamedTuple):
     """A saved tensor as a view of its block."""
 
     block: SavedBlock
-    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -104,9 +108,7 @@ class View(NamedTuple):
     def tensor(self) -> Tensor:
         """The tensor itself. Raises: AssertionError while its block is away."""
         assert self.block.data is not None, "a proved program brings activations back before it reads them"
-        storage = self.block.data.untyped_storage()
-        empty = torch.empty(0, dtype=self.dtype, device=self.block.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return self.block.data.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(eq=False)
@@ -116,9 +118,9 @@ class Saved:
     #: where blocks move to, and the storages that are not the tape's own
     arena: Arena
     stays: Container[int]
-    #: those of which autograd holds a view; and by their storage, for as long as no storage has been let go of
+    #: those of which autograd holds a view; and by storage and dtype, for as long as no storage has been let go of
     blocks: WeakSet[SavedBlock] = field(default_factory=WeakSet)
-    _of_storage: WeakValueDictionary[int, SavedBlock] = field(default_factory=WeakValueDictionary)
+    _of_storage: WeakValueDictionary[tuple[int, torch.dtype], SavedBlock] = field(default_factory=WeakValueDictionary)
 
     def noted(self, context: AbstractContextManager[object]) -> AbstractContextManager[object]:
         """The context, within which autograd saves what may be moved."""
@@ -128,15 +130,19 @@ class Saved:
         return stack
 
     def _pack(self, saved: Tensor) -> Any:
-        storage = saved.untyped_storage()
-        if storage.nbytes() < _LEAST_BYTES or storage._cdata in self.stays or saved.layout is not torch.strided:
+        # What is no plain view of its memory is left where it is: sparse tensors, and conjugates that are not computed.
+        if saved.layout is not torch.strided or saved.is_conj() or saved.is_neg():
             return saved
-        block = self._of_storage.get(storage._cdata)
+        storage = saved.untyped_storage()
+        if storage.nbytes() < _LEAST_BYTES or storage._cdata in self.stays:
+            return saved
+        key = storage._cdata, saved.dtype
+        block = self._of_storage.get(key)
         if block is None:
-            whole = torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage)  # type: ignore[call-overload]
-            block = self._of_storage[storage._cdata] = SavedBlock(whole, saved.device)
+            whole = saved.detach().as_strided((storage.nbytes() // saved.itemsize,), (1,), 0)
+            block = self._of_storage[key] = SavedBlock(whole, saved.device)
             self.blocks.add(block)
-        return View(block, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
+        return View(block, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def offload(self) -> None:
         """Move all blocks to host memory."""

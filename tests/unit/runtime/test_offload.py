@@ -64,7 +64,7 @@ def test_what_came_back_has_the_bits_that_went_and_views_share_one_block() -> No
         saved = Saved(arena, storages_of([layer]))
         with saved.noted(nullcontext()):
             loss = loss_of()
-        moved = sum(block.data.numel() for block in saved.blocks if block.data is not None)
+        moved = sum(block.data.nbytes for block in saved.blocks if block.data is not None)
         # x, h and their product, each once; the parameters are not among them.
         assert moved == (2 * 512 * 64 + 64 * 64) * 4
         for _ in range(2):
@@ -83,3 +83,23 @@ def test_a_step_that_failed_leaves_no_place_behind() -> None:
     arena.clear()
     place = arena.put(torch.ones(100, dtype=torch.uint8))
     assert place.start == 0 and arena.take(place, torch.device("cpu")).sum() == 100
+
+
+def test_what_is_no_plain_view_of_its_memory_stays() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, dtype=torch.complex64, requires_grad=True)
+
+    def loss_of() -> Tensor:
+        sparse = torch.eye(64, dtype=torch.complex64).to_sparse()
+        return (torch.sparse.mm(sparse, x.conj() @ x) * x.conj()).abs().sum()
+
+    loss_of().backward()
+    assert x.grad is not None
+    expected, x.grad, saved = x.grad, None, Saved(Arena(), ())
+    with saved.noted(nullcontext()):
+        loss = loss_of()
+    saved.offload()
+    assert any(block.data is None for block in saved.blocks)
+    saved.reload()
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, expected)

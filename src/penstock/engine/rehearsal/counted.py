@@ -44,10 +44,10 @@ class CountedArena(Arena):
     """Host memory for what has no values: nothing is moved."""
 
     def put(self, block: Tensor) -> HostPlace:
-        return HostPlace(block.numel(), None, 0)
+        return HostPlace(block.nbytes, block.dtype, None, 0)
 
     def take(self, place: HostPlace, device: torch.device) -> Tensor:
-        return torch.empty(place.num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(place.num_bytes // place.dtype.itemsize, dtype=place.dtype, device=device)
 
 
 @dataclass(eq=False)
