@@ -164,7 +164,7 @@ class Optimizer:
         gradients = [(name, view) for of_stage in buckets for name, view in of_stage.owned_gradients.items()]
         names = [(name, (norm_names or {}).get(name, name)) for name, _ in gradients]
         # First of all: below this any rank may fail alone.
-        self._num_norms = _agree_on_names([in_norm for _, in_norm in names if in_norm is not None], group)
+        self._num_norms = _max_names_of_rank([in_norm for _, in_norm in names if in_norm is not None], group)
         self.groups = config if isinstance(config, ParameterGroups) else ParameterGroups(config)
         self.config = self.groups.config
         self.scaler = scaler
@@ -204,7 +204,7 @@ class Optimizer:
         if that one was skipped. Gradients are left clipped, and unscaled where they had to be touched.
         """
         number = self.num_steps + 1 if number is None else number
-        norm, _ = self.gradient_norm()
+        norm, _ = self.take_edits_and_norm()
         return self.update(norm, number, self.rates.at(number))
 
     @torch.no_grad()
@@ -367,13 +367,14 @@ class Optimizer:
         Where an element is no longer its master rounded, the master becomes the element; all others keep theirs. A
         parameter of any type that was given other storage (`parameter.data = ...`) has its values moved back.
         """
-        pairs, is_same = self._compared()
+        self._move_back()
+        pairs, is_same = self._compare_with_masters()
         if pairs:
             self._take_changed(pairs, torch.stack(is_same).tolist())
 
     @torch.no_grad()
-    def _compared(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-        """Parts of 16-bit parameters with their masters, and for each True if the one is the other rounded."""
+    def _move_back(self) -> None:
+        """Give parameters that were given other storage their places in the buckets again, with their values."""
         for bucket in self._stepped:
             storage = bucket.parameters.untyped_storage()
             for place in bucket.places:
@@ -381,12 +382,13 @@ class Optimizer:
                     view = place.view(bucket.parameters).view(place.parameter.shape)
                     view.copy_(place.parameter)
                     place.parameter.data = view
-        pairs = [
-            pair
-            for bucket, master in self._masters
-            for num in [_AT_ONCE if master.device.type == "cpu" else _AT_ONCE_ON_DEVICE]
-            for pair in zip(bucket.parameters[bucket.owned].split(num), master.split(num), strict=True)
-        ]
+
+    def _compare_with_masters(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+        """Parts of 16-bit parameters with their masters, and for each True if the one is the other rounded."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for bucket, master in self._masters:
+            num = _AT_ONCE if master.device.type == "cpu" else _AT_ONCE_ON_DEVICE
+            pairs += zip(bucket.parameters[bucket.owned].split(num), master.split(num), strict=True)
         # Bits are compared four elements at once.
         wide = torch.int64
         is_same = [(values.view(wide) == master.to(values.dtype).view(wide)).all() for values, master in pairs]
@@ -399,13 +401,14 @@ class Optimizer:
             unchanged = values.view(narrow) == master.to(values.dtype).view(narrow)
             master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
-    def gradient_norm(self, beside: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
-        """The norm of all gradients without the loss scale; not finite if any element on any rank is not.
+    def take_edits_and_norm(self, beside: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
+        """Take edits as `take_edits` does; gives the gradients' norm without the loss scale, and the numbers `beside` it.
 
-        All ranks of the group call it. It takes edits too (see `take_edits`), and gives the numbers of tensors of one
-        element `beside` the norm, since a device is waited for only once.
+        The norm is not finite if any element on any rank is not. All ranks of the group call it. `beside` are tensors
+        of one element: the device is waited for only once.
         """
-        pairs, is_same = self._compared()
+        self._move_back()
+        pairs, is_same = self._compare_with_masters()
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
         gradients = self._counted
         norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
@@ -440,7 +443,7 @@ def _described(state: OwnedState, parameter: str) -> dict[str, Any]:
     return description
 
 
-def _agree_on_names(names: Sequence[str], group: dist.ProcessGroup | None) -> int:
+def _max_names_of_rank(names: Sequence[str], group: dist.ProcessGroup | None) -> int:
     """The largest number of names on any rank.
 
     Raises: ValueError on every rank when a name occurs twice.

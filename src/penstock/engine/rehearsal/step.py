@@ -385,7 +385,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
         feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
         if optimizer.may_fail:
             # An optimizer of torch makes its state in the first step; a later one is rehearsed.
-            optimizer.update(optimizer.gradient_norm()[0], 1, optimizer.rates.at(1))
+            optimizer.update(optimizer.take_edits_and_norm()[0], 1, optimizer.rates.at(1))
         claim_state(trainer, pipeline.place.meter)
         pipeline.place.meter.restart()
         pipeline.place.traffic.restart()

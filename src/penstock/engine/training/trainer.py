@@ -308,7 +308,7 @@ class Trainer:
                 sum_tied(ties, gradients, pipeline.grid.mirror_group)
             if pipeline.grid.dp_cp_group is not None:
                 share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
-            return self.optimizer.gradient_norm(beside)
+            return self.optimizer.take_edits_and_norm(beside)
 
     def _update(self, norm: float, step: int, rates: Sequence[Values]) -> Update:
         """Clip the gradients and step the weights; a step that may fail is undone on all ranks if it fails on one."""
