@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,15 @@ from penstock import Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import Engine, EngineOptions
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import Shard
-from penstock.settings import ExpertConfig, LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
+from penstock.settings import (
+    ContextForm,
+    ExpertConfig,
+    LearningRate,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    ScheduleConfig,
+)
 
 STEPS = 2
 MAX_WORLD = 8
@@ -58,7 +67,13 @@ class Case:
             tie_embeddings=self.variant % 2 == 1,
             num_kv_heads=1 if self.variant % 4 >= 2 else 2,
             qkv_bias=self.variant % 4 >= 2,
+            sliding_window=5 if self.variant % 3 == 1 else None,
         )
+
+    @property
+    def attention(self) -> ContextForm:
+        """Heads are exchanged where there are two of keys, which two context-parallel ranks divide between them."""
+        return ContextForm.ALL_TO_ALL if self.variant % 4 == 1 and self.layout.tp == 1 else ContextForm.RING
 
     @property
     def recompute(self) -> str:
@@ -122,6 +137,7 @@ def run(case: Case) -> Outcome:
     options = EngineOptions(
         schedule=ScheduleConfig(case.schedule, case.num_local_stages),
         recompute=case.recompute,
+        attention=case.attention,
         precision=Precision.FP64,
         optimizer=OptimizerConfig(LearningRate(1e-2), clip_norm=0.5, zero=case.zero),
         timeout_s=60.0,
@@ -170,12 +186,22 @@ class Compared:
 
 
 def compare(rank: int, chosen: list[Case], references: dict[tuple[bool, int], Outcome]) -> list[Compared]:
-    """Run all cases of one world, each against its reference."""
+    """Run all cases of one world, each against its reference, without a GPU."""
+    forbid_cuda()
     found = []
     for case in chosen:
         found.append(_compared(case, run(case), references[case.sparse, case.variant]))
         gc.collect()
     return found
+
+
+def forbid_cuda() -> None:
+    def touched(*arguments: Any) -> Any:
+        raise AssertionError("CUDA was touched on a run without a GPU")
+
+    torch.cuda.is_available = lambda: False
+    for name in ("_lazy_init", "init", "synchronize", "current_stream", "current_device", "Stream", "Event"):
+        setattr(torch.cuda, name, touched)
 
 
 def _compared(case: Case, found: Outcome, expected: Outcome) -> Compared:

@@ -209,7 +209,7 @@ def test_any_cut_gives_the_bits_of_one_process(pp: int) -> None:
     check(CASES[pp], pp)
 
 
-@pytest.mark.shows(4, 7, 20, 54)
+@pytest.mark.shows(4, 7, 11, 20, 54)
 @pytest.mark.parametrize("pp", FAMILY)
 def test_any_schedule_gives_the_bits_of_one_process(pp: int) -> None:
     check(FAMILY[pp], pp)

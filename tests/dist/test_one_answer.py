@@ -76,7 +76,7 @@ def test_the_table_holds_at_least_forty_layouts() -> None:
     assert {layout.world_size for layout, _ in layouts()} == {1, 2, 3, 4, 6, 8}
 
 
-@pytest.mark.shows(84, 85, 87, 89, 90, 93)
+@pytest.mark.shows(14, 84, 85, 86, 87, 89, 90, 93)
 @pytest.mark.timeout(LIMIT_S + 100.0)
 @pytest.mark.parametrize("together", by_world())
 def test_any_layout_gives_the_numbers_of_one_process(together: str) -> None:

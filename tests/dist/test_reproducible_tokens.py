@@ -35,6 +35,7 @@ WAYS = (
     GenerateOptions(num_slots=3, rows_per_slot=9, prefill_tokens=100, packed=False, longest_first=False),
     GenerateOptions(num_slots=2, rows_per_slot=36, decode="all-rows"),
 )
+TEMPERATURE = 0.7
 NUM_TOKENS = NUM_PROMPTS * NUM_SAMPLES * NUM_NEW
 
 
@@ -43,21 +44,27 @@ def prompts() -> list[list[int]]:
     return [[numbers.randrange(97) for _ in range(numbers.choice(PROMPT_LENGTHS))] for _ in range(NUM_PROMPTS)]
 
 
+def around(prompt: list[int], values: Any, nothing: float) -> list[Any]:
+    """Values of an answer's tokens, at the places that predict them."""
+    return [*[nothing] * (len(prompt) - 1), *values, nothing]
+
+
 def packed(answers: Any) -> PackedBatch:
     asked = prompts()
-    rows = [(asked[answer.prompt], list(answer.tokens), list(answer.log_probs)) for answer in answers]
+    rows = [(asked[answer.prompt], answer) for answer in answers]
     return PackedBatch.from_sequences(
         {
-            "tokens": [prompt + tokens for prompt, tokens, _ in rows],
-            "labels": [[NO_LABEL] * (len(prompt) - 1) + tokens + [NO_LABEL] for prompt, tokens, _ in rows],
-            "log_probs": [[0.0] * (len(prompt) - 1) + log_probs + [0.0] for prompt, _, log_probs in rows],
+            "tokens": [prompt + list(answer.tokens) for prompt, answer in rows],
+            "labels": [around(prompt, answer.tokens, NO_LABEL) for prompt, answer in rows],
+            "log_probs": [around(prompt, answer.log_probs, 0.0) for prompt, answer in rows],
+            "raw_log_probs": [around(prompt, answer.raw_log_probs, 0.0) for prompt, answer in rows],
         }
     )
 
 
 def counting_loss(logits: Tensor, microbatch: PackedBatch) -> tuple[Tensor, dict[str, Metric]]:
     """Cross entropy, and the tokens to which the step's own forward gives other bits than generation."""
-    own = token_log_probs(logits, microbatch["labels"])
+    own = token_log_probs(logits, microbatch["labels"], TEMPERATURE)
     return -own.sum(), {"differing": Metric((own.detach() != microbatch["log_probs"]).sum())}
 
 
@@ -65,11 +72,17 @@ def differing(rank: int, layout: Layout, reproducible: bool, num_ways: int = len
     """How many tokens get other bits by each way, and all log-probabilities by the first one."""
     options = EngineOptions("1f1b", device="cpu", reproducible=reproducible)
     engine = Engine(decoder_units(CONFIG), CONFIG.hidden_size, layout, options)
-    params, found = SamplingParams(max_new_tokens=NUM_NEW, num_samples=NUM_SAMPLES, seed=3), {}
+    params = SamplingParams(
+        max_new_tokens=NUM_NEW, num_samples=NUM_SAMPLES, seed=3, temperature=TEMPERATURE, raw_log_probs=True
+    )
+    found = {}
     for number, way in enumerate(WAYS[:num_ways]):
         batch = packed(engine.generate(prompts(), params, way))
-        scored = engine.forward(batch, token_scores(), micro_batches=MicroBatchSpec(num=2 * number + 1), broadcast=True)
-        found[f"scoring {number}"] = int((scored["log_probs"] != batch["log_probs"]).sum())
+        # The raw model's numbers once, and those that tokens were drawn by.
+        key, divisor = ("raw_log_probs", 1.0) if number == 1 else ("log_probs", TEMPERATURE)
+        spec = MicroBatchSpec(num=2 * number + 1)
+        scored = engine.forward(batch, token_scores(divisor), micro_batches=spec, broadcast=True)
+        found[f"scoring {number}"] = int((scored["log_probs"] != batch[key]).sum())
         if number == 0:
             first = batch
             assert num_loss_tokens(first) == NUM_TOKENS
@@ -81,7 +94,7 @@ def differing(rank: int, layout: Layout, reproducible: bool, num_ways: int = len
     return found | {"training": result.metrics["differing"], "log_probs": first["log_probs"]}
 
 
-@pytest.mark.shows(128)
+@pytest.mark.shows(64, 128)
 def test_tokens_have_the_same_bits_in_generation_scoring_and_training_in_any_layout() -> None:
     alone = differing(0, Layout(), True)
     *_, split = run_ranks(2, differing, Layout(pp=2), True)

@@ -52,7 +52,7 @@ def loss_of(h: Tensor) -> Tensor:
     return h.square().sum()
 
 
-@pytest.mark.shows(20)
+@pytest.mark.shows(11, 20)
 @pytest.mark.parametrize("order", ["zb-h1", "1f1b"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", USES)
