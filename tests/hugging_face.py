@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,15 +32,20 @@ SIZES: dict[str, Any] = {
 }
 
 
+@torch.no_grad()
+def randomise(module: nn.Module) -> None:
+    """Random weights, biases and norms included."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.2 * noise + (1.0 if parameter.dim() == 1 else 0.0))
+
+
 def make_model(model_type: str, **settings: Any) -> PreTrainedModel:
     """A model of that type with random weights, biases and norms included."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | settings))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.2 * noise + (1.0 if parameter.dim() == 1 else 0.0))
+    randomise(model)
     return model.float().eval()
 
 

@@ -17,24 +17,12 @@ from penstock.model.sequences import Sequences, Spread, cut_sequences
 from penstock.parallel.collectives import Collectives, Handle
 from penstock.schedule.recording import CollectiveKind
 from penstock.settings import ContextForm
+from tests.attention_reference import masked_attention
 from tests.dist.launch import run_ranks
 
 LENGTHS = [(16,), (5, 11, 11, 4), (1, 9, 2, 30), (8, 8, 8)]
 WINDOWS = [None, 1, 4, 6, 100]
 HEADS = [(4, 4), (4, 2), (4, 1)]
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
-    """One softmax over all tokens, with everything masked that a token must not see."""
-    sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    index = torch.arange(len(sequence))
-    distance = index[:, None] - index[None]
-    seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 def expected(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, grad = (x.double() for x in inputs(case, dtype))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = masked(q, k, v, case.lengths, case.window)
+    out = masked_attention(q, k, v, case.lengths, case.window)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 

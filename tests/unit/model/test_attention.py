@@ -2,22 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.model import Sequences
 from penstock.model.attention.kernels import AttentionKernel
-from tests.attention_reference import masked_attention
-
-PACKINGS = [(1,), (6,), (4, 4, 4), (5, 1, 9), (3, 3, 8, 8, 3)]
-
-
-def inputs(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def heads(count: int) -> Tensor:
-        return torch.randn(num_tokens, count, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-
-    return heads(num_heads), heads(num_kv_heads), heads(num_kv_heads)
+from tests.attention_reference import PACKINGS, assert_equal_to_masked, inputs, masked_attention
 
 
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
@@ -26,14 +14,7 @@ def inputs(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtyp
 def test_output_and_gradients_equal_the_masked_reference(
     lengths: tuple[int, ...], num_kv_heads: int, window: int | None
 ) -> None:
-    qkv = inputs(sum(lengths), 4, num_kv_heads, torch.float64)
-    weights = torch.linspace(-1, 1, sum(lengths) * 32, dtype=torch.float64).view(-1, 4, 8)
-    out = AttentionKernel(4, num_kv_heads, 8, window).packed(*qkv, Sequences.from_lengths(lengths))
-    expected = masked_attention(*qkv, lengths, window)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    gradients = torch.autograd.grad(out, qkv, weights)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, qkv, weights), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    assert_equal_to_masked(AttentionKernel(4, num_kv_heads, 8, window), lengths)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -28,8 +28,7 @@ from penstock.runtime import Boundary
 from penstock.schedule import BatchItem
 from penstock.settings import ModelConfig
 from tests import captured, flash_reference
-from tests.attention_reference import masked_attention
-from tests.unit.model.test_attention import PACKINGS, inputs
+from tests.attention_reference import PACKINGS, assert_equal_to_masked, inputs, masked_attention
 
 
 class Flash(FlashAttention):
@@ -52,14 +51,7 @@ def formula() -> Iterator[None]:
 def test_output_and_gradients_equal_the_masked_reference(
     lengths: tuple[int, ...], num_kv_heads: int, window: int | None
 ) -> None:
-    qkv = inputs(sum(lengths), 4, num_kv_heads, torch.float64)
-    weights = torch.linspace(-1, 1, sum(lengths) * 32, dtype=torch.float64).view(-1, 4, 8)
-    out = Flash(4, num_kv_heads, 8, window).packed(*qkv, Sequences.from_lengths(lengths))
-    expected = masked_attention(*qkv, lengths, window)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    gradients = torch.autograd.grad(out, qkv, weights)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, qkv, weights), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    assert_equal_to_masked(Flash(4, num_kv_heads, 8, window), lengths)
 
 
 @pytest.mark.shows(207)

@@ -1,153 +1,102 @@
-"""The decoder computes what Hugging Face's Llama, Qwen2, Qwen3 and Mistral compute, packed instead of padded."""
+"""The decoder computes what transformers' families compute, packed instead of padded, with experts and without."""
 
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from torch import nn
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from penstock.model import Sequences, cross_entropy_sum, decoder_units
+from penstock import Engine, EngineOptions, MicroBatchSpec, OptimizerConfig, PackedBatch
+from penstock.model import Sequences
 from penstock.model.hf.families import config_from_json
 from penstock.model.layers.dense import Rotary, rotate
-from penstock.settings import ModelConfig
+from penstock.model.layers.experts import ExpertBlock
+from penstock.model.linear import TORCH
+from penstock.settings import ExpertConfig, GroupScore, ModelConfig, Scores
+from tests.hugging_face import make_model, make_sequences, randomise
 
 LENGTHS = (7, 1, 19, 19, 4)
-BASE = ModelConfig(
-    vocab_size=97, hidden_size=32, intermediate_size=56, num_layers=3, num_heads=4, num_kv_heads=2, max_length=64
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One of Hugging Face's families, the configuration that makes it ours, and what its configuration needs more."""
-
-    config_type: type[Any]
-    model_type: type[Any]
-    config: ModelConfig
-    more: dict[str, object]
-
-
-FAMILIES = {
-    "llama": Family(LlamaConfig, LlamaForCausalLM, BASE, {}),
-    "llama-all-heads-tied": Family(
-        LlamaConfig, LlamaForCausalLM, replace(BASE, num_kv_heads=4, tie_embeddings=True, norm_eps=1e-3), {}
+FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "all heads, tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "qwen3_moe": ("qwen3_moe", {**FEW, "head_dim": 16, "norm_topk_prob": True}),
+    "every second layer": (
+        "qwen3_moe", {**FEW, "norm_topk_prob": False, "num_experts_per_tok": 3, "decoder_sparse_step": 2}
     ),
-    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM, replace(BASE, qkv_bias=True, rope_theta=1e6), {}),
-    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, replace(BASE, qk_norm=True, head_dim=16), {"head_dim": 16}),
-    "mistral": Family(MistralConfig, MistralForCausalLM, replace(BASE, sliding_window=5), {"sliding_window": 5}),
-}
-
-NAMES = {
-    "embedding.": "model.embed_tokens.",
-    "attention.norm": "input_layernorm",
-    "attention.output": "self_attn.o_proj",
-    "attention.q.": "self_attn.q_proj.",
-    "attention.k.": "self_attn.k_proj.",
-    "attention.v.": "self_attn.v_proj.",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp.norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "head.norm": "model.norm",
-    "head.projection": "lm_head",
-}
+    "a gated shared expert": ("qwen2_moe", {**FEW, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}),
+}  # fmt: skip
 
 
-def hugging_face_name(name: str) -> str:
-    (ours,) = (part for part in NAMES if part in name)
-    name = name.replace(ours, NAMES[ours])
-    return f"model.{name}" if name.startswith("layers.") else name
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(kind: str, tmp_path: Path) -> None:
+    model_type, settings = KINDS[kind]
+    reference = make_model(model_type, **settings)
+    reference.save_pretrained(tmp_path / "weights")
+    tokens = make_sequences(LENGTHS)
+    batch = PackedBatch.from_sequences({"tokens": tokens, "labels": tokens})
+    options = EngineOptions(device="cpu", optimizer=OptimizerConfig(clip_norm=0.0))
+    engine = Engine.from_hf(tmp_path / "weights", options=options, native=True)
+    expected = torch.cat([reference(sequence[None]).logits[0] for sequence in tokens])
+    torch.testing.assert_close(engine.forward(batch), expected, rtol=1e-5, atol=1e-5)
 
-
-def hugging_face_model(family: Family) -> PreTrainedModel:
-    """A small model with random weights, biases and norms included."""
-    config = family.config
-    model = family.model_type(
-        family.config_type(
-            vocab_size=config.vocabulary,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.key_heads,
-            max_position_embeddings=config.max_length,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
-            **family.more,
-        )
-    )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.2 * noise + (1.0 if parameter.dim() == 1 else 0.0))
-    return model.float().eval()
-
-
-def penstock_model(family: Family, weights: dict[str, Tensor]) -> nn.ModuleDict:
-    """The decoder with the other model's weights, each of which must be used."""
-    modules = nn.ModuleDict()
-    unused = set(weights)
-    for unit in decoder_units(family.config):
-        module = modules[unit.name.replace(".", "/")] = unit.build()
-        for name, parameter in module.named_parameters():
-            source = hugging_face_name(unit.full_name(name))
-            parameter.data = weights[source].clone()
-            unused.discard(source)
-    assert not unused
-    return modules
-
-
-def run(modules: nn.ModuleDict, tokens: Tensor, sequences: Sequences) -> Tensor:
-    x = tokens
-    for module in modules.values():
-        x = module(x, sequences)
-    return x
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_packed_logits_and_gradients_are_those_of_each_sequence_alone(family: Family) -> None:
-    reference = hugging_face_model(family)
-    modules = penstock_model(family, reference.state_dict())
-    generator = torch.Generator().manual_seed(2)
-    tokens = [torch.randint(family.config.vocabulary, (length,), generator=generator) for length in LENGTHS]
-    logits = run(modules, torch.cat(tokens), Sequences.from_lengths(LENGTHS))
-
-    expected = [reference(sequence[None]).logits[0] for sequence in tokens]
-    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-5, atol=1e-5)
-
-    cross_entropy_sum(logits, torch.cat(tokens)).backward()
-    nn.functional.cross_entropy(torch.cat(expected), torch.cat(tokens), reduction="sum").backward()
-    gradients: dict[str, Any] = {
-        hugging_face_name(name.replace("/", ".")): p.grad for name, p in modules.named_parameters()
-    }
-    if family.config.tie_embeddings:
-        # Ours are two parameters whose gradients are one; the engine adds them.
-        gradients["model.embed_tokens.weight"] = gradients["model.embed_tokens.weight"] + gradients.pop(
-            "lm_head.weight"
-        )
-    for name, parameter in reference.named_parameters():
+    nn.functional.cross_entropy(expected, torch.cat(tokens)).backward()
+    engine.train_batch(batch, micro_batches=MicroBatchSpec(num=1))
+    # Gradients in the place of the weights, so that they are read by the names of ours.
+    for parameter in reference.parameters():
         assert parameter.grad is not None
-        limit = 1e-4 * parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-4, atol=limit, msg=name)
-    assert not gradients
+        parameter.data = parameter.grad
+    reference.save_pretrained(tmp_path / "gradients")
+    gradients = Engine.from_hf(tmp_path / "gradients", options=options, native=True).parameters()
+    for name, wanted in gradients.items():
+        limit = 1e-4 * wanted.abs().max().item()
+        torch.testing.assert_close(engine.gradient(name), wanted.detach(), rtol=1e-4, atol=limit, msg=name)
+
+
+def test_groups_sigmoids_bias_and_scale_are_those_of_deepseek() -> None:
+    theirs = DeepseekV3Config(
+        hidden_size=32,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )
+    experts = ExpertConfig(
+        16, 3, 24, Scores.SIGMOID, True, 2.5, 4, 2, GroupScore.BEST_TWO, bias_step=1e-3, shared_size=48
+    )
+    block = DeepseekV3MoE(theirs)
+    randomise(block)
+    bias = 0.3 * torch.randn(16, generator=torch.Generator().manual_seed(3))
+    block.gate.e_score_correction_bias.copy_(bias)
+    ours = ExpertBlock(ModelConfig(97, 32, 40, num_layers=3, num_heads=4, experts=experts), TORCH)
+    weights = {
+        "norm.weight": torch.ones(32),
+        "router.logits.weight": block.gate.weight,
+        "router.balance.bias": bias,
+        "experts.gate_up.weight": block.experts.gate_up_proj,
+        "experts.down.weight": block.experts.down_proj,
+        "shared.gate.weight": block.shared_experts.gate_proj.weight,
+        "shared.up.weight": block.shared_experts.up_proj.weight,
+        "shared.down.weight": block.shared_experts.down_proj.weight,
+    }
+    ours.load_state_dict({name: weight.detach() for name, weight in weights.items()})
+    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        expected = x + block(ours.norm(x)[None])[0]
+        found = ours(x, Sequences.from_lengths([50]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def yarn(truncate: bool) -> dict[str, Any]:
