@@ -402,7 +402,7 @@ class Optimizer:
             master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
     def take_edits_and_norm(self, beside: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
-        """Take edits as `take_edits` does; gives the gradients' norm without the loss scale, and the numbers `beside` it.
+        """Take edits as `take_edits` does; the gradients' norm without the loss scale, and the numbers `beside` it.
 
         The norm is not finite if any element on any rank is not. All ranks of the group call it. `beside` are tensors
         of one element: the device is waited for only once.
