@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from zlib import crc32
@@ -35,7 +34,7 @@ _ADDED_AT_ONCE = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+def check_alike(options: EngineOptions, model: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Refuse ranks with different models, optimizer settings or schedules.
 
     Replicas would silently drift apart, a layer might be on no rank, and ranks would wait for each other. model: facts
@@ -57,7 +56,7 @@ def check_alike(options: EngineOptions, model: Mapping[str, Any], gather: Callab
         )
     # One path, or one name, may be another order elsewhere, which fits the stages and is proved there.
     settings["schedule, by its text"] = _digest(options.choice.text)
-    views = gather({name: _as_text(value) for name, value in (settings | {**model}).items()})
+    views = gather_json({name: _as_text(value) for name, value in (settings | {**model}).items()}, group)
     for rank, view in enumerate(views):
         if view != views[0]:
             different = differences(views[0], view, "on rank 0", f"on rank {rank}")
@@ -141,7 +140,7 @@ def build_on_all_ranks(build: Callable[[], T], group: dist.ProcessGroup | None) 
     """
     return on_all_ranks(
         build,
-        partial(gather_json, group=group),
+        group,
         *(FileNotFoundError, ValueError),
         otherwise=PipelineError,
         message="rank {rank} could not make its part of the engine: {kind}: {error}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.sharding import SECOND_COPY
 from penstock.engine.training.trainer import Trainer
 from penstock.parallel.gradients import StateBytes
-from penstock.parallel.host import DifferentCalls, gather_json, on_all_ranks, shown_to_all_ranks
+from penstock.parallel.host import DifferentCalls, gather_on_all_ranks, on_all_ranks
 from penstock.parallel.tensor_slice import LocalTensor, Shard, TensorSlice, local_run
 from penstock.settings.declare import check_argument, nearest
 
@@ -95,7 +94,7 @@ class ModelState:
         def state() -> dict[str, LocalTensor]:
             return self.state() | (self.pipeline.extra_state.tensors() if is_first else {})
 
-        return on_all_ranks(state, partial(gather_json, group=grid.control), ValueError, message="{error}")
+        return on_all_ranks(state, grid.control, ValueError, message="{error}")
 
     def state_to_load(self, checkpoint: CheckpointInfo) -> dict[str, LocalTensor]:
         """`state`, and empty tensors for the checkpoint's optimizer state and extra state of this rank.
@@ -110,8 +109,8 @@ class ModelState:
                 )
         if self.pipeline.grid.rank == 0:
             warn_of_attributes(checkpoint)
-        gather, extra = partial(gather_json, group=self.pipeline.grid.control), self.pipeline.extra_state
-        room = on_all_ranks(lambda: extra.expect(checkpoint), gather, ValueError, message="{error}")
+        control, extra = self.pipeline.grid.control, self.pipeline.extra_state
+        room = on_all_ranks(lambda: extra.expect(checkpoint), control, ValueError, message="{error}")
         state = self.state(optimizer=False) | room
         if not self.pipeline.options.learns:
             return state
@@ -168,15 +167,14 @@ class ModelState:
         methods, on all ranks alike; PipelineError after `close`; TransportError if a rank does not come in time.
         """
 
-        def check() -> tuple[None, str]:
+        def check() -> str:
             for name, (value, kind) in arguments.items():
                 check_argument(name, value, kind)
-            return None, call
+            return call
 
         self.pipeline.recovery.check_usable()
         with self.pipeline.recorder.collective(f"begin {call}, which all ranks call"):
-            gather = partial(gather_json, group=self.pipeline.grid.control)
-            _, calls = shown_to_all_ranks(check, gather, ValueError)
+            calls = gather_on_all_ranks(check, self.pipeline.grid.control, ValueError)
         if other := next((rank for rank, text in enumerate(calls) if text != calls[0]), None):
             raise DifferentCalls(
                 f"all ranks make the same calls in the same order, but rank 0 made {calls[0]} and rank {other} "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ class Pipeline:
         # Of a user's own layers; those of the package may be sharded.
         model = {f"the parameters of {unit.name}": unit.num_parameters for unit in self.units if unit.is_own}
         model |= {"the message between stages": self.boundary}
-        check_alike(self.options, model, partial(gather_json, group=self.grid.control))
+        check_alike(self.options, model, self.grid.control)
         self.placement = self.options.choice.placement(self.layout.pp)
         self.cut, self.choice = self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)

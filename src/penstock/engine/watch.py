@@ -17,7 +17,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.loss import EvaluationLoss
 from penstock.engine.training.trainer import TrainResult
 from penstock.io.files import naming, read_text
-from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.host import on_all_ranks
 from penstock.runtime import CallbackError
 from penstock.settings import ConfigError, LogConfig
 from penstock.settings.declare import checked, words_of
@@ -64,12 +64,9 @@ class Watchers:
                 what = f"{type(error).__name__}: {words_of(error)}"
                 raise CallbackError(f"rank {grid.rank} failed in {event}, step {self.pipeline.step}: {what}") from error
 
-        def gather(value: Any) -> list[Any]:
-            with recorder.collective(f"call {event}"):
-                return gather_json(value, grid.control)
-
+        gathering = recorder.collective(f"call {event}")
         with self.pipeline.recovery.joined():
-            return on_all_ranks(act, gather, CallbackError, message="{error}")
+            return on_all_ranks(act, grid.control, CallbackError, message="{error}", within=gathering)
 
     def call(self, event: str, *values: Any) -> bool:
         """Call the callbacks on this rank alone; True if one of them returned True."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from penstock.engine.options import EngineOptions
 from penstock.engine.pipeline import Pipeline
 from penstock.parallel import connect
 from penstock.parallel.grid import own_world_rank, world_ranks
-from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks, shown_to_all_ranks
+from penstock.parallel.host import broadcast_value, check_portable, gather_json, gather_on_all_ranks, on_all_ranks
 from penstock.parallel.renewable import RenewableGroup, cut_backends, group_at
 from penstock.parallel.tensor_slice import TensorSlice, laid_out
 from penstock.runtime import PipelineError
@@ -208,13 +208,12 @@ class WeightTransfer:
             TypeError: a rank has an extra state that cannot be sent; on all ranks alike.
             TransportError: a rank has ended, or did not come in time.
         """
-        gather = partial(gather_json, group=self.group)
         try:
             if self._pieces is None:
-                views = gather([_view(source), _view(target)])
+                views = gather_json([_view(source), _view(target)], self.group)
                 by_rank = dict(zip(self.ranks, views, strict=True))
-                self._pieces = on_all_ranks(lambda: self._plan(by_rank), gather, ValueError)
-            versions = gather(version)
+                self._pieces = on_all_ranks(lambda: self._plan(by_rank), self.group, ValueError)
+            versions = gather_json(version, self.group)
             for name, pieces in self._pieces.items():
                 self._move(pieces, source.get(name, ()), target.get(name, ()))
             extra = self._extra_state(extra)
@@ -271,11 +270,11 @@ class WeightTransfer:
     def _extra_state(self, rank_state: Mapping[str, Any]) -> dict[str, Any]:
         """The extra state of the source's ranks, from the first rank that has a name. Tensors lie in host memory."""
 
-        def sendable() -> tuple[None, list[str]]:
+        def sendable() -> list[str]:
             check_portable(rank_state)
-            return None, list(rank_state)
+            return list(rank_state)
 
-        _, names = shown_to_all_ranks(sendable, partial(gather_json, group=self.group), TypeError)
+        names = gather_on_all_ranks(sendable, self.group, TypeError)
         states: dict[str, Any] = {}
         for index, rank_names in enumerate(names):
             if not states.keys() >= set(rank_names):

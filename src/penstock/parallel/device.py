@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from penstock.parallel.host import Gather
+from penstock.parallel.host import Members, gather_json
 from penstock.settings import ConfigError, Device, TransportKind
 
 _View = Mapping[str, Any]
 """What a rank shows the others: the device it was given, its host, and its GPU's number and uuid (None without one)."""
 
 
-def agree_on_device(wanted: Device, gather: Gather, rank: int, transport: TransportKind = "auto") -> torch.device:
+def agree_on_device(wanted: Device, group: Members, rank: int, transport: TransportKind = "auto") -> torch.device:
     """The device of this rank, which becomes its current one; all ranks call it, and agree on the kind of device.
 
     A process that has made another GPU than its first the current one keeps it. Else it takes the one that LOCAL_RANK
@@ -26,14 +26,14 @@ def agree_on_device(wanted: Device, gather: Gather, rank: int, transport: Transp
 
     Args:
         wanted: the setting, which may be another on each rank.
-        gather: shows every rank the values of all, by rank.
+        group: the ranks that call it.
         rank: this one among those.
         transport: the setting, the same on all ranks.
 
     Raises: ConfigError on all ranks alike where a rank was given "cuda", and two ranks are on one GPU, or one has none;
         and for transports that differ.
     """
-    views: Sequence[_View] = gather(_own_view(wanted, transport))
+    views: Sequence[_View] = gather_json(_own_view(wanted, transport), group)
     if other := next((number for number, view in enumerate(views) if view["transport"] != views[0]["transport"]), None):
         transports = f'"{views[0]["transport"]}", but rank {other} "{views[other]["transport"]}"'
         raise ConfigError(f"rank 0 was given transport = {transports}; give all the same")

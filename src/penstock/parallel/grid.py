@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.parallel.device import agree_on_device
-from penstock.parallel.host import Gather, ProcessEnded, gather_json, refuse_other_software
+from penstock.parallel.host import ProcessEnded, gather_json, refuse_other_software
 from penstock.parallel.renewable import STAGED, RenewableGroup, cut_backends, new_renewable_group
 from penstock.parallel.staging import is_staged
 from penstock.settings import Coordinates, Device, Groups, Layout, TransportKind
@@ -59,7 +59,7 @@ def connect(
         )
     layout.check(world_size)
     if world_size == 1:
-        return Grid(layout, agree_on_device(wanted, lambda view: [view], 0, transport), rank=0)
+        return Grid(layout, agree_on_device(wanted, None, 0, transport), rank=0)
     ranks, everyone = world_ranks(layout), (tuple(range(layout.world_size)),)
     rank = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else OUTSIDE
     wait_for_all(timeout)
@@ -69,10 +69,9 @@ def connect(
     host = torch.device("cpu")
     on_host = functools.partial(_connected, rank, ranks, "gloo", host, timeout)
     control = on_host(everyone)
-    gather = functools.partial(gather_json, group=control)
-    refuse_other_software(gather)
-    _refuse_other_layouts(layout, gather)
-    device = host if rank == OUTSIDE else agree_on_device(wanted, gather, rank, transport)
+    refuse_other_software(control)
+    _refuse_other_layouts(layout, control)
+    device = host if rank == OUTSIDE else agree_on_device(wanted, control, rank, transport)
     on_device = functools.partial(_connected, rank, ranks, _backend(device, transport), device, timeout)
     pp_control = on_host(layout.groups("pp"))
     known = {everyone: control, layout.groups("pp"): pp_control}
@@ -118,8 +117,8 @@ def _backend(device: torch.device, transport: TransportKind) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _refuse_other_layouts(layout: Layout, gather: Gather) -> None:
-    views = gather(str(layout))
+def _refuse_other_layouts(layout: Layout, control: dist.ProcessGroup | None) -> None:
+    views = gather_json(str(layout), control)
     if other := next((other for other, view in enumerate(views) if view != views[0]), None):
         raise ValueError(f"rank 0 was given {views[0]}, but rank {other} {views[other]}; give all ranks the same")
 

@@ -10,6 +10,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,8 @@ from penstock.settings.declare import words_of
 
 T = TypeVar("T")
 
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank the list of all ranks' JSON values, in rank order: `gather_json` over some group."""
+Members = dist.ProcessGroup | Callable[[Any], list[Any]] | None
+"""The ranks among which values are gathered: a group, or where there is none yet what gathers them by other means."""
 
 _LENGTH = struct.Struct("<q")
 _KIND_BYTES, _ROW_BYTES = 8, 128
@@ -61,38 +62,40 @@ def answer_of_store(
     return answers[0] if answers else if_silent
 
 
-def on_all_ranks(act: Callable[[], T], gather: Gather, *kinds: type[Exception], **settings: Any) -> T:
-    """`shown_to_all_ranks` for an act of which no value is shown; returns its result."""
-    return shown_to_all_ranks(lambda: (act(), None), gather, *kinds, **settings)[0]
+def on_all_ranks(act: Callable[[], T], group: Members, *kinds: type[Exception], **settings: Any) -> T:
+    """Act, and raise on all ranks if any rank's act raised, as `gather_on_all_ranks`; returns this rank's result."""
+    results: list[T] = []
+    gather_on_all_ranks(lambda: results.append(act()), group, *kinds, **settings)
+    return results[0]
 
 
-def shown_to_all_ranks(
-    act: Callable[[], tuple[T, Any]],
-    gather: Gather,
+def gather_on_all_ranks(
+    act: Callable[[], Any],
+    group: Members,
     *kinds: type[Exception],
     otherwise: type[Exception] = RuntimeError,
     catch: type[Exception] = Exception,
     message: str = "rank {rank}: {error}",
-) -> tuple[T, list[Any]]:
-    """Act, show every rank the JSON value that comes with the act's result, and raise on all if any rank's act raised.
+    within: AbstractContextManager[Any] | None = None,
+) -> list[Any]:
+    """Act, give every rank the list of all ranks' results, which JSON can hold, and raise on all if any act raised.
 
     `message` may name the failing `{rank}`, its `{error}`, and the `{kind}` of that error. Errors that are not of the
-    type `catch` pass through at once, unknown to other ranks.
-
-    Returns the result, and the values by rank.
+    type `catch` pass through at once, unknown to other ranks. Results are gathered `within` a context, such as a
+    recorder's `collective`.
 
     Raises: the act's own error on this rank. On other ranks, for the first rank whose act raised, the first of `kinds`
     that its error is an instance of, or else `otherwise`.
     """
     error: Exception | None = None
-    result: T | None = None
-    value = None
+    result = None
     try:
-        result, value = act()
+        result = act()
     except catch as caught:
         error = caught
     number = next((number for number, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds))
-    views = gather([value, None if error is None else [number, type(error).__name__, words_of(error)]])
+    with within or nullcontext():
+        views = gather_json([result, None if error is None else [number, type(error).__name__, words_of(error)]], group)
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(views):
@@ -101,15 +104,15 @@ def shown_to_all_ranks(
             raised = (*kinds, otherwise)[number](message.format(rank=rank, kind=kind, error=text))
             raised.is_of_other_rank = True  # pyright: ignore[reportAttributeAccessIssue]
             raise raised
-    return result, [value_there for value_there, _ in views]  # pyright: ignore[reportReturnType]  # no error: the act has returned
+    return [result for result, _ in views]
 
 
-def refuse_other_software(gather: Gather) -> None:
+def refuse_other_software(group: Members) -> None:
     """Refuse hosts that compute with another Penstock or torch: numbers, messages and files may differ.
 
     Raises: ConfigError on all ranks alike, with each version that differs.
     """
-    views = gather({"penstock": __version__, "torch": torch.__version__})
+    views = gather_json({"penstock": __version__, "torch": torch.__version__}, group)
     for rank, view in enumerate(views):
         if changed := differences(view, views[0], f"on rank {rank}", "on rank 0"):
             raise ConfigError(
@@ -123,11 +126,13 @@ def meet(group: dist.ProcessGroup | None) -> None:
     gather_json(None, group)
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_json(value: Any, group: Members) -> list[Any]:
     """Give every rank the list of all ranks' values, in the order of the group's ranks.
 
     `value` is anything JSON can hold; it comes back as JSON reads it (tuples as lists, keys as strings).
     """
+    if callable(group):
+        return group(value)
     text = json.dumps(value).encode()
     lengths = gather_rows("values", _LENGTH.pack(len(text)), group)
     longest = max(length for row in lengths for length in _LENGTH.unpack(row))

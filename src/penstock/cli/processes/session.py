@@ -342,16 +342,16 @@ class Meeting:
             except OSError as error:
                 raise error if isinstance(error, ValueError) else ConfigError(sentence(error)) from None
 
-        gather = partial(self.exchange, key)
-        return on_all_ranks(refusing, gather, otherwise=ConfigError, catch=ValueError, message="{error}")
+        group = partial(self.exchange, key)
+        return on_all_ranks(refusing, group, otherwise=ConfigError, catch=ValueError, message="{error}")
 
     def choose_device(self, parallel: ParallelConfig) -> ParallelConfig:
         """Give each process its device, as `agree_on_device` does; returns the settings with the one for "auto".
 
         Raises: ConfigError on all of them where that is not possible.
         """
-        gather = partial(self.exchange, "device")
-        device = agree_on_device(parallel.device, gather, self.group.rank, parallel.transport)
+        group = partial(self.exchange, "device")
+        device = agree_on_device(parallel.device, group, self.group.rank, parallel.transport)
         return replace(parallel, device="cuda" if device.type == "cuda" else "cpu")
 
 

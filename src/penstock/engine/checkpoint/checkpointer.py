@@ -16,7 +16,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +48,7 @@ from penstock.engine.optimizer.state import STATE, is_of_all, state_name
 from penstock.io.files import naming, read_json_object, remove, sync_folder, write_durably
 from penstock.model.hf.files import MissingFile, refuse_unfit_files
 from penstock.parallel import Grid
-from penstock.parallel.host import Gather, gather_json, on_all_ranks, shown_to_all_ranks
+from penstock.parallel.host import gather_json, gather_on_all_ranks, on_all_ranks
 from penstock.parallel.tensor_slice import Indices, LocalTensor, StoredSlice, copies, local_slices
 from penstock.settings.declare import words_of
 
@@ -80,8 +79,8 @@ class CheckpointReader:
     #: this rank's place in the grid, and the number of ranks there
     _rank: int
     _num_ranks: int
-    #: gathers each rank's JSON value
-    _gather: Gather
+    #: the group of all ranks; None without others
+    _control: dist.ProcessGroup | None
     #: the settings that make this run what it is, as JSON gives them back; None to read any run
     _identity: Any
     #: names of tensors that are equal to another by construction (tied copies) -> that other's name, under which alone
@@ -97,7 +96,7 @@ class CheckpointReader:
     ) -> None:
         self.folder, self.refused = Path(folder), {}
         self._rank, self._num_ranks = (0, 1) if grid is None else (grid.rank, grid.world_size)
-        self._gather = partial(gather_json, group=None if grid is None else grid.control)
+        self._control = None if grid is None else grid.control
         self._identity = json.loads(json.dumps(identity))
         self._aliases = dict(aliases or {})
 
@@ -107,12 +106,12 @@ class CheckpointReader:
         Each rank verifies some of the files, and all ranks get the same result.
         """
 
-        def names() -> tuple[None, list[str]]:
+        def names() -> list[str]:
             # Oldest first; of a folder that is a checkpoint itself, that one.
             is_one = (self.folder / MANIFEST).is_file()
-            return None, ["."] if is_one else [path.name for path in published(self.folder)]
+            return ["."] if is_one else [path.name for path in published(self.folder)]
 
-        _, names_by_rank = shown_to_all_ranks(names, self._gather, ValueError, otherwise=CheckpointError)
+        names_by_rank = gather_on_all_ranks(names, self._control, ValueError, otherwise=CheckpointError)
         for name in reversed(names_by_rank[0]):
             path, info, reason = self.folder / name, None, None
             try:
@@ -123,7 +122,7 @@ class CheckpointReader:
                 check_files(info, self._rank, self._num_ranks)
             except (ValueError, OSError) as error:
                 reason = str(error)
-            reasons = [other for other in self._gather(reason) if other is not None]
+            reasons = [other for other in gather_json(reason, self._control) if other is not None]
             if not reasons:
                 return info
             self.refused[path] = reasons[0]
@@ -151,7 +150,7 @@ class CheckpointReader:
 
         Raises: ValueError naming some of them, on all ranks alike.
         """
-        names_by_rank = self._gather(sorted({self._source(name) for name in tensors}))
+        names_by_rank = gather_json(sorted({self._source(name) for name in tensors}), self._control)
         unused = sorted(info.stored.keys() - {name for names in names_by_rank for name in names})
         may_stay = (f"{ATTRIBUTE}.", f"{ATTRIBUTE}@", *([ignored] if ignored else []))
         unused = [name for name in unused if not name.startswith(may_stay)]
@@ -167,7 +166,7 @@ class CheckpointReader:
         """
         on_all_ranks(
             lambda: self._load(info, tensors),
-            self._gather,
+            self._control,
             ValueError,
             FileNotFoundError,
             otherwise=CheckpointError,
@@ -186,7 +185,7 @@ class CheckpointReader:
             except (LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError) as error:
                 raise DamagedCheckpoint(f"{info.path}: rank {rank}'s values are none of a run ({error!r})") from error
 
-        return on_all_ranks(restored, self._gather, ValueError, otherwise=CheckpointError, message="{error}")
+        return on_all_ranks(restored, self._control, ValueError, otherwise=CheckpointError, message="{error}")
 
     def _source(self, name: str) -> str:
         if name.startswith(STATE):
@@ -282,7 +281,7 @@ class Checkpointer(CheckpointReader):
         self._keep, self._standalone = keep, standalone
         self._host_copies, self._writing, self._background = {}, None, grid.background
         claim = self._claim if self._rank == 0 else lambda: None
-        on_all_ranks(claim, self._gather, AnotherRun, otherwise=CheckpointError)
+        on_all_ranks(claim, self._control, AnotherRun, otherwise=CheckpointError)
 
     def save(self, step: int, tensors: Mapping[str, LocalTensor], extra: Any = None, wait: bool = False) -> None:
         """Copy this rank's tensors to host memory and write them while training goes on.
@@ -310,8 +309,8 @@ class Checkpointer(CheckpointReader):
                 remove(staging, ignore_errors=True)
                 staging.mkdir()
 
-        self._together(step, prepare)
-        stored, writer_of = _plan_save(step, records, self._gather)
+        self._together(step, prepare, self._control)
+        stored, writer_of = _plan_save(step, records, self._control)
         copies: dict[str, Tensor] = {}
 
         def copy() -> None:
@@ -320,8 +319,7 @@ class Checkpointer(CheckpointReader):
                     copies[name] = self._copy_to_host(name, records[name][0])
 
         # Together, since host memory may be short on one rank, and writers wait for each other without a limit.
-        self._together(step, copy)
-        in_background = partial(gather_json, group=self._background)
+        self._together(step, copy, self._control)
 
         def report() -> Any:
             names = write_tensors(staging, self._rank, copies)
@@ -332,8 +330,8 @@ class Checkpointer(CheckpointReader):
         def write() -> None:
             try:
                 # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
-                reports = self._together(step, report, in_background)
-                self._together(step, lambda: self._publish(staging, step, stored, reports), in_background)
+                reports = self._together(step, report, self._background)
+                self._together(step, lambda: self._publish(staging, step, stored, reports), self._background)
             except Exception as error:
                 errors.append(error)
 
@@ -356,12 +354,12 @@ class Checkpointer(CheckpointReader):
         for error in errors:
             raise CheckpointError(str(error)) from error
 
-    def _together(self, step: int, act: Callable[[], Any], gather: Gather | None = None) -> list[Any]:
+    def _together(self, step: int, act: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
         """Act on all ranks, and return the results by rank. Raises: CheckpointError on all ranks if one fails."""
 
-        def named() -> tuple[None, Any]:
+        def named() -> Any:
             try:
-                return None, act()
+                return act()
             except Exception as error:
                 reason = f"{type(error).__name__}: {words_of(error)}"
                 if isinstance(error, OSError):
@@ -369,8 +367,7 @@ class Checkpointer(CheckpointReader):
                     reason = f"{error.filename or self.folder}: {(error.strerror or str(error)).lower()}"
                 raise CheckpointError(f"step {step} could not be saved: rank {self._rank}: {reason}") from error
 
-        _, values = shown_to_all_ranks(named, gather or self._gather, CheckpointError, message="{error}")
-        return values
+        return gather_on_all_ranks(named, group, CheckpointError, message="{error}")
 
     def _claim(self) -> None:
         """Claim the folder for this run and delete the remains of killed saves; called on rank 0."""
@@ -449,11 +446,11 @@ class Checkpointer(CheckpointReader):
 
 
 def _plan_save(
-    step: int, records: Mapping[str, tuple[Tensor, TensorRecord]], gather: Gather
+    step: int, records: Mapping[str, tuple[Tensor, TensorRecord]], group: dist.ProcessGroup | None
 ) -> tuple[dict[str, TensorRecord], dict[str, int]]:
     """Divide the writing of all slices among ranks, by bytes: stored name -> the tensor, and -> its writer."""
     plan_here = {name: [record.to_json(), tensor.nbytes] for name, (tensor, record) in records.items()}
-    by_rank = gather({"step": step, "tensors": plan_here})
+    by_rank = gather_json({"step": step, "tensors": plan_here}, group)
     if len({plan["step"] for plan in by_rank}) > 1:
         raise ValueError(f"ranks save different steps: {[plan['step'] for plan in by_rank]}")
     holders: dict[str, list[int]] = {}

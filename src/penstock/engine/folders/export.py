@@ -39,7 +39,7 @@ from penstock.model.hf.files import (
 )
 from penstock.model.linear import joint_weights
 from penstock.parallel.collectives import gather_uneven
-from penstock.parallel.host import gather_json, on_all_ranks, shown_to_all_ranks
+from penstock.parallel.host import gather_on_all_ranks, on_all_ranks
 from penstock.parallel.tensor_slice import Shape, Shard, TensorSlice
 from penstock.settings import ParallelConfig
 from penstock.settings.declare import checked
@@ -166,7 +166,6 @@ def write_folder(
     rank = 0 if control is None else control.rank()
     staging = folder.with_name(f".{folder.name}.writing")
     form.describe()
-    gather = partial(gather_json, group=control)
 
     def begin() -> None:
         refuse_used(folder)
@@ -175,11 +174,9 @@ def write_folder(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
 
-    on_all_ranks(begin if rank == 0 else lambda: None, gather, ValueError)
+    on_all_ranks(begin if rank == 0 else lambda: None, control, ValueError)
     try:
-        _, files = shown_to_all_ranks(
-            lambda: (None, _write(staging / str(rank), form, parameters, options)), gather, ValueError
-        )
+        files = gather_on_all_ranks(lambda: _write(staging / str(rank), form, parameters, options), control, ValueError)
         dtype = next((options.torch_dtype(parameter.dtype) for parameter in parameters), torch.float32)
         fields: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
         if form.bytes_end:
@@ -188,7 +185,7 @@ def write_folder(
             fields[KEY] = description(("lm_head",) if form.describe().get("tie_word_embeddings") else ())
         on_all_ranks(
             lambda: _publish(staging, folder, form, fields, files) if rank == 0 else None,
-            gather,
+            control,
             ValueError,
         )
     except BaseException:

@@ -268,8 +268,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     if setting is None:
         raise ValueError("this engine has no adapters to save; give one with adapter = LoraConfig(...)")
     adapter, is_first = Adapter.of(setting, form), grid.rank == 0
-    gather = partial(gather_json, group=grid.control)
-    on_all_ranks(lambda: refuse_used(folder) if is_first else None, gather, ValueError)
+    on_all_ranks(lambda: refuse_used(folder) if is_first else None, grid.control, ValueError)
     local: dict[str, Tensor] = {}
     for stage in pipeline.stages.values() if grid.dp_rank == grid.cp_rank == grid.tp_rank == 0 else ():
         stage.weights_ready()
@@ -281,7 +280,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
                     key = f"{_PREFIX}{stored.removesuffix('.weight')}.{kind}.weight"
                     local[key] = getattr(layer, kind)[_ADAPTER].weight.detach()
     tensors: dict[str, Tensor] = {}
-    for rank, has_adapters in enumerate(gather(bool(local))):
+    for rank, has_adapters in enumerate(gather_json(bool(local), grid.control)):
         tensors |= broadcast_value(local, rank, grid.control) if has_adapters else {}
 
     def write() -> None:
@@ -299,7 +298,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
         # safetensors ignores the umask and writes files that only the user may read.
         shutil.copymode(folder / "adapter_config.json", folder / _FILE)
 
-    on_all_ranks(lambda: write() if is_first else None, gather, ValueError)
+    on_all_ranks(lambda: write() if is_first else None, grid.control, ValueError)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +47,7 @@ from penstock.model.hf.families import (
 )
 from penstock.model.hf.files import MissingFile, Names, WeightFiles, is_quantized, units_from_files
 from penstock.parallel.grid import wait_for_all
-from penstock.parallel.host import gather_json, on_all_ranks
+from penstock.parallel.host import on_all_ranks
 from penstock.settings import (
     ConfigError,
     Layout,
@@ -379,7 +379,7 @@ class ModelFolder(ABC):
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         try:
-            return on_all_ranks(check, partial(gather_json, group=group), MissingFile, ValueError)
+            return on_all_ranks(check, group, MissingFile, ValueError)
         finally:
             dist.destroy_process_group(group)
 

@@ -28,7 +28,7 @@ from penstock.engine.generation.prompts import read_prompts
 from penstock.engine.generation.requests import RequestQueue
 from penstock.engine.pipeline import Pipeline
 from penstock.model import cache_dtype
-from penstock.parallel.host import gather_json, meet, shown_to_all_ranks
+from penstock.parallel.host import gather_json, gather_on_all_ranks, meet
 from penstock.runtime import DecodeLoop, Decoders, Generation, PipelineError, Ring, host_channels
 from penstock.runtime.transport import unique_number
 from penstock.schedule import Ending, RingShape, Scheduler
@@ -97,8 +97,10 @@ class Generator:
         Pipelines that share experts have prompts of their own, and must have as many slots.
         """
         pipeline, grid = self._pipeline, self._pipeline.grid
+        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
+        sequences: list[schedule.Sequence] = []
 
-        def check() -> tuple[tuple[Any, ...], list[Any]]:
+        def check() -> list[Any]:
             check_argument("options", options, GenerateOptions)
             listeners.check(pipeline.layout)
             self._check_first_stage()
@@ -115,20 +117,17 @@ class Generator:
             form = (shape, options.refill, options.longest_first, options.decode)
             text = repr((token_lists, samplings, sorted(options.skip), agrees_on_interrupt, form))
             digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-            return (token_lists, samplings, digest, shape.num_slots), [grid.dp_rank, digest, shape.num_slots]
+            sequences.extend(schedule.Sequence.all_of(token_lists, samplings))
+            return [grid.dp_rank, digest, shape.num_slots]
 
-        group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
-
-        def gather(value: Any) -> list[Any]:
-            with pipeline.recorder.collective("agree on the prompts", group):
-                return gather_json(value, group)
-
-        (token_lists, samplings, digest, num_slots), views = shown_to_all_ranks(
+        views = gather_on_all_ranks(
             check,
-            gather,
+            group,
             otherwise=PipelineError,
             message="rank {rank} of those that generate together cannot: {error}",
+            within=pipeline.recorder.collective("agree on the prompts", group),
         )
+        _, digest, num_slots = views[0 if group is None else group.rank()]
         for rank, (dp_rank, rank_digest, rank_slots) in enumerate(views):
             if rank_slots != num_slots:
                 raise PipelineError(
@@ -138,7 +137,7 @@ class Generator:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given other prompts, parameters or options"
                 )
-        return schedule.Sequence.all_of(token_lists, samplings)
+        return sequences
 
     def _check_first_stage(self) -> None:
         """Check that the first stage lies on the rank that takes requests. Raises: ValueError."""

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, fields, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 from zlib import crc32
@@ -28,7 +27,7 @@ from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import Comparison, num_ahead
 from penstock.engine.training.loss import StepLoss, check_total
 from penstock.model import Limits, Numbers, random_numbers
-from penstock.parallel.host import gather_json, gather_rows, shown_to_all_ranks
+from penstock.parallel.host import gather_on_all_ranks, gather_rows
 from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Program
 from penstock.settings import Normalize, TrainConfig
@@ -151,14 +150,14 @@ def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, 
     """
     if any(report.failed for report in reports) or len({report.job for report in reports}) > 1:
 
-        def call_or_error() -> tuple[None, str]:
+        def call_or_error() -> str:
             if error is not None:
                 raise error
-            return None, call
+            return call
 
         message = "rank {rank} cannot use what it was given: {error}"
-        gather = partial(gather_json, group=pipeline.grid.control)
-        _, calls = shown_to_all_ranks(call_or_error, gather, otherwise=PipelineError, message=message)
+        control = pipeline.grid.control
+        calls = gather_on_all_ranks(call_or_error, control, otherwise=PipelineError, message=message)
         rank, other = next((rank, text) for rank, text in enumerate(calls) if text != calls[0])
         raise PipelineError(f"all ranks must make the same calls, but rank 0 made {calls[0]} and rank {rank} {other}")
     if len({report.drawn and report.wanted for report in reports if not report.ended}) > 1:

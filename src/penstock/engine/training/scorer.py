@@ -42,7 +42,7 @@ from penstock.model import (
     token_statistics,
     whole_logits,
 )
-from penstock.parallel.host import broadcast_value, check_portable, gather_json, on_all_ranks
+from penstock.parallel.host import broadcast_value, check_portable, on_all_ranks
 from penstock.parallel.staging import read_numbers
 from penstock.runtime import Feed, PipelineError
 from penstock.settings import Layout
@@ -142,8 +142,7 @@ def share_outputs(pipeline: Pipeline, outputs: Sequence[Any]) -> tuple[Any, ...]
     """Give every rank of the pipeline what those of the last stage have; see `Engine.share_outputs`."""
     rank_outputs, all_outputs, placement = list(outputs), list[Any](), pipeline.placement
     with pipeline.recorder.collective("share outputs"):
-        gather = partial(gather_json, group=pipeline.grid.control)
-        on_all_ranks(lambda: check_portable(rank_outputs), gather, TypeError, message="rank {rank}: {error}")
+        on_all_ranks(lambda: check_portable(rank_outputs), pipeline.grid.control, TypeError)
         # Each copy of a bidirectional model has computed its own microbatches, one half after the other.
         for source in placement.copies_of(placement.stages_per_route - 1):
             all_outputs += broadcast_value(rank_outputs, source, pipeline.grid.pp_control)
@@ -275,13 +274,13 @@ class OutputCollector:
 
     def handed_out(self, pipeline: Pipeline, split: Split) -> Any:
         """Gather the results, raise on all ranks if one has failed, and return this rank's."""
-
-        def gather(error: Any) -> list[Any]:
-            with pipeline.recorder.collective("hand out the results"):
-                return gather_json(error, pipeline.grid.control)
-
-        message = "rank {rank} cannot make use of its outputs: {kind}: {error}"
-        value = on_all_ranks(lambda: self._value(pipeline, split), gather, otherwise=PipelineError, message=message)
+        value = on_all_ranks(
+            lambda: self._value(pipeline, split),
+            pipeline.grid.control,
+            otherwise=PipelineError,
+            message="rank {rank} cannot make use of its outputs: {kind}: {error}",
+            within=pipeline.recorder.collective("hand out the results"),
+        )
         if not self.broadcast:
             return value
         with pipeline.recorder.collective("hand out the results", pipeline.grid.pp_control):
