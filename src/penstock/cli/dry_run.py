@@ -141,7 +141,7 @@ def _stage_plans(
     work = [unit.work(run.arguments.options.label_share) for unit in units]
     plans = []
     for number in range(placement.num_stages):
-        members = cut[number % len(cut)]
+        members = cut[placement.original_of(number)]
         # Each rank that holds it has the same; none for a stage without units.
         held = ([unit for unit in one.units if unit.stage == number] for one in rehearsals)
         costs = next(filter(None, held), [])

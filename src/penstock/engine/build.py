@@ -37,7 +37,7 @@ def build_stages(
         ValueError: tokens are to be reproducible, and a layer cannot.
     """
     if not isinstance(options.recompute, str):
-        layers = {layer for unit in units if (layer := _layer_of(unit.name)) is not None}
+        layers = {layer for unit in units if (layer := unit.layer) is not None}
         if wrong := [layer for layer in options.recompute if layer not in layers]:
             possible = (
                 f"the model's {len(layers)} layers are 0 to {max(layers)}" if layers else "the model has no layers"
@@ -62,7 +62,7 @@ def build_stages(
             boundary,
             weight_gradients,
             autocast=autocast_of(options.precision, device),
-            recompute=frozenset(name for name, _ in modules if recomputes(name, options)),
+            recompute=frozenset(units[i].name for i in positions if recomputes(units[i], options)),
         )
     return stages
 
@@ -122,17 +122,11 @@ def keep_linears_eager(module: nn.Module) -> None:
             part.forward = torch.compiler.disable(part.forward)
 
 
-def recomputes(unit: str, options: EngineOptions) -> bool:
-    """True if the options recompute the activations of the unit of that name; layers are chosen by index."""
+def recomputes(unit: UnitSpec, options: EngineOptions) -> bool:
+    """True if the options recompute the activations of the unit; layers are chosen by index."""
     if isinstance(options.recompute, str):
         return options.recompute == "full"
-    return _layer_of(unit) in options.recompute
-
-
-def _layer_of(unit: str) -> int | None:
-    """The index of the layer that the unit of that name belongs to; None for a unit outside of all layers."""
-    layer = unit.split(".")[1:2]
-    return int(layer[0]) if layer and layer[0].isdigit() else None
+    return unit.layer in options.recompute
 
 
 _MOST_KINDS = 1024

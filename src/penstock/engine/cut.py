@@ -41,9 +41,8 @@ def cut_units(
 
     Raises: ValueError for more stages than units, or a cut by hand that leaves units out.
     """
-    # Units of one layer are named after it, such as layers.3.attention.
-    units_per_layer = Counter(".".join(unit.name.split(".")[:2]) for unit in units)
-    cut_by_hand = options.choice.cut(len(units), placement.stages_per_route, max(units_per_layer.values()))
+    units_per_layer = Counter(unit.layer for unit in units if unit.layer is not None)
+    cut_by_hand = options.choice.cut(len(units), placement.stages_per_route, max(units_per_layer.values(), default=1))
     if cut_by_hand is not None:
         return cut_by_hand
     return balanced_cut(times or [unit.work(options.label_share) for unit in units], placement)
@@ -95,8 +94,8 @@ def times_here(
     times_by_kind: dict[tuple[str, int, float, bool], list[float]] = {}
     times = []
     for i, unit in enumerate(units):
-        is_recomputed = recomputes(unit.name, options)
-        kind = (unit.name.rpartition(".")[2], unit.num_parameters, unit.flops_per_token, is_recomputed)
+        is_recomputed = recomputes(unit, options)
+        kind = (unit.kind, unit.num_parameters, unit.flops_per_token, is_recomputed)
         if kind not in times_by_kind:
             x = torch.randn(boundary.shape(sequences.num_tokens), device=device, dtype=boundary.dtype)
             if i == 0:

@@ -253,11 +253,11 @@ class Pipeline:
 
     def _build_stages(self) -> None:
         """Build this rank's stages, and find their parameters' ties and shards."""
-        indices, num_cut = self.placement.stages_of(self.grid.pp_rank), len(self.cut)
-        self.stages = self._make_stages({index: self.cut[index % num_cut] for index in indices})
+        indices = self.placement.stages_of(self.grid.pp_rank)
+        self.stages = self._make_stages({index: self.cut[self.placement.original_of(index)] for index in indices})
         self.casts = WeightCasts()
         for index, stage in self.stages.items():
-            stage.suffix = SECOND_COPY if index >= num_cut else stage.suffix
+            stage.suffix = SECOND_COPY if self.placement.route_of(index) else stage.suffix
             for _, module in stage.units:
                 share_casts(module, self.casts)
                 attributes = [value for part in module.modules() for value in vars(part).values()]

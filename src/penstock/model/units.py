@@ -70,6 +70,17 @@ class UnitSpec:
     #: True for a user's own layer, whose output may be more than the plain stream
     is_own: bool = False
 
+    @property
+    def layer(self) -> int | None:
+        """The index of its layer, as in layers.3.attention; None for a unit outside of all layers."""
+        layer = self.name.split(".")[1:2]
+        return int(layer[0]) if layer and layer[0].isdigit() else None
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name, as in layers.3.attention."""
+        return self.name.rpartition(".")[2]
+
     def work(self, label_share: float) -> float:
         """Forward work on one token where this share of tokens has a label."""
         return self.flops_per_token - (1 - label_share) * self.flops_if_read

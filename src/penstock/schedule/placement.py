@@ -104,6 +104,10 @@ class Placement:
     def route_of(self, stage: int) -> int:
         return stage // self.stages_per_route
 
+    def original_of(self, stage: int) -> int:
+        """The stage of the first route with the same layers."""
+        return stage % self.stages_per_route
+
     def rank_of(self, stage: int) -> int:
         if self.homes:
             return self.homes[stage]
@@ -132,7 +136,7 @@ class Placement:
 
     def is_first(self, stage: int) -> bool:
         """True if the stage takes the model's input."""
-        return stage % self.stages_per_route == 0
+        return self.original_of(stage) == 0
 
     def is_last(self, stage: int) -> bool:
         """True if the stage gives the model's output."""

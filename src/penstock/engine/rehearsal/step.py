@@ -357,7 +357,7 @@ def rehearse(
             launches=tuple(traffic.launches),
         )
         # Last, because this restarts the meter.
-        costs = rehearsed_costs(pipeline.units, pipeline.cut, pipeline.stages, options, feeds[0], place)
+        costs = rehearsed_costs(pipeline.units, pipeline.stages, options, feeds[0], place)
     return replace(step, units=costs)
 
 

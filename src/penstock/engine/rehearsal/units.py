@@ -113,7 +113,6 @@ def without_values() -> Iterator[FakeTensorMode]:
 
 def rehearsed_costs(
     units: Sequence[UnitSpec],
-    cut: Sequence[range],
     stages: Mapping[int, Stage],
     options: EngineOptions,
     feed: Feed,
@@ -121,11 +120,11 @@ def rehearsed_costs(
 ) -> tuple[UnitCost, ...]:
     """The costs of these stages' units for a microbatch, in order; equal units are run once."""
     costs_by_kind: dict[Hashable, tuple[ActionCost, ...]] = {}
-    unit_costs = []
+    unit_costs, specs = [], {unit.name: unit for unit in units}
     for index, stage in stages.items():
-        specs = [units[i] for i in cut[index % len(cut)]]
-        for spec, (name, module) in zip(specs, stage.units, strict=True):
-            is_recomputed = recomputes(name, options)
+        for name, module in stage.units:
+            spec = specs[name]
+            is_recomputed = recomputes(spec, options)
             kind = _kind(spec.build), is_recomputed, spec is units[-1]
             if kind not in costs_by_kind:
                 unit_stage = Stage(
