@@ -84,7 +84,7 @@ def raise_fault(kind: str, times: list[float]) -> None:
 
 def break_step(engine: Engine, place: int, kind: str, times: list[float]) -> Callable[[], None]:
     """Let one action of this rank fail in the next step, before, within or after its work; returns what mends it."""
-    executor = engine.pipeline.executor(NUM_MICROBATCHES, training=True)
+    executor = engine.pipeline.executor(NUM_MICROBATCHES, engine.trainer.start_reduction)
     place %= len(executor._steps)
     step, handler = executor._steps[place]
 
@@ -235,7 +235,7 @@ ERRORS = {
 def break_a_device(rank: int, name: str) -> tuple[str, float, bool]:
     """The second rank's device or its communicator fails, which closes no connection of the first one's."""
     engine = Case(Layout(pp=2)).engine()
-    executor = engine.pipeline.executor(NUM_MICROBATCHES, training=True)
+    executor = engine.pipeline.executor(NUM_MICROBATCHES, engine.trainer.start_reduction)
     step, handler = executor._steps[0]
 
     def broken(record: Any) -> Any:

@@ -190,16 +190,14 @@ class Pipeline:
     transport: Transport
     #: lets a failure on one rank end the step on all, and undoes it
     recovery: Recovery
-    #: starts summing the gradients of a local stage, given by index, over ranks, without waiting; set by the trainer
-    start_reduction: Callable[[int], None]
     #: number of the last step, skipped ones included; 0 before the first
     step: int
     #: True if this rank has callbacks, which see steps and evaluations
     is_watched: bool
     #: True if any rank had callbacks at the last batch
     is_watched_anywhere: bool
-    #: (training, number of microbatches) -> executor of the proved program, least recently used first
-    _executors: dict[tuple[bool, int], Executor]
+    #: (what reduces gradients, number of microbatches) -> executor of the proved program, least recently used first
+    _executors: dict[tuple[Callable[[int], None] | None, int], Executor]
 
     def __init__(
         self,
@@ -228,7 +226,6 @@ class Pipeline:
         self.cut, self.choice = self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
-        self.start_reduction = lambda stage: None
         self.is_watched = self.is_watched_anywhere = False
         place = "" if self.layout.world_size == self.layout.pp else str(self.grid.place)
         self.recorder = self._make_recorder(place or None)
@@ -482,21 +479,25 @@ class Pipeline:
             return self.choice.program(self.layout.pp, num_microbatches, whole_backwards=shared)
         return self.choice.forwards(self.placement, num_microbatches)
 
-    def executor(self, num_microbatches: int, training: bool = True) -> Executor:
-        """The executor of `program`, proved once and kept while in use."""
-        key = (training, num_microbatches)
+    def executor(self, num_microbatches: int, reduce: Callable[[int], None] | None) -> Executor:
+        """The executor of `program`, proved once and kept while in use.
+
+        reduce: starts summing the gradients of a local stage, given by index, over ranks, without waiting; None for the
+        forwards alone.
+        """
+        key = (reduce, num_microbatches)
         executor = self._executors.pop(key, None)
         if executor is None:
-            program = self.program(num_microbatches, training)
+            program = self.program(num_microbatches, training=reduce is not None)
             executor = Executor(
                 program,
                 {index: stage for index, stage in self.stages.items() if index < program.placement.num_stages},
                 self.transport,
                 self.recorder,
-                reduce=self.start_reduction,
-                pairs=Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
+                reduce,
+                Pairs(self.choice.settings.overlap, early_release=self.choice.settings.early_release),
+                self.recovery.alarm,
             )
-            executor.alarm = self.recovery.alarm
         self._executors[key] = executor
         if len(self._executors) > _MAX_EXECUTORS:
             del self._executors[next(iter(self._executors))]

@@ -64,16 +64,17 @@ class Executor:
     transport: Transport
     #: notes every action
     recorder: Recorder
-    #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait
-    reduce: Callable[[int], None] = lambda stage: None
+    #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait. None: no rank to
+    #: reduce with
+    reduce: Callable[[int], None] | None = None
     #: the way in which the two actions of a fused pair take turns
     pairs: Pairs = _PAIRS
+    #: rings when another rank has failed
+    alarm: Alarm = field(default_factory=Alarm)
     #: this rank's place in the program
     rank: int = field(init=False)
     #: True if the program has backwards
     training: bool = field(init=False)
-    #: rings when another rank has failed
-    alarm: Alarm = field(default_factory=Alarm, init=False)
     #: local stage and direction -> where its input comes from and its result goes to
     _wires: dict[tuple[Direction, int], Wire] = field(init=False)
     #: True if a backward leaves the gradients of weights for later
@@ -309,7 +310,8 @@ class Executor:
             self.transport.send(wire.leaving, self._departures.pop(key))
 
     def _start_reduction(self, action: Action, wire: Wire, record: Record) -> None:
-        self.reduce(action.stage)
+        if self.reduce is not None:
+            self.reduce(action.stage)
 
     def _post_receive(self, action: Action, wire: Wire, record: Record) -> None:
         assert wire.arriving is not None

@@ -380,7 +380,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
     loss_scale = optimizer.loss_scale
     assert isinstance(pipeline, RehearsedPipeline)
     with explained(pipeline.recorder):
-        executor = pipeline.executor(microbatches.num, training=True)
+        executor = pipeline.executor(microbatches.num, trainer.start_reduction)
         executor.arena = CountedArena()
         feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
         if optimizer.may_fail:

@@ -88,7 +88,7 @@ def _run_forwards(
     """Run the program of forwards; a rank without microbatches has none. Returns the last stage's results."""
     results: list[Tensor] = []
     if microbatches.num:
-        executor = pipeline.executor(microbatches.num, training=False)
+        executor = pipeline.executor(microbatches.num, reduce=None)
         results = pipeline.run(executor, microbatches.feeds(feed, pipeline.step, executor.program))
     microbatches.add_up_drawn()
     return results

@@ -124,7 +124,6 @@ class Trainer:
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
         self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
         self._build({})
-        pipeline.start_reduction = lambda stage: self.buckets[stage].launch()
         pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
 
     def train_batch(
@@ -152,7 +151,7 @@ class Trainer:
             with agree_on_microbatches(pipeline, call, source, report) as microbatches:
                 self._follow_freezing(microbatches.reports)
                 with recovery.announcing():
-                    executor = pipeline.executor(microbatches.num, training=True)
+                    executor = pipeline.executor(microbatches.num, self.start_reduction)
                     feeds = self.feeds(microbatches, step_loss, loss_scale, step, executor.program)
                     self.prepare()
                     losses = pipeline.run(executor, feeds)
@@ -262,6 +261,10 @@ class Trainer:
         for buckets in self.buckets.values():
             buckets.zero_()
         self.pipeline.set_training(True)
+
+    def start_reduction(self, stage: int) -> None:
+        """Start summing the gradients of a local stage over ranks, without waiting; an action of the program."""
+        self.buckets[stage].launch()
 
     def finish(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
         """Finish the gradients, and read all that the host needs to know of the step, for which it waits once.
