@@ -9,6 +9,7 @@ const F = 0,
   W = 3;
 const FORWARD = 0,
   BACKWARD = 1; // the two flows of messages
+const flowOf = kind => (kind === F ? FORWARD : kind === W ? 2 : BACKWARD);
 
 const layers = data.layers.map(decodeLayer);
 const numRanks = layers[0].ranks.length;
@@ -81,10 +82,10 @@ function decodeTimes(packed, tick) {
 
 // What is live over time, as steps: microbatches, or bytes.
 function decodeLive(packed, tick) {
-  const times = new Float64Array(packed.gap.length);
+  const n = packed.gap.length, start = new Float64Array(n), values = packed.value;
   let at = 0;
-  packed.gap.forEach((gap, i) => (times[i] = (at += gap) * tick));
-  return { times, values: packed.value, peak: packed.value.reduce((most, value) => Math.max(most, value), 0) };
+  packed.gap.forEach((gap, i) => (start[i] = (at += gap) * tick));
+  return { n, start, values, peak: values.reduce((most, value) => Math.max(most, value), 0) };
 }
 
 // Where each action is: by flow (W on its own), stage and microbatch, its rank and its index in the rank's lane.
@@ -95,8 +96,7 @@ function placesOf(layer) {
     indexAt = new Int32Array(size);
   const put = (kind, stage, microbatch, rank, index) => {
     if (stage < 0 || microbatch < 0) return;
-    const flow = kind === F ? 0 : kind === W ? 2 : 1;
-    const at = (flow * layer.numStages + stage) * stride + microbatch;
+    const at = (flowOf(kind) * layer.numStages + stage) * stride + microbatch;
     rankAt[at] = rank;
     indexAt[at] = index;
   };
@@ -141,7 +141,7 @@ function sourceOf(layer, rank, index) {
   let latest = null;
   for (const [kind, stage, microbatch] of candidates) {
     if (kind !== F && kind !== B && kind !== I) continue;
-    const flow = kind === F ? FORWARD : BACKWARD;
+    const flow = flowOf(kind);
     const place = layer.places(flow, stage + (flow === FORWARD ? -1 : 1), microbatch);
     if (place && place.rank !== rank) {
       const end = layer.ranks[place.rank].compute.end[place.index];

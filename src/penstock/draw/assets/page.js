@@ -48,6 +48,7 @@ function pause() {
   redraw();
   $("play").textContent = "Play";
   $("status").setAttribute("aria-live", "polite");
+  rememberSoon();
 }
 
 // Follow a microbatch and, where nothing of it is seen, go where it is.
@@ -130,6 +131,13 @@ function remember() {
   }
 }
 
+// Each move is remembered, once it has come to rest.
+let soon = 0;
+function rememberSoon() {
+  clearTimeout(soon);
+  soon = setTimeout(remember, 200);
+}
+
 function recall(hash = location.hash) {
   const asked = new URLSearchParams(hash.slice(1));
   const named = layers.findIndex(layer => layer.name === asked.get("show"));
@@ -186,17 +194,12 @@ body.addEventListener("pointerup", event => {
   drag = null;
   body.classList.remove("moving");
   if (!was) return;
-  if (!was.moved) {
-    choose(event);
-    return;
-  }
-  if (was.range) {
+  if (!was.moved) choose(event);
+  else if (was.range) {
     const scale = bodyScale(),
       [a, b] = [scale.t(was.x), scale.t(event.offsetX)];
     state.pointer = null;
     glideTo(Math.min(a, b), Math.max(a, b));
-  } else {
-    remember();
   }
 });
 
@@ -247,16 +250,9 @@ body.addEventListener(
     } else {
       zoom(Math.exp(-dy * (event.ctrlKey ? 0.01 : 0.0018)), bodyScale().t(event.offsetX));
     }
-    rememberSoon();
   },
   { passive: false },
 );
-
-let soon = 0;
-function rememberSoon() {
-  clearTimeout(soon);
-  soon = setTimeout(remember, 200);
-}
 
 scroller.addEventListener("scroll", redraw);
 
@@ -265,7 +261,6 @@ function goTo(event) {
   const middle = scaleOf(overviewCanvas.clientWidth, ...WHOLE).t(event.offsetX),
     half = (state.to - state.from) / 2;
   look(middle - half, middle + half);
-  rememberSoon();
 }
 overviewCanvas.addEventListener("pointerdown", event => {
   overviewCanvas.setPointerCapture(event.pointerId);
@@ -317,7 +312,6 @@ document.addEventListener("keydown", event => {
   if (!act) return;
   event.preventDefault();
   act();
-  rememberSoon();
 });
 
 const pan = part => look(state.from + part * (state.to - state.from), state.to + part * (state.to - state.from));
@@ -382,21 +376,12 @@ function makeSwitch() {
   $("show").hidden = layers.length < 2;
 }
 
-$("in").onclick = () => {
-  zoom(1.6);
-  remember();
-};
-$("out").onclick = () => {
-  zoom(1 / 1.6);
-  remember();
-};
+$("in").onclick = () => zoom(1.6);
+$("out").onclick = () => zoom(1 / 1.6);
 $("fit").onclick = () => glideTo(...WHOLE);
 $("before").onclick = () => neighbour(-1);
 $("after").onclick = () => neighbour(1);
-$("play").onclick = () => {
-  KEYS.p();
-  remember();
-};
+$("play").onclick = KEYS.p;
 $("play").disabled = !numMicrobatches;
 $("clear").onclick = () => follow(-1);
 $("microbatch").onchange = event => goAlong(event.target.value.trim() === "" ? -1 : Number(event.target.value));

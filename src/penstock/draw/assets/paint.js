@@ -254,15 +254,15 @@ function spread(lane, i, took, add) {
 // What is live over time, as steps: filled, or as a line where it is laid over another. Of the steps within one pixel
 // the highest is drawn, so that no peak is lost from afar.
 function paintStrip(pen, live, box, scale, filled) {
-  const { times, values } = live;
+  const { n, start: times, values } = live;
   const y = value => box.y + box.height - (box.height - 1) * (value / peakLive);
-  let i = Math.max(0, lastStarted({ start: times, n: times.length }, scale.from));
-  let value = times.length && times[i] <= scale.from ? values[i] : 0;
+  let i = Math.max(0, lastStarted(live, scale.from));
+  let value = n && times[i] <= scale.from ? values[i] : 0;
   let x = Math.max(0, scale.x(0)),
     highest = value;
   pen.beginPath();
   pen.moveTo(x, y(filled ? 0 : value));
-  for (; i < times.length && times[i] <= scale.to; i++) {
+  for (; i < n && times[i] <= scale.to; i++) {
     const at = scale.x(times[i]);
     if (at - x >= 0.5) {
       pen.lineTo(x, y(highest));

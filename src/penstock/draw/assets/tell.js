@@ -35,8 +35,6 @@ function describe(at) {
   return [`${nameOf(lane, index)}  ${WORDS[lane.kind[index]]}${back}`, facts];
 }
 
-const flowOf = kind => (kind === F ? 0 : kind === W ? 2 : 1);
-
 function stretch(rank, layer, lane, i) {
   const facts = [
     ["rank", layers.length > 1 ? `${rank}, ${layer.name}` : rank],
@@ -82,9 +80,8 @@ function describeIdle({ rank, layer, time: at }) {
 
 function describeStrip({ rank, time: at }) {
   const facts = shownLayers().map(layer => {
-    const { times, values } = layer.ranks[rank].live,
-      i = lastStarted({ start: times, n: times.length }, at);
-    return [shownLayers().length > 1 ? layer.name : "now", amount(i < 0 ? 0 : values[i])];
+    const { live } = layer.ranks[rank], i = lastStarted(live, at);
+    return [shownLayers().length > 1 ? layer.name : "now", amount(i < 0 ? 0 : live.values[i])];
   });
   return [`${$("stripsName").textContent} of rank ${rank}`, [["time", time(at)], ...facts]];
 }

@@ -284,6 +284,7 @@ function look(from, to) {
   const middle = (from + to) / 2, before = state.to - state.from;
   state.from = Math.max(WHOLE[0], Math.min(WHOLE[1] - length, middle - length / 2));
   state.to = state.from + length;
+  rememberSoon();
   if (rows.crowded && length !== before) layOut();
   else redraw();
 }
@@ -303,7 +304,6 @@ function glideTo(from, to) {
       eased = 1 - (1 - done) ** 3;
     look(a + (from - a) * eased, b + (to - b) * eased);
     if (done < 1) moving = requestAnimationFrame(step);
-    else remember();
   };
   moving = requestAnimationFrame(step);
 }
