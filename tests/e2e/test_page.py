@@ -315,7 +315,7 @@ def test_a_hang_is_drawn_up_to_there_with_what_waits_and_the_cycle(show: Open, n
     page = show(Layer.simulated(timeline))
     page.evaluate(f"paintTheme('{theme}')")
     assert page.text("#hang") == hang.sentence and page.box("#figures")[3] == 0
-    names = "layers[0].ranks.map(({ compute: lane }) => [...lane.kind].map((_, i) => nameOf(lane, i)))"
+    names = "layers[0].ranks.map(({ compute }) => compute.map(nameOf))"
     ran = [[step for step in steps if parts(step)[0].op in COMPUTE] for steps in carried_out(program)]
     assert [[own for own in row if own[-1] not in "RS"] for row in page.evaluate(names)] == [
         [str(step) for step in steps] for steps in ran
@@ -348,7 +348,7 @@ def test_a_forward_that_keeps_all_activations_bears_its_mark_and_the_key_says_so
     program = schedule.keep_first(schedule.lower(schedule.build("combined-1f1b", ranks=3, microbatches=6)), 1)
     timeline = schedule.simulate(program, Costs(1.0, 2.0, 1.0, recompute=1.0))
     page = show(Layer.simulated(timeline))
-    names = page.evaluate("layers[0].ranks.map(({ compute }) => [...compute.kind].map((_, i) => nameOf(compute, i)))")
+    names = page.evaluate("layers[0].ranks.map(({ compute }) => compute.map(nameOf))")
     for order, found in zip(program.schedule.orders, names, strict=True):
         assert [str(step).removesuffix("OVERLAP_F_B") for step in order] == found[: len(order)]
     assert "K keeps all activations, recomputes none" in " ".join(page.text("#legend").split())

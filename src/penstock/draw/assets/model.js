@@ -1,125 +1,87 @@
-// What the page knows: timelines decoded into typed arrays, and questions to them. Nothing here draws.
+// What the page knows: timelines decoded into actions, and questions to them. Nothing here draws.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 // Of the kinds of actions, in the order of the table.
 const LETTERS = Object.keys(data.looks).join("").replace(/[^A-Z]/g, "");
-const F = 0,
-  B = 1,
-  I = 2,
-  W = 3;
-const FORWARD = 0,
-  BACKWARD = 1; // the two flows of messages
+const [F, B, I, W] = [0, 1, 2, 3];
+const [FORWARD, BACKWARD] = [0, 1]; // the two flows of messages
 const flowOf = kind => (kind === F ? FORWARD : kind === W ? 2 : BACKWARD);
 
 const layers = data.layers.map(decodeLayer);
 const numRanks = layers[0].ranks.length;
 const makespan = Math.max(...layers.map(layer => layer.makespan)) || 1;
-const numMicrobatches = 1 + layers.reduce((most, layer) => Math.max(most, layer.lastMicrobatch), -1);
-const anyKept = layers.some(layer => layer.ranks.some(rank => rank.compute.kept.size));
-const peakLive = Math.max(...layers.flatMap(layer => layer.ranks.map(rank => rank.live.peak))) || 1;
+const allRanks = layers.flatMap(layer => layer.ranks);
+const numMicrobatches = 1 + mostOf(allRanks.flatMap(rank => rank.compute.map(action => mostOf(action.parts, part => part.microbatch))));
+const anyKept = allRanks.some(rank => rank.compute.some(action => action.kept));
+const peakLive = mostOf(allRanks, rank => rank.peak) || 1;
+
+// The largest of any number of values; -1 without any.
+function mostOf(list, value = own => own) {
+  return list.reduce((most, own) => Math.max(most, value(own)), -1);
+}
 
 function decodeLayer(packed) {
   const ranks = packed.ranks.map(rank => {
-    const compute = decodeLane(rank.compute, packed.tick);
-    const stages = [...new Set(compute.stage)].filter(stage => stage >= 0).sort((a, b) => a - b);
-    return {
-      compute,
-      beside: decodeLane(rank.beside, packed.tick),
-      waits: { ...decodeTimes(rank.waits, packed.tick), rank: rank.waits.rank },
-      local: new Map(stages.map((stage, index) => [stage, index])),
-      live: decodeLive(rank.live, packed.tick),
-    };
+    const lanes = [rank.compute, rank.beside].map(lane => decodeLane(lane, packed.tick));
+    const [compute, beside] = lanes, stages = new Set(compute.flatMap(action => action.parts.map(part => part.stage)));
+    const local = [...stages].filter(stage => stage >= 0).sort((a, b) => a - b);
+    for (const action of lanes.flat()) for (const part of action.parts) part.local = Math.max(0, local.indexOf(part.stage));
+    const waits = decodeTimes(rank.waits, packed.tick).map((times, i) => ({ ...times, rank: rank.waits.rank[i] }));
+    const live = decodeLive(rank.live, packed.tick);
+    return { compute, beside, waits, live, peak: Math.max(0, mostOf(live, own => own.value)), stages: local };
   });
-  const layer = { ...packed, ranks, numStages: 0, lastMicrobatch: -1 };
-  for (const { compute } of ranks) {
-    for (let i = 0; i < compute.n; i++) {
-      layer.numStages = Math.max(layer.numStages, compute.stage[i] + 1, compute.backStage[i] + 1);
-      layer.lastMicrobatch = Math.max(layer.lastMicrobatch, compute.microbatch[i], compute.backMicrobatch[i]);
-    }
-  }
-  layer.places = placesOf(layer);
-  return layer;
+  return { ...packed, ranks, numStages: 1 + mostOf(ranks.flatMap(rank => rank.stages)), places: placesOf(ranks) };
 }
 
-// Columns of actions; a fused pair is its forward, with the backward in the back* columns.
+// Actions with their parts: one, or a fused pair's forward and backward.
 function decodeLane(packed, tick) {
-  const n = packed.kinds.length;
-  const lane = {
-    n,
-    ...decodeTimes(packed, tick),
-    kind: new Uint8Array(n),
-    stage: Int32Array.from(packed.stage),
-    microbatch: Int32Array.from(packed.microbatch),
-    kept: new Set(packed.kept),
-    backKind: new Int8Array(n).fill(-1),
-    backStage: new Int32Array(n).fill(-1),
-    backMicrobatch: new Int32Array(n).fill(-1),
-  };
-  for (let i = 0, pair = 0; i < n; i++) {
+  const kept = new Set(packed.kept);
+  const lane = decodeTimes(packed, tick), part = (kind, stage, microbatch) => ({ kind, stage, microbatch, local: 0 });
+  let pair = 0;
+  lane.forEach((action, i) => {
     const letter = packed.kinds[i];
-    lane.kind[i] = Math.max(0, LETTERS.indexOf(letter));
+    action.kept = kept.has(i);
+    action.parts = [part(Math.max(F, LETTERS.indexOf(letter)), packed.stage[i], packed.microbatch[i])];
     if (letter === "P" || letter === "Q") {
-      lane.backKind[i] = letter === "P" ? B : I;
-      lane.backStage[i] = packed.pairs[pair++];
-      lane.backMicrobatch[i] = packed.pairs[pair++];
+      action.parts.push(part(letter === "P" ? B : I, packed.pairs[pair++], packed.pairs[pair++]));
     }
-  }
+  });
   return lane;
 }
 
 function decodeTimes(packed, tick) {
-  const n = packed.gap.length,
-    start = new Float64Array(n),
-    end = new Float64Array(n);
-  for (let i = 0, at = 0; i < n; i++) {
-    at += packed.gap[i];
-    start[i] = at * tick;
-    at += packed.took[i];
-    end[i] = at * tick;
-  }
-  return { n, start, end };
+  let at = 0;
+  return packed.gap.map((gap, i) => {
+    const start = (at += gap), end = (at += packed.took[i]);
+    return { start: start * tick, end: end * tick };
+  });
 }
 
 // What is live over time, as steps: microbatches, or bytes.
 function decodeLive(packed, tick) {
-  const n = packed.gap.length, start = new Float64Array(n), values = packed.value;
   let at = 0;
-  packed.gap.forEach((gap, i) => (start[i] = (at += gap) * tick));
-  return { n, start, values, peak: values.reduce((most, value) => Math.max(most, value), 0) };
+  return packed.gap.map((gap, i) => ({ start: (at += gap) * tick, value: packed.value[i] }));
 }
 
-// Where each action is: by flow (W on its own), stage and microbatch, its rank and its index in the rank's lane.
-function placesOf(layer) {
-  const stride = layer.lastMicrobatch + 1,
-    size = 3 * layer.numStages * stride;
-  const rankAt = new Int32Array(size).fill(-1),
-    indexAt = new Int32Array(size);
-  const put = (kind, stage, microbatch, rank, index) => {
-    if (stage < 0 || microbatch < 0) return;
-    const at = (flowOf(kind) * layer.numStages + stage) * stride + microbatch;
-    rankAt[at] = rank;
-    indexAt[at] = index;
-  };
-  layer.ranks.forEach(({ compute: lane }, rank) => {
-    for (let i = 0; i < lane.n; i++) {
-      put(lane.kind[i], lane.stage[i], lane.microbatch[i], rank, i);
-      if (lane.backKind[i] >= 0) put(lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], rank, i);
+// Where each action is: by flow (W on its own), stage and microbatch, its rank and itself.
+function placesOf(ranks) {
+  const places = [[], [], []];
+  ranks.forEach(({ compute }, rank) => {
+    for (const action of compute) {
+      for (const { kind, stage, microbatch } of action.parts) {
+        if (stage >= 0 && microbatch >= 0) (places[flowOf(kind)][stage] ??= [])[microbatch] = { rank, action };
+      }
     }
   });
-  return (flow, stage, microbatch) => {
-    if (stage < 0 || stage >= layer.numStages || microbatch < 0 || microbatch >= stride) return null;
-    const at = (flow * layer.numStages + stage) * stride + microbatch;
-    return rankAt[at] < 0 ? null : { rank: rankAt[at], index: indexAt[at] };
-  };
+  return (flow, stage, microbatch) => places[flow][stage]?.[microbatch];
 }
 
 // The last stretch of a lane that starts at or before a time; -1 before the first.
 function lastStarted(lane, time) {
-  let low = 0,
-    high = lane.n;
+  let low = 0, high = lane.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (lane.start[middle] <= time) low = middle + 1;
+    if (lane[middle].start <= time) low = middle + 1;
     else high = middle;
   }
   return low - 1;
@@ -128,55 +90,48 @@ function lastStarted(lane, time) {
 // The stretch of a lane under a time; or -1.
 function under(lane, time) {
   const i = lastStarted(lane, time);
-  return i >= 0 && time <= lane.end[i] ? i : -1;
+  return i >= 0 && time <= lane[i].end ? i : -1;
 }
 
-// The action on another rank that made what this one needs, if there is one: a place with its flow.
-function sourceOf(layer, rank, index) {
-  const lane = layer.ranks[rank].compute;
-  const candidates = [
-    [lane.kind[index], lane.stage[index], lane.microbatch[index]],
-    [lane.backKind[index], lane.backStage[index], lane.backMicrobatch[index]],
-  ];
-  let latest = null;
-  for (const [kind, stage, microbatch] of candidates) {
-    if (kind !== F && kind !== B && kind !== I) continue;
+// The stretches of a lane of which something is seen.
+function seenOf(lane, scale) {
+  return lane.slice(Math.max(0, lastStarted(lane, scale.from)), lastStarted(lane, scale.to) + 1);
+}
+
+// The action on another rank that made what this one needs, the later one of two: a place with its flow.
+function sourceOf(layer, rank, action) {
+  const made = action.parts.filter(({ kind }) => [F, B, I].includes(kind)).map(({ kind, stage, microbatch }) => {
     const flow = flowOf(kind);
-    const place = layer.places(flow, stage + (flow === FORWARD ? -1 : 1), microbatch);
-    if (place && place.rank !== rank) {
-      const end = layer.ranks[place.rank].compute.end[place.index];
-      if (!latest || end > latest.end) latest = { ...place, flow, end };
-    }
-  }
-  return latest;
+    return { flow, ...layer.places(flow, stage + (flow === FORWARD ? -1 : 1), microbatch) };
+  });
+  const afar = made.filter(place => place.action && place.rank !== rank);
+  return afar.sort((one, other) => other.action.end - one.action.end)[0];
 }
 
 // The way of a microbatch through the ranks: its actions, and the messages between ranks.
 function wayOf(layer, microbatch) {
-  const way = { actions: [], messages: [], start: Infinity, end: -Infinity, work: 0 };
-  for (let flow = 0; flow < 3; flow++) {
+  const way = { places: [], messages: [] };
+  for (const flow of [FORWARD, BACKWARD, flowOf(W)]) {
     for (let stage = 0; stage < layer.numStages; stage++) {
-      const place = layer.places(flow, stage, microbatch);
-      if (!place) continue;
-      const lane = layer.ranks[place.rank].compute;
-      way.actions.push(place);
-      way.start = Math.min(way.start, lane.start[place.index]);
-      way.end = Math.max(way.end, lane.end[place.index]);
-      way.work += lane.end[place.index] - lane.start[place.index];
-      const target = flow < 2 && layer.places(flow, stage + (flow === FORWARD ? 1 : -1), microbatch);
-      if (target && target.rank !== place.rank) way.messages.push({ flow, from: place, to: target });
+      const from = layer.places(flow, stage, microbatch);
+      if (!from) continue;
+      way.places.push(from);
+      const to = flow !== flowOf(W) && layer.places(flow, stage + (flow === FORWARD ? 1 : -1), microbatch);
+      if (to && to.rank !== from.rank) way.messages.push({ flow, from, to });
     }
   }
+  way.start = Math.min(...way.places.map(({ action }) => action.start));
+  way.end = Math.max(...way.places.map(({ action }) => action.end));
+  way.work = way.places.reduce((sum, { action }) => sum + action.end - action.start, 0);
   return way;
 }
 
-// How a lane's actions are called: "1F3", or "(1F3;0B2)" for a fused pair.
-function nameOf(lane, i) {
-  const one = (kind, stage, microbatch) =>
-    (stage >= 0 ? stage : "") + LETTERS[kind] + (microbatch >= 0 ? microbatch : "");
-  const first = one(lane.kind[i], lane.stage[i], lane.microbatch[i]) + (lane.kept.has(i) ? "K" : "");
-  if (lane.backKind[i] < 0) return first;
-  return `(${first};${one(lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i])})`;
+// How an action is called: "1F3", or "(1F3;0B2)" for a fused pair.
+function nameOf({ parts, kept }) {
+  const number = own => (own >= 0 ? own : "");
+  const [first, back] = parts.map(part => number(part.stage) + LETTERS[part.kind] + number(part.microbatch));
+  const forward = first + (kept ? "K" : "");
+  return back ? `(${forward};${back})` : forward;
 }
 
 function figure(value, digits = 4) {

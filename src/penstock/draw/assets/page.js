@@ -81,8 +81,8 @@ function paintTheme(theme) {
 
 function makeLegend() {
   const found = new Set();
-  for (const lane of layers.flatMap(layer => layer.ranks.flatMap(rank => [rank.compute, rank.beside]))) {
-    for (let i = 0; i < lane.n; i++) if (lane.end[i] > lane.start[i]) found.add(lane.kind[i]).add(lane.backKind[i]);
+  for (const { start, end, parts } of allRanks.flatMap(rank => [...rank.compute, ...rank.beside])) {
+    if (end > start) for (const part of parts) found.add(part.kind);
   }
   const swatch = (background, word) => {
     const mark = element("i");
@@ -92,9 +92,10 @@ function makeLegend() {
   const kinds = [...LETTERS].map((_, kind) => kind).filter(kind => found.has(kind));
   const entries = kinds.map(kind => swatch(css(colours.kinds[kind]), `${LETTERS[kind]}  ${WORDS[kind]}`));
   entries.push(swatch(css(colours.idle), "idle"));
-  const most = Math.max(...layers.flatMap(layer => layer.ranks.map(rank => rank.local.size)));
+  const most = mostOf(allRanks, rank => rank.stages.length);
   if (most > 1) {
-    entries.push(swatch(css(colourOf(kinds[0], 1)), `another shade: the rank's ${most > 2 ? "later stages" : "second stage"}`));
+    const which = most > 2 ? "later stages" : "second stage";
+    entries.push(swatch(css(colourOf({ kind: kinds[0], local: 1 })), `another shade: the rank's ${which}`));
   }
   if (anyKept) entries.push(element("li", {}, "K  keeps all activations, recomputes none"));
   if (layers.some(layer => layer.hang)) {
@@ -222,9 +223,8 @@ function choose(event) {
     follow(-1);
     return;
   }
-  const lane = at.layer.ranks[at.rank].compute;
-  const microbatch =
-    at.lower && lane.backKind[at.index] >= 0 ? lane.backMicrobatch[at.index] : lane.microbatch[at.index];
+  const { parts } = at.layer.ranks[at.rank].compute[at.index];
+  const { microbatch } = (at.lower && parts[1]) || parts[0];
   state.cursor = null;
   follow(microbatch === state.microbatch && event.detail < 2 ? -1 : microbatch);
 }
@@ -232,9 +232,8 @@ function choose(event) {
 body.addEventListener("dblclick", event => {
   const at = whatIsAt(event.offsetX, event.offsetY);
   if (!at || !at.layer || at.index < 0) return;
-  const lane = at.layer.ranks[at.rank].compute,
-    length = lane.end[at.index] - lane.start[at.index];
-  glideTo(lane.start[at.index] - 4 * length, lane.end[at.index] + 4 * length);
+  const { start, end } = at.layer.ranks[at.rank].compute[at.index], around = 4 * (end - start);
+  glideTo(start - around, end + around);
 });
 
 body.addEventListener(
@@ -297,7 +296,7 @@ const KEYS = {
   },
   Enter: () => {
     const at = state.cursor;
-    if (at) follow(at.layer.ranks[at.rank].compute.microbatch[at.index]);
+    if (at) follow(at.layer.ranks[at.rank].compute[at.index].parts[0].microbatch);
   },
   "?": () => $("keys").showModal(),
 };
@@ -325,7 +324,7 @@ function step(by) {
   const at = state.cursor || { layer: shownLayers()[0], rank: 0, index: -1 };
   const lane = at.layer.ranks[at.rank].compute;
   const index = at.index < 0 ? Math.max(0, lastStarted(lane, state.from)) : at.index + by;
-  if (index >= 0 && index < lane.n) putCursor({ ...at, index });
+  if (lane[index]) putCursor({ ...at, index });
 }
 
 function leap(by) {
@@ -333,23 +332,19 @@ function leap(by) {
     step(1);
     return;
   }
-  const shown = shownLayers(),
-    { layer, rank, index } = state.cursor,
-    lane = layer.ranks[rank].compute;
+  const shown = shownLayers(), { layer, rank, index } = state.cursor, { start, end } = layer.ranks[rank].compute[index];
   const row = rank * shown.length + shown.indexOf(layer) + by;
   if (row < 0 || row >= numRanks * shown.length) return;
   const to = { layer: shown[row % shown.length], rank: Math.floor(row / shown.length) };
   const there = to.layer.ranks[to.rank].compute;
-  if (there.n) putCursor({ ...to, index: Math.max(0, lastStarted(there, (lane.start[index] + lane.end[index]) / 2)) });
+  if (there.length) putCursor({ ...to, index: Math.max(0, lastStarted(there, (start + end) / 2)) });
 }
 
 function putCursor(cursor) {
   state.cursor = cursor;
-  const { layer, rank, index } = cursor,
-    lane = layer.ranks[rank].compute;
-  const middle = (lane.start[index] + lane.end[index]) / 2,
-    half = (state.to - state.from) / 2;
-  if (lane.start[index] < state.from || lane.end[index] > state.to) look(middle - half, middle + half);
+  const { layer, rank, index } = cursor, { start, end } = layer.ranks[rank].compute[index];
+  const middle = (start + end) / 2, half = (state.to - state.from) / 2;
+  if (start < state.from || end > state.to) look(middle - half, middle + half);
   const top = rank * rows.height;
   if (top < scroller.scrollTop) scroller.scrollTop = top;
   if (top + rows.height > scroller.scrollTop + scroller.clientHeight)

@@ -41,7 +41,7 @@ function inkOn(colour) {
 }
 
 // A rank's second local stage is paler than its first.
-function colourOf(kind, local) {
+function colourOf({ kind, local }) {
   return mix(colours.kinds[kind], colours.surface, Math.min(0.66, 0.42 * local));
 }
 
@@ -75,90 +75,77 @@ function prepare(canvas, width, height) {
 }
 
 // One layer of one rank: `box` says where (y, height), `scale` maps time to pixels, `way` is what is followed here: the
-// microbatch, the indices of its actions, and the time until which it has come; null where none is.
+// microbatch, its actions, and the time until which it has come; null where none is.
 function paintBar(pen, rank, box, scale, way) {
-  const { compute, beside, waits } = rank;
-  const left = scale.x(0),
-    right = Math.min(scale.width, scale.x(box.makespan));
+  const left = Math.max(0, scale.x(0)), right = Math.min(scale.width, scale.x(box.makespan));
   pen.fillStyle = css(colours.idle);
-  pen.fillRect(Math.max(0, left), box.y, Math.max(0, right - Math.max(0, left)), box.height);
-  paintWaits(pen, waits, box, scale, way ? 0.45 : 1);
-  const first = Math.max(0, lastStarted(compute, scale.from)),
-    last = lastStarted(compute, scale.to);
-  if (last - first > scale.width / 3) {
+  pen.fillRect(left, box.y, Math.max(0, right - left), box.height);
+  paintWaits(pen, rank.waits, box, scale, way ? 0.45 : 1);
+  const seen = seenOf(rank.compute, scale);
+  if (seen.length > scale.width / 3) {
     paintShares(pen, [rank], box, scale, way ? DIMMED : 1);
-    if (way) for (const i of way.indices) paintAction(pen, rank, i, box, scale, way, 2);
+    if (way) for (const action of way.actions) paintAction(pen, action, box, scale, way, 2);
   } else {
-    for (let i = first; i <= last; i++) {
-      if (compute.end[i] >= scale.from) paintAction(pen, rank, i, box, scale, way, 0);
-    }
+    for (const action of seen) if (action.end >= scale.from) paintAction(pen, action, box, scale, way, 0);
   }
   const foot = box.height * BESIDE;
-  for (let i = Math.max(0, lastStarted(beside, scale.from)), to = lastStarted(beside, scale.to); i <= to; i++) {
-    if (beside.end[i] <= beside.start[i]) continue;
-    const x = scale.x(beside.start[i]);
-    pen.fillStyle = css(
-      mix(colours.surface, colourOf(beside.kind[i], rank.local.get(beside.stage[i]) || 0), way ? DIMMED * 2 : 1),
-    );
-    pen.fillRect(x, box.y + box.height - foot, Math.max(1, scale.x(beside.end[i]) - x), foot);
+  for (const { start, end, parts } of seenOf(rank.beside, scale)) {
+    if (end <= start) continue;
+    const x = scale.x(start);
+    pen.fillStyle = css(mix(colours.surface, colourOf(parts[0]), way ? DIMMED * 2 : 1));
+    pen.fillRect(x, box.y + box.height - foot, Math.max(1, scale.x(end) - x), foot);
   }
 }
 
 function paintWaits(pen, waits, box, scale, alpha) {
   pen.globalAlpha = alpha;
   pen.fillStyle = colours.hatch;
-  for (let i = Math.max(0, lastStarted(waits, scale.from)), to = lastStarted(waits, scale.to); i <= to; i++) {
-    const x = scale.x(waits.start[i]),
-      width = scale.x(waits.end[i]) - x;
+  for (const { start, end } of seenOf(waits, scale)) {
+    const x = scale.x(start), width = scale.x(end) - x;
     if (width > 2) pen.fillRect(x, box.y, width, box.height);
   }
   pen.globalAlpha = 1;
 }
 
 // An action, dimmed if another microbatch than its own is followed, or its own has not come here yet.
-function paintAction(pen, rank, i, box, scale, way, atLeast) {
-  const lane = rank.compute;
-  let x = scale.snap(lane.start[i]),
-    width = scale.snap(lane.end[i]) - x;
+function paintAction(pen, { start, end, parts, kept }, box, scale, way, atLeast) {
+  let x = scale.snap(start), width = scale.snap(end) - x;
   if (width < atLeast) {
     x -= (atLeast - width) / 2;
     width = atLeast;
   }
   if (width <= 0) return;
-  const room = scale.x(lane.end[i]) - scale.x(lane.start[i]);
-  const gap = width > 9 ? 1 : width > 3.5 ? 0.5 : 0;
-  const half = lane.backKind[i] >= 0 ? box.height / 2 : box.height;
-  const parts = [[lane.kind[i], lane.stage[i], lane.microbatch[i], box.y]];
-  if (lane.backKind[i] >= 0) parts.push([lane.backKind[i], lane.backStage[i], lane.backMicrobatch[i], box.y + half]);
-  for (const [kind, stage, microbatch, y] of parts) {
-    const sign = kind === F && lane.kept.has(i) ? "K" : "";
-    const colour = colourOf(kind, rank.local.get(stage) || 0),
-      dimmed = way && (way.microbatch !== microbatch || lane.start[i] > way.until);
+  const room = scale.x(end) - scale.x(start), gap = width > 9 ? 1 : width > 3.5 ? 0.5 : 0;
+  const height = box.height / parts.length;
+  parts.forEach((part, place) => {
+    const y = box.y + place * height, colour = colourOf(part);
+    const dimmed = way && (way.microbatch !== part.microbatch || start > way.until);
     pen.fillStyle = css(dimmed ? mix(colours.idle, colour, DIMMED) : colour);
-    if (width > 9 && half > 9) {
+    if (width > 9 && height > 9) {
       pen.beginPath();
-      pen.roundRect(x, y, width - gap, half - (half < box.height && y === box.y ? 0.75 : 0), 2.5);
+      pen.roundRect(x, y, width - gap, height - (place < parts.length - 1 ? 0.75 : 0), 2.5);
       pen.fill();
     } else {
-      pen.fillRect(x, y, width - gap, half);
+      pen.fillRect(x, y, width - gap, height);
     }
-    if (!dimmed && half >= 9) paintLabel(pen, [kind, microbatch, sign, colour], x, y + half / 2, width - gap, half, room);
-  }
+    const sign = kept && part.kind === F ? "K" : "", middle = y + height / 2;
+    if (!dimmed && height >= 9) paintLabel(pen, part, sign, { x, y: middle, width: width - gap, height }, room);
+  });
 }
 
 // The microbatch, with its letter where there is room; `room` is the box's width before it was fitted to pixels, so
 // that boxes of one duration have labels of one kind and size, whatever their numbers.
-function paintLabel(pen, [kind, microbatch, sign, colour], x, y, width, height, room) {
-  const digits = microbatch >= 0 ? String(microbatch) + sign : "",
-    most = String(numMicrobatches - 1).length + (anyKept ? 1 : 0);
+function paintLabel(pen, part, sign, { x, y, width, height }, room) {
+  const digits = part.microbatch >= 0 ? part.microbatch + sign : "";
+  const most = String(numMicrobatches - 1).length + (anyKept ? 1 : 0);
   const withLetter = room >= (most + 1) * 7.5 + 4;
   const besides = Math.min(12, height - 1, Math.floor((2 * (room - 3)) / (0.62 * most)) / 2);
   // In a narrow box figures stand one over the other.
   const stacked = room >= NARROWEST ? Math.min(10, (height - 1) / most) : 0;
   const size = besides >= 8.5 ? besides : stacked;
   if (size < 8.5) return;
-  const text = withLetter || !digits ? LETTERS[kind] + digits : digits;
-  pen.fillStyle = inkOn(colour);
+  const text = withLetter || !digits ? LETTERS[part.kind] + digits : digits;
+  pen.fillStyle = inkOn(colourOf(part));
   pen.font = `${size}px system-ui, "Liberation Sans", sans-serif`;
   pen.textAlign = "center";
   pen.textBaseline = "middle";
@@ -168,8 +155,7 @@ function paintLabel(pen, [kind, microbatch, sign, colour], x, y, width, height, 
     return;
   }
   // Cut off at the edges, the label stays in what is seen of its box.
-  const from = Math.max(x, 0),
-    to = Math.min(x + width, pen.canvas.clientWidth);
+  const from = Math.max(x, 0), to = Math.min(x + width, pen.canvas.clientWidth);
   if (to - from >= text.length * size * 0.6) pen.fillText(text, (from + to) / 2, y + 0.5);
 }
 
@@ -219,15 +205,12 @@ function addShares(lane, shares, timeAt, width) {
 
 // For each kind that a lane has, the time it took up to the start of each action.
 function sumsOf(lane) {
-  const sums = [...LETTERS].map((_, kind) =>
-    lane.kind.includes(kind) || lane.backKind.includes(kind) ? new Float64Array(lane.n + 1) : null,
-  );
-  for (let i = 0; i < lane.n; i++) {
+  const kinds = new Set(lane.flatMap(action => action.parts.map(part => part.kind)));
+  const sums = [...LETTERS].map((_, kind) => (kinds.has(kind) ? new Float64Array(lane.length + 1) : null));
+  lane.forEach((action, i) => {
     for (const sum of sums) if (sum) sum[i + 1] = sum[i];
-    spread(lane, i, lane.end[i] - lane.start[i], (kind, took) => {
-      sums[kind][i + 1] += took;
-    });
-  }
+    spread(action, action.end - action.start, (kind, took) => (sums[kind][i + 1] += took));
+  });
   return sums;
 }
 
@@ -235,56 +218,45 @@ function sumsAt(lane, time, into) {
   const i = lastStarted(lane, time);
   into.fill(0);
   if (i < 0) return;
-  for (let kind = 0; kind < into.length; kind++) if (lane.sums[kind]) into[kind] = lane.sums[kind][i];
-  spread(lane, i, Math.min(time, lane.end[i]) - lane.start[i], (kind, took) => {
-    into[kind] += took;
-  });
+  lane.sums.forEach((sum, kind) => (into[kind] = sum ? sum[i] : 0));
+  spread(lane[i], Math.min(time, lane[i].end) - lane[i].start, (kind, took) => (into[kind] += took));
 }
 
 // A fused pair's time is half its forward's, half its backward's.
-function spread(lane, i, took, add) {
-  if (lane.backKind[i] < 0) {
-    add(lane.kind[i], took);
-    return;
-  }
-  add(lane.kind[i], took / 2);
-  add(lane.backKind[i], took / 2);
-}
+const spread = ({ parts }, took, add) => parts.forEach(part => add(part.kind, took / parts.length));
 
 // What is live over time, as steps: filled, or as a line where it is laid over another. Of the steps within one pixel
 // the highest is drawn, so that no peak is lost from afar.
 function paintStrip(pen, live, box, scale, filled) {
-  const { n, start: times, values } = live;
   const y = value => box.y + box.height - (box.height - 1) * (value / peakLive);
   let i = Math.max(0, lastStarted(live, scale.from));
-  let value = n && times[i] <= scale.from ? values[i] : 0;
-  let x = Math.max(0, scale.x(0)),
-    highest = value;
+  let value = live[i]?.start <= scale.from ? live[i].value : 0;
+  let x = Math.max(0, scale.x(0)), highest = value;
   pen.beginPath();
   pen.moveTo(x, y(filled ? 0 : value));
-  for (; i < n && times[i] <= scale.to; i++) {
-    const at = scale.x(times[i]);
+  for (; live[i]?.start <= scale.to; i++) {
+    const at = scale.x(live[i].start);
     if (at - x >= 0.5) {
       pen.lineTo(x, y(highest));
       pen.lineTo(x, y(value));
       pen.lineTo(at, y(value));
       x = at;
-      highest = values[i];
+      highest = live[i].value;
     }
-    value = values[i];
+    value = live[i].value;
     highest = Math.max(highest, value);
   }
   pen.lineTo(x, y(highest));
   pen.lineTo(x, y(value));
-  const end = Math.min(scale.width, scale.x(box.makespan));
-  pen.lineTo(Math.max(x, end), y(value));
+  const end = Math.max(x, Math.min(scale.width, scale.x(box.makespan)));
+  pen.lineTo(end, y(value));
   if (!filled) {
     pen.strokeStyle = css(colours.ink, 0.75);
     pen.lineWidth = 1;
     pen.stroke();
     return;
   }
-  pen.lineTo(Math.max(x, end), y(0));
+  pen.lineTo(end, y(0));
   pen.lineTo(Math.max(0, scale.x(0)), y(0));
   pen.closePath();
   pen.fillStyle = css(colours.muted, 0.34);

@@ -87,7 +87,7 @@ function labelRows() {
         fill.style.width = share(layer.idle[rank] / (layer.makespan || 1));
         item.append(element("span", { className: "meter" }, fill));
       }
-      const peaks = [...new Set(shown.map(layer => amount(layer.ranks[rank].live.peak)))].join(" / ");
+      const peaks = [...new Set(shown.map(layer => amount(layer.ranks[rank].peak)))].join(" / ");
       if (state.strips && rows.height > 60 + 20 * (shown.length - 1)) {
         item.append(element("span", { className: "live" }, `peak ${peaks} live`));
       }
@@ -133,8 +133,8 @@ function paintBody() {
     const y = rank * rows.height - top;
     for (const bar of rows.bars) {
       const way = ways.get(bar.layer);
-      const indices = way && way.actions.filter(place => place.rank === rank).map(place => place.index);
-      const own = way && { microbatch: state.microbatch, indices, until: state.until };
+      const actions = way && way.places.filter(place => place.rank === rank).map(place => place.action);
+      const own = way && { microbatch: state.microbatch, actions, until: state.until };
       paintBar(pen, bar.layer.ranks[rank], barBox(bar, rank, top), scale, own);
     }
     if (rows.strip) {
@@ -161,34 +161,28 @@ function barBox(bar, rank, top) {
 function paintWay(pen, layer, way, scale, top) {
   const bar = rows.bars.find(candidate => candidate.layer === layer);
   // From the corner of the box that made the message to the corner of the one that needed it.
-  const corner = (place, other, time, inwards) => {
-    const lane = layer.ranks[place.rank].compute,
-      box = barBox(bar, place.rank, top);
-    const width = scale.x(lane.end[place.index]) - scale.x(lane.start[place.index]);
-    const x = scale.x(lane[time][place.index]) + inwards * Math.min(5, width / 2);
-    return { x, y: other.rank > place.rank ? box.y + box.height : box.y };
+  const corner = ({ rank, action }, other, time, inwards) => {
+    const box = barBox(bar, rank, top), width = scale.x(action.end) - scale.x(action.start);
+    const x = scale.x(action[time]) + inwards * Math.min(5, width / 2);
+    return { x, y: other.rank > rank ? box.y + box.height : box.y };
   };
   if (way.messages.length > 4000) return;
   for (const { flow, from, to } of way.messages) {
-    const a = corner(from, to, "end", -1),
-      b = corner(to, from, "start", 1);
-    if (layer.ranks[from.rank].compute.end[from.index] > state.until) continue;
+    const a = corner(from, to, "end", -1), b = corner(to, from, "start", 1);
+    if (from.action.end > state.until) continue;
     if (Math.max(a.x, b.x) < -80 || Math.min(a.x, b.x) > scale.width + 80) continue;
     paintArrow(pen, a, b, flow === FORWARD ? colours.kinds[F] : mix(colours.kinds[B], colours.ink, 0.25));
   }
 }
 
 function paintCursor(pen, scale, top) {
-  const { layer, rank, index } = state.cursor,
-    bar = rows.bars.find(candidate => candidate.layer === layer);
+  const { layer, rank, index } = state.cursor, bar = rows.bars.find(candidate => candidate.layer === layer);
   if (!bar) return;
-  const lane = layer.ranks[rank].compute,
-    box = barBox(bar, rank, top),
-    x = scale.x(lane.start[index]);
+  const { start, end } = layer.ranks[rank].compute[index], box = barBox(bar, rank, top), x = scale.x(start);
   pen.lineWidth = 2;
   pen.strokeStyle = css(colours.ink);
   pen.beginPath();
-  pen.roundRect(x - 1, box.y - 1.5, Math.max(3, scale.x(lane.end[index]) - x + 1), box.height + 3, 3.5);
+  pen.roundRect(x - 1, box.y - 1.5, Math.max(3, scale.x(end) - x + 1), box.height + 3, 3.5);
   pen.stroke();
 }
 
