@@ -155,8 +155,9 @@ def generate_together(
     options: GenerateOptions | None = None,
     kind: PlacementKind = PlacementKind.LOOP,
     stages_per_rank: int = 1,
+    late: int = 0,
 ) -> Together:
-    """Generate with every rank of a ring in a thread of its own."""
+    """Generate with every rank of a ring in a thread of its own. late: see `Scheduler`."""
     placement, options = Placement(kind, num_ranks, stages_per_rank), options or GenerateOptions()
     own = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     sequences = schedule.Sequence.all_of(prompts, own)
@@ -164,7 +165,7 @@ def generate_together(
     longest = max((len(p) + q.max_new_tokens for p, q in zip(prompts, own, strict=True)), default=1)
     size = CacheSize(shape.num_rows, longest, torch.float32, torch.device("cpu"))
     activations, host, stages = Lines(), Lines(), ring_stages(placement)
-    scheduler = Scheduler(sequences, shape, options.refill, options.longest_first)
+    scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, late=late)
     loops = []
     for rank in range(num_ranks):
         local = [stage for number, stage in stages.items() if placement.rank_of(number) == rank]
@@ -175,8 +176,7 @@ def generate_together(
         decoders = [StageDecoder(stage, stage.new_caches(size)) for stage in local]
         loops.append(DecodeLoop(ring, decoders, Generation(sequences, shape, scheduler if rank == 0 else None)))
     run_together(loops)
-    for sequence, masks in zip(sequences, loops[placement.output_rank].generation.filter_masks):
-        sequence.filter_mask = torch.stack(masks) if masks else torch.empty(0, 0, dtype=torch.bool)
+    loops[placement.output_rank].share_answers(None)
     pending = sum(loop.ring.transport.num_pending() + loop.ring.host.num_pending() for loop in loops)
     num_messages = activations.num_messages + host.num_messages
     return Together(sequences, loops, num_messages, pending)

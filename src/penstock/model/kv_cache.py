@@ -121,12 +121,14 @@ class CachedRows(SharedByLayers):
         positions: [T] int64, of each token in its sequence.
         rows_T: int64, the cache's row of each token.
         sampled_S: int64, the tokens whose logits are wanted.
+        items_3I: int64, of each item its first token in the batch, its row, and the tokens in that row afterwards.
     """
 
     items: tuple[BatchItem, ...]
     positions: Tensor
     rows_T: Tensor
     sampled_S: Tensor
+    items_3I: Tensor
     #: true if any row copies the beginning of its prompt from another one, or is cleaned
     has_copies: bool
     #: the items of one token
@@ -135,8 +137,9 @@ class CachedRows(SharedByLayers):
     @classmethod
     def of(cls, items: Sequence[BatchItem], device: torch.device | str = "cpu") -> "CachedRows":
         """The rows that these items read."""
-        positions, rows, sampled, has_copies, num_single = [], [], [], False, 0
+        positions, rows, sampled, firsts, has_copies, num_single = [], [], [], [], False, 0
         for item in items:
+            firsts.append(len(rows))
             num_single += item.length == 1
             has_copies = has_copies or item.source != NO_ROW or item.cleaned > 0
             positions += range(item.start, item.start + item.length)
@@ -144,9 +147,24 @@ class CachedRows(SharedByLayers):
             if item.sampled:
                 sampled.append(len(rows) - 1)
         # One tensor, because each copy to a device takes its time.
-        numbers = torch.tensor(positions + rows + sampled, dtype=torch.int64).to(device, non_blocking=True)
-        positions_T, rows_T, sampled_S = numbers.split((len(positions), len(rows), len(sampled)))
-        return cls(tuple(items), positions_T, rows_T, sampled_S, has_copies, num_single)
+        firsts += [item.row for item in items] + [item.end for item in items]
+        numbers = torch.tensor(positions + rows + sampled + firsts, dtype=torch.int64).to(device, non_blocking=True)
+        positions_T, rows_T, sampled_S, items_3I = numbers.split(list(map(len, (positions, rows, sampled, firsts))))
+        return cls(tuple(items), positions_T, rows_T, sampled_S, items_3I.view(3, -1), has_copies, num_single)
+
+    def behind(self, num: int) -> "CachedRows":
+        """The rows behind the first so many items of one sampled token each, once all copies are made."""
+        items_3I = self.items_3I[:, num:].clone()
+        items_3I[0] -= num
+        return CachedRows(
+            self.items[num:],
+            self.positions[num:],
+            self.rows_T[num:],
+            self.sampled_S[num:] - num,
+            items_3I,
+            has_copies=False,
+            num_single=self.num_single - num,
+        )
 
     @property
     def num_tokens(self) -> int:

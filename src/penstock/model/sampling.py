@@ -204,7 +204,7 @@ class Drawn:
     likeliest_log_probs_SN: Tensor
 
     def packed(self) -> Tensor:
-        """[S, `numbers_per_token`] int64 on the CPU; `unpacked` makes tokens of it."""
+        """[S, `numbers_per_token`] int64 on the device; `unpacked` makes tokens of it, once it is on the host."""
         num = self.likeliest_SN.shape[1]
         numbers_SW = self.tokens.new_zeros(len(self.tokens), _NUM_PLAIN + 2 * num)
         numbers_SW[:, 0] = self.tokens
@@ -213,7 +213,7 @@ class Drawn:
         if num:
             numbers_SW[:, _NUM_PLAIN : _NUM_PLAIN + num] = self.likeliest_SN
             of_numbers[:, _NUM_PLAIN + num : _NUM_PLAIN + 2 * num] = self.likeliest_log_probs_SN
-        return numbers_SW.cpu()
+        return numbers_SW
 
 
 def unpacked(numbers_SW: Tensor, params: Sequence[SamplingParams]) -> list[Token]:

@@ -43,6 +43,20 @@ def in_one_copy(tables: Sequence[Mapping[str, Tensor]], device: torch.device) ->
     return [{name: arriving.get(id(x), x) for name, x in table.items()} for table in tables]
 
 
+def begin_read(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to host memory; returns what waits for the copy."""
+    if x.device.type != "cuda":
+        return x.cpu
+    copy, event = x.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return wait
+
+
 def read_numbers(numbers: Sequence[Tensor]) -> list[float]:
     """The values of tensors of one element each: on one device by one read, for which the host waits once."""
     values = [0.0] * len(numbers)

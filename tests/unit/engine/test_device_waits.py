@@ -1,11 +1,12 @@
 """Nothing waits for the device inside a step: reads and copies of steps on a device that is not there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from penstock.data import MicroBatchSpec
 from penstock.engine import EngineOptions
@@ -20,6 +21,7 @@ from penstock.engine.training.loss import StepLoss, num_loss_tokens, token_cross
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.runtime import Executor
+from penstock.runtime.decode import loop
 from penstock.settings import (
     ExpertConfig,
     Layout,
@@ -194,5 +196,23 @@ DRAWS = {
 @pytest.mark.shows(208)
 @pytest.mark.parametrize("params", DRAWS.values(), ids=DRAWS)
 def test_a_token_is_read_once_and_nothing_else_waits(params: SamplingParams) -> None:
-    # All of the batch goes up in one copy, and in another one what attention reads of the cache.
-    assert waits_of_a_token(params) == {UPLOAD: 2, READ: 1}
+    assert waits_of_a_token(params) == {UPLOAD: 1, READ: 1}
+
+
+@pytest.mark.shows(208)
+def test_a_batchs_tokens_are_read_when_the_next_one_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, begin_read, decode = [], loop.begin_read, loop.StageDecoder.decode
+
+    def noted_read(x: Tensor) -> Callable[[], Tensor]:
+        read = begin_read(x)
+        return lambda: (events.append("read"), read())[1]
+
+    def noted_decode(*args: Any) -> Tensor:
+        events.append("launch")
+        return decode(*args)
+
+    monkeypatch.setattr(loop, "begin_read", noted_read)
+    monkeypatch.setattr(loop.StageDecoder, "decode", noted_decode)
+    waits_of_a_token(DRAWS["greedy"])
+    few, many = ["launch", "launch", "read", "read"], ["launch", *["launch", "read"] * (1 + NUM_TOKENS), "read"]
+    assert events == few + many

@@ -78,6 +78,26 @@ def test_answers_and_their_probabilities_are_the_same_bit_for_bit_on_any_ring(nu
         check_no_waste(found, prompts)
 
 
+@pytest.mark.shows(208)
+@pytest.mark.parametrize("rows_per_slot", [1, 3, 16])
+def test_tokens_that_the_host_reads_a_batch_late_are_the_same(rows_per_slot: int) -> None:
+    prompts, options = random_prompts(), GenerateOptions(num_slots=1, rows_per_slot=rows_per_slot)
+    params = [
+        replace(SAMPLED, seed=i, num_samples=1 + i % 3, filter_mask=True, presence_penalty=0.5 * (i % 2))
+        for i in range(len(prompts))
+    ]
+    ends = [answer.tokens[2 * i % 7] for i, answer in enumerate(generate_together(1, prompts, params, options).answers)]
+    params = [replace(own, end_tokens=tuple(ends[i::3])) for i, own in enumerate(params)]
+    at_once, late = (generate_together(1, prompts, params, options, late=late) for late in (0, 1))
+    assert everything(late.answers) == everything(at_once.answers)
+    for one, other in zip(late.answers, at_once.answers, strict=True):
+        assert one.filter_mask is not None and torch.equal(one.filter_mask, other.filter_mask)
+    # Of each answer that an end token ended, the token behind it was computed.
+    num_ended = sum(answer.ending is Ending.END_TOKEN for answer in late.answers)
+    foreseen = sum(len(a.tokens) == SAMPLED.max_new_tokens for a in late.answers if a.ending is Ending.END_TOKEN)
+    assert late.loops[0].num_tokens - at_once.loops[0].num_tokens == num_ended - foreseen > 3
+
+
 @pytest.mark.shows(73, 74)
 def test_each_answer_is_that_of_its_prompt_alone_whatever_the_order() -> None:
     prompts = random_prompts()

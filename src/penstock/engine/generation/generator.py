@@ -167,7 +167,7 @@ class Generator:
             return bool(num_left)
 
         agree = any_goes_on if ring.lockstep else None
-        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, agree)
+        scheduler = Scheduler(sequences, shape, options.refill, options.longest_first, agree, ring.late(shape))
         scheduler.stop(options.skip)
         texts = {s.number: AnswerText(options.tokenizer, s.params.stop) for s in sequences if s.params.stop}
         listens = texts or listeners.on_token is not None or listeners.on_answer is not None
@@ -263,7 +263,8 @@ class Generator:
             with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
-                    generation = Generation((), shape, Scheduler((), shape), requests.report, requests.admit)
+                    scheduler = Scheduler((), shape, late=self.ring.late(shape))
+                    generation = Generation((), shape, scheduler, requests.report, requests.admit)
                 self._run(generation, options, max_length)
                 # As after a failed call: here the requests have failed one by one.
                 self.decoders.release()

@@ -9,19 +9,17 @@ and value heads, K width of a head.
 Source: Dao 2023 (FlashAttention-2).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.kv_cache import CacheSize, KVCache, Rows, SlotRows, spare_position
 from penstock.model.linear import with_gradient
 from penstock.model.sequences import Sequences
-from penstock.schedule import BatchItem
 
 _WIDEST = 256
 _VECTOR = 8
@@ -126,16 +124,10 @@ class CacheReads:
         """The reads of a batch from a cache with rows of so many tokens."""
         if isinstance(rows, SlotRows):
             return cls._of_slot(rows, num_tokens)
-        return cls._of_items(rows.items, num_tokens, rows.positions.device)
-
-    @classmethod
-    def _of_items(cls, items: Sequence[BatchItem], num_tokens: int, device: torch.device) -> "CacheReads":
-        lengths, ends = [item.length for item in items], [item.end for item in items]
-        parts = [0, *accumulate(lengths)], [*(item.row * num_tokens for item in items), 0], ends
-        # One tensor, because each copy to a device takes its time.
-        numbers = torch.tensor([*chain(*parts)], dtype=torch.int32).to(device, non_blocking=True)
-        query_starts, key_starts, num_keys = numbers.split(list(map(len, parts)))
-        return cls(query_starts, key_starts, num_keys, (max(lengths), max(ends)))
+        firsts_I, rows_I, ends_I = rows.items_3I.to(torch.int32)
+        query_starts, key_starts = F.pad(firsts_I, (0, 1), value=rows.num_tokens), F.pad(rows_I * num_tokens, (0, 1))
+        longest = max(item.length for item in rows.items), max(item.end for item in rows.items)
+        return cls(query_starts, key_starts, ends_I, longest)
 
     @classmethod
     def _of_slot(cls, rows: SlotRows, num_tokens: int) -> "CacheReads":

@@ -21,7 +21,6 @@ from penstock.model import CachedRows, CacheSize, KVCache, SlotRows, WeightCasts
 from penstock.model.cpu.host_memory import prepare_large_pages
 from penstock.runtime.decode.loop import StageDecoder
 from penstock.runtime.stage import Stage
-from penstock.schedule import BatchItem
 from penstock.settings.declare import NamedValue
 
 _FEWEST_SEEN = 64
@@ -182,23 +181,19 @@ class FixedDecoder(StageDecoder):
         if num_single == 0:
             return self.stage.decode(x, self.caches, rows)
         self.stage.copy_prompts(self.caches, rows)
-        y = self._decode_rows(x[:num_single], rows.items[:num_single], slot)
+        y = self._decode_rows(x, rows, num_single, slot)
         if num_single == len(rows.items):
             return y
-        chunk_rows = CachedRows.of(rows.items[num_single:], x.device)
-        return torch.cat((y, self.stage.decode(x[num_single:], self.caches, chunk_rows)))
+        return torch.cat((y, self.stage.decode(x[num_single:], self.caches, rows.behind(num_single))))
 
-    def _decode_rows(self, x: Tensor, items: Sequence[BatchItem], slot: range) -> Tensor:
-        """The output [T, D] or [T, V] of items of one token each."""
-        positions = [spare_position(self.num_cached)] * len(slot)
-        for item in items:
-            positions[item.row - slot.start] = item.start
-        num_needed = max(item.end for item in items)
+    def _decode_rows(self, x: Tensor, rows: CachedRows, num: int, slot: range) -> Tensor:
+        """The output [T, D] or [T, V] of the first so many items, of one token each."""
+        num_needed = max(item.end for item in rows.items[:num])
         self.stage.weights_ready()
         shape = self._shape(slot, next(number for number in self.numbers_seen if number >= num_needed))
-        places_T = torch.tensor([item.row - slot.start for item in items]).to(x.device, non_blocking=True)
-        shape.positions.copy_(torch.tensor(positions), non_blocking=True)
-        shape.x.index_copy_(0, places_T, x)
+        places_T = rows.rows_T[:num] - slot.start
+        shape.positions.fill_(spare_position(self.num_cached)).index_copy_(0, places_T, rows.positions[:num])
+        shape.x.index_copy_(0, places_T, x[:num])
         # A copy, which the next batch does not overwrite.
         return shape.run().index_select(0, places_T)
 

@@ -12,6 +12,7 @@ Shapes: T tokens of a batch, S sampled ones, D hidden size, V vocabulary.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ from penstock import schedule
 from penstock.model import CachedRows, Draw
 from penstock.model.sampling import JointDraw, draw_jointly, joint_draws, numbers_per_token, unpacked
 from penstock.parallel.host import broadcast_value
-from penstock.parallel.staging import in_one_copy
+from penstock.parallel.staging import begin_read, in_one_copy
 from penstock.runtime.decode.relay import HeaderRelay, Ring
 from penstock.runtime.errors import TransportError
 from penstock.runtime.message import Message
@@ -121,7 +122,9 @@ class DecodeLoop:
     num_tokens: int = field(default=0, init=False)
     busy_s: float = field(default=0.0, init=False)
     #: computes the batch whose input is awaited
-    _prepared: Callable[[], Tensor | None] | None = field(default=None, init=False)
+    _prepared: Callable[[], Callable[[], Tensor] | None] | None = field(default=None, init=False)
+    #: on the rank of the last stage, the tokens [S] drawn last, on the device, and the sequences that they belong to
+    _last: tuple[Tensor, list[schedule.Sequence]] = field(init=False)
     #: the rows of each slot
     _slots: list[range] = field(init=False)
     #: True if a local stage is the model's first, and its last
@@ -181,7 +184,11 @@ class DecodeLoop:
                 sequence.ending, sequence.generated = ending and Ending(ending), [Token(*token) for token in tokens]
         if any(sequence.params.filter_mask for sequence in sequences):
             none = torch.empty(0, 0, dtype=torch.bool)
-            stacked = [torch.stack(masks) if masks else none for masks in self.generation.filter_masks]
+            # Without those of tokens that were drawn behind an end token.
+            stacked = [
+                torch.stack(masks[: sequence.num_tokens]) if masks else none
+                for sequence, masks in zip(sequences, self.generation.filter_masks, strict=True)
+            ]
             masks = broadcast_value(stacked, self.ring.last_rank, group)
             for sequence, mask in zip(sequences, masks, strict=True):
                 sequence.filter_mask = mask if sequence.params.filter_mask else None
@@ -194,42 +201,67 @@ class DecodeLoop:
             del self.live_sequences[number]
         sequences = [self.live_sequences[item.sequence] for item in batch.items]
         rows, ids, draws = CachedRows.of(batch.items), list[int](), list[Draw]()
+        unread: dict[int, int] = {}
         for item, sequence in zip(batch.items, sequences, strict=True):
             if self._holds_first:
                 ids += sequence.token_ids[item.start : item.end]
+                if len(sequence.token_ids) < item.end:
+                    unread[sequence.number] = len(ids)
+                    ids.append(0)
             if self._holds_last and item.sampled:
                 prompt, position = sequence.prompt_tokens, item.end - len(sequence.prompt_tokens)
                 draws.append(Draw(sequence.params, sequence.identity, position, prompt, sequence.drawn))
         joint = joint_draws(draws)
-        places = {"positions": rows.positions, "rows_T": rows.rows_T, "sampled_S": rows.sampled_S}
+        names = ("positions", "rows_T", "sampled_S", "items_3I")
+        places = {name: getattr(rows, name) for name in names}
         entering = {"ids": torch.tensor(ids, dtype=torch.int64)} if ids else {}
+        if unread:
+            # The host has not read these tokens yet.
+            tokens_from = [(unread[s.number], place) for place, s in enumerate(self._last[1]) if s.number in unread]
+            entering["unread"] = torch.tensor(tokens_from).T
         places, entering, *numbers = in_one_copy(
             [places, entering, *(draw.numbers for draw in joint)], self.ring.device
         )
         joint = [replace(draw, numbers=arrived) for draw, arrived in zip(joint, numbers, strict=True)]
+        if unread:
+            to, source = entering["unread"]
+            entering["ids"].index_copy_(0, to, self._last[0].index_select(0, source))
         return LocalBatch(batch, sequences, replace(rows, **places), entering.get("ids"), draws, joint)
 
     # ---- one rank, one slot
 
     def repeat(self, scheduler: Scheduler) -> None:
-        """Schedule, compute and update, batch by batch, on a rank that has the whole model and one slot."""
-        admit, listen, interrupts = self.generation.admit, self.generation.listen, self.generation.interrupts
+        """Schedule, compute and update, batch by batch, on a rank that has the whole model and one slot.
+
+        A batch's tokens are read when the scheduler's `late` batches behind it have been launched.
+        """
+        admit, interrupts = self.generation.admit, self.generation.interrupts
+        in_flight = deque[tuple[Batch, Callable[[], list[Token]]]]()
         while interrupts is None or not interrupts():
             goes_on = admit is not None and admit(scheduler)
-            batch = scheduler.schedule()
-            if batch is None:
-                if goes_on:
-                    continue
+            if (batch := scheduler.schedule()) is not None:
+                in_flight.append((batch, self._whole_model(batch)))
+            elif not in_flight and not goes_on:
                 return
-            numbers_SW, local = None, self._localise(batch)
-            if batch.items or self.ring.lockstep:
-                for decoder in self.decoders:
-                    numbers_SW = self._compute(decoder, local)
-            self.num_rounds += 1
-            params = [sequence.params for sequence in local.sampled]
-            grown = scheduler.update(batch, [] if numbers_SW is None else unpacked(numbers_SW, params))
-            if listen is not None:
-                listen(grown)
+            while len(in_flight) > (scheduler.late if batch is not None else 0):
+                self._update(scheduler, *in_flight.popleft())
+        for entry in in_flight:
+            self._update(scheduler, *entry)
+
+    def _whole_model(self, batch: Batch) -> Callable[[], list[Token]]:
+        """Compute a batch on a rank that has the whole model; returns what waits for its tokens."""
+        read, local = None, self._localise(batch)
+        if batch.items or self.ring.lockstep:
+            for decoder in self.decoders:
+                read = self._compute(decoder, local)
+        self.num_rounds += 1
+        params = [sequence.params for sequence in local.sampled]
+        return lambda: [] if read is None else unpacked(read(), params)
+
+    def _update(self, scheduler: Scheduler, batch: Batch, wait_for_tokens: Callable[[], list[Token]]) -> None:
+        grown = scheduler.update(batch, wait_for_tokens())
+        if self.generation.listen is not None:
+            self.generation.listen(grown)
 
     # ---- a ring of slots
 
@@ -237,16 +269,10 @@ class DecodeLoop:
         """Schedule batch after batch, on the rank of the first stage; each is computed by all ranks in turn."""
         admit, interrupts = self.generation.admit, self.generation.interrupts
         in_flight: dict[int, tuple[Batch, Callable[[], list[Token]]]] = {}
-
-        def update(batch: Batch, wait_for_tokens: Callable[[], list[Token]]) -> None:
-            grown = scheduler.update(batch, wait_for_tokens())
-            if self.generation.listen is not None:
-                self.generation.listen(grown)
-
         while not (scheduler.is_between_rounds and interrupts is not None and interrupts()):
             slot = scheduler.next_slot()
             if slot in in_flight:
-                update(*in_flight.pop(slot))
+                self._update(scheduler, *in_flight.pop(slot))
             # Requests may have come while no slot had work.
             if not (admit is not None and admit(scheduler)) and slot is None and scheduler.is_idle:
                 break
@@ -258,7 +284,7 @@ class DecodeLoop:
             self.relay.announce(batch)
             yield batch
         for batch, wait_for_tokens in in_flight.values():
-            update(batch, wait_for_tokens)
+            self._update(scheduler, batch, wait_for_tokens)
         self.relay.announce(None)
 
     def _go_round(self) -> None:
@@ -300,14 +326,16 @@ class DecodeLoop:
     def _compute_prepared(self) -> None:
         if (compute := self._prepared) is not None:
             self._prepared = None
-            numbers_SW = compute()
-            if numbers_SW is not None:
-                self.relay.return_tokens(numbers_SW)
+            read = compute()
+            if read is not None:
+                self.relay.return_tokens(read)
 
     # ---- one batch, one stage
 
-    def _compute(self, decoder: StageDecoder, local: LocalBatch, receipt: Receipt | None = None) -> Tensor | None:
-        """Take a batch through one stage, and pass the output on; the last one returns tokens, as `Drawn.packed`."""
+    def _compute(
+        self, decoder: StageDecoder, local: LocalBatch, receipt: Receipt | None = None
+    ) -> Callable[[], Tensor] | None:
+        """Take a batch through one stage, and pass the output on; the last one returns what waits for its tokens."""
         ring, stage, batch = self.ring, decoder.stage, local.batch
         if ring.alarm.failure is not None:
             ring.alarm.check()
@@ -327,9 +355,9 @@ class DecodeLoop:
             x = receipt.wait().tensors[0]
         ring.recorder.started(record)
         y = decoder.decode(x, local.rows, self._slots[batch.slot])
-        numbers_SW = None
+        read = None
         if wire.target is None:
-            numbers_SW = self._sample(y, local)
+            read = self._sample(y, local)
         elif wire.leaving is None:
             self._outputs[stage.index, batch.slot] = y
         else:
@@ -338,18 +366,24 @@ class DecodeLoop:
         self.num_forwards += 1
         self.num_tokens += local.rows.num_tokens
         self.busy_s += (record.end_ns - record.start_ns) * 1e-9
-        return numbers_SW
+        return read
 
-    def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Tensor:
+    def _sample(self, logits_SV: Tensor, local: LocalBatch) -> Callable[[], Tensor]:
+        """Draw the tokens of a batch; returns what waits for them, as `Drawn.packed` gives them, on the host."""
         sampled = local.sampled
         if not sampled:
-            return torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
+            return lambda: torch.zeros(0, numbers_per_token(()), dtype=torch.int64)
         drawn = draw_jointly(logits_SV, local.draws, local.joint_draws)
         if drawn.dropped_SV is not None:
             for sequence, dropped_V in zip(sampled, drawn.dropped_SV, strict=True):
                 self.generation.filter_masks[sequence.number].append(dropped_V)
-        numbers_SW = drawn.packed()
-        for sequence, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
-            if sequence.params.reads_answer:
-                sequence.drawn.append(token)
-        return numbers_SW
+        self._last = drawn.tokens, sampled
+        read = begin_read(drawn.packed())
+        if any(sequence.params.reads_answer for sequence in sampled):
+            # The next token's distribution depends on this one, so that it is awaited here.
+            numbers_SW = read()
+            for sequence, token in zip(sampled, numbers_SW[:, 0].tolist(), strict=True):
+                if sequence.params.reads_answer:
+                    sequence.drawn.append(token)
+            return lambda: numbers_SW
+        return read

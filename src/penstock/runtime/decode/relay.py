@@ -22,7 +22,7 @@ from penstock.runtime.message import Header, Message
 from penstock.runtime.recovery import Alarm
 from penstock.runtime.trace import Recorder
 from penstock.runtime.transport import HostChannel, Receipt, Transport
-from penstock.schedule import Batch, BatchItem, Placement, Token
+from penstock.schedule import Batch, BatchItem, Placement, RingShape, Token
 from penstock.settings import SamplingParams, walk_settings
 from penstock.settings.declare import plain
 
@@ -130,6 +130,13 @@ class Ring:
     def is_one_rank(self) -> bool:
         return self.placement.num_ranks == 1
 
+    def late(self, shape: RingShape) -> int:
+        """The batches of a slot that may be in flight when its next one is scheduled; see `Scheduler`.
+
+        On one rank without another slot's batch a device would wait for the host to read each token.
+        """
+        return int(self.is_one_rank and shape.num_slots == 1 and not self.lockstep and self.device.type != "cpu")
+
 
 @dataclass(eq=False)
 class HeaderRelay:
@@ -146,7 +153,7 @@ class HeaderRelay:
     #: takes batches ahead; None if the rank's main thread takes them
     _thread: threading.Thread | None = None
     #: tokens of batches, if the first and the last stage are on this rank; None in it after a failure
-    _sampled_here: queue.SimpleQueue[Tensor | None] = field(default_factory=lambda: queue.SimpleQueue())
+    _sampled_here: queue.SimpleQueue[Callable[[], Tensor] | None] = field(default_factory=lambda: queue.SimpleQueue())
 
     @property
     def _header_size(self) -> int:
@@ -228,9 +235,9 @@ class HeaderRelay:
         if self._ring.last_rank == 0:
 
             def take() -> list[Token]:
-                if (numbers_SW := self._sampled_here.get()) is None:
+                if (read := self._sampled_here.get()) is None:
                     raise TransportError("the tokens of a batch were never sampled")
-                return unpacked(numbers_SW, params)
+                return unpacked(read(), params)
 
             return take
         channel = HostChannel(self._ring.last_rank, 0, TOKENS)
@@ -238,12 +245,13 @@ class HeaderRelay:
         receipt = self._ring.host.receive(channel, Header.of_tensor(shape, torch.int64))
         return lambda: unpacked(receipt.wait().tensors[0][: len(params)], params)
 
-    def return_tokens(self, numbers_SW: Tensor) -> None:
-        """Send a batch's tokens from the last rank to the first, batch by batch in order."""
+    def return_tokens(self, read: Callable[[], Tensor]) -> None:
+        """Send a batch's tokens from the last rank to the first, batch by batch in order; see `begin_read`."""
         if self._ring.last_rank == 0:
-            self._sampled_here.put(numbers_SW)
+            self._sampled_here.put(read)
         else:
             # At least one row, so that a batch without samples is awaited as well.
+            numbers_SW = read()
             whole = numbers_SW if len(numbers_SW) else numbers_SW.new_zeros(1, numbers_per_token(()))
             self._ring.host.send(HostChannel(self._ring.last_rank, 0, TOKENS), Message((whole,)))
 

@@ -14,7 +14,7 @@ queue at any time; the next batch says which have, and which of them have ended.
 """
 
 import math
-from collections import abc, deque
+from collections import Counter, abc, deque
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -110,6 +110,9 @@ class Scheduler:
     #: For pipelines that compute in lockstep; called once a round with whether this one has work left, it returns
     #: whether any has. Every round then gives every slot a turn.
     any_goes_on: abc.Callable[[bool], bool] | None = None
+    #: The batches of a slot that may be in flight when its next one is scheduled. A sequence whose end nobody could
+    #: foresee is then computed once too often.
+    late: int = 0
     #: Of the weights; each token bears it.
     version: int = field(default=0, init=False)
     #: The order of turns, and the round: slots that still have a turn in it.
@@ -117,8 +120,8 @@ class Scheduler:
     _turns: deque[int] = field(default_factory=deque, init=False)
     #: Slot -> True if its last batch had items.
     _busy: list[bool] = field(init=False)
-    #: Slots whose last batch has not come back yet.
-    _in_flight: set[int] = field(default_factory=set, init=False)
+    #: Slot -> its batches that have not come back yet.
+    _in_flight: Counter[int] = field(default_factory=Counter, init=False)
     #: Which sequence has each row, and which takes the next one.
     _rows: Rows = field(init=False)
     #: The queue: prompt -> its sequences without a row, in order.
@@ -153,11 +156,14 @@ class Scheduler:
         return self._turns[0] if self._turns else None
 
     def schedule(self) -> Batch | None:
-        """The next slot's batch; None if every sequence has ended. The slot's last batch must have come back."""
+        """The next slot's batch; None if every sequence has ended, or will have once batches in flight come back.
+
+        All but `late` of the slot's batches must have come back.
+        """
         slot = self.next_slot()
         if slot is None:
             return None
-        assert slot not in self._in_flight, f"slot {slot} is in flight"
+        assert self._in_flight[slot] <= self.late, f"slot {slot} is in flight"
         self._turns.popleft()
         if self.refill or not self._rows.live[slot]:
             while self._may_take(slot) and (sequence := self._rows.place(slot, self._waiting)) is not None:
@@ -165,7 +171,7 @@ class Scheduler:
         items = self._items(slot)
         self._busy[slot] = bool(items)
         if items:
-            self._in_flight.add(slot)
+            self._in_flight[slot] += 1
         arrived, ended = tuple(self._arrived.values()), tuple(self._ended)
         self._announced |= self._arrived.keys()
         self._arrived.clear()
@@ -181,16 +187,17 @@ class Scheduler:
 
         Returns the sequences that have grown; a sequence stopped in the meantime does not grow.
         """
-        assert not batch.items or batch.slot in self._in_flight, f"slot {batch.slot} is not in flight"
-        self._in_flight.discard(batch.slot)
+        if batch.items:
+            assert self._in_flight[batch.slot], f"slot {batch.slot} is not in flight"
+            self._in_flight[batch.slot] -= 1
         sampled = batch.sampled
         assert len(sampled) == len(tokens), f"slot {batch.slot} has sampled {len(tokens)} tokens, not {len(sampled)}"
         grown: list[Sequence] = []
         for item, token in zip(sampled, tokens, strict=True):
             sequence = self._unfinished.get(item.sequence)
             if not math.isfinite(token.log_prob):
-                # Also that of a sequence stopped in the meantime, whose row no other has been given yet.
-                self._rows.lose(item.row, item.end)
+                # Also that of a sequence stopped in the meantime. Batches in flight write behind it.
+                self._rows.lose(item.row, item.end + self.late)
             if sequence is not None:
                 sequence.append(token._replace(version=self.version))
                 grown.append(sequence)
@@ -216,7 +223,7 @@ class Scheduler:
 
         Nothing may be in flight. Prompts and new tokens are cut like a prompt made of both.
         """
-        assert not self._in_flight, "batches in flight read the cache"
+        assert not self._in_flight.total(), "batches in flight read the cache"
         self._rows.read_again(self._waiting)
 
     def add(self, sequences: abc.Iterable[Sequence]) -> None:
@@ -228,7 +235,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """True if nothing waits, is computed or is in flight."""
-        return not self._unfinished and not self._in_flight
+        return not self._unfinished and not self._in_flight.total()
 
     @property
     def num_running(self) -> int:
@@ -285,7 +292,8 @@ class Scheduler:
             assert row is not None
             length = max(1, min(self.shape.prefill_tokens, sequence.num_to_read - start))
             is_single = sequence.num_to_read - start <= 1
-            if not is_single and length > budget:
+            is_last_in_flight = start + 1 - len(sequence.prompt_tokens) >= sequence.params.max_new_tokens
+            if is_last_in_flight or (not is_single and length > budget):
                 continue
             sampled = start + length >= sequence.num_to_read
             cleaned = self._rows.lost.pop(row, 0)
