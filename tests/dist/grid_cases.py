@@ -29,6 +29,8 @@ STEPS = 2
 MAX_WORLD = 8
 VOCABULARY = 37
 NUM_NEW_TOKENS = 5
+# The first step reads it, and of two ranks that share the vocabulary the second has it.
+PADDING_TOKEN = 29
 SCHEDULES = {1: ("1f1b", "zb-h1", "combined-1f1b"), 2: ("interleaved", "zb-v", "combined-interleaved")}
 """Three of each kind, by local stages."""
 
@@ -68,6 +70,7 @@ class Case:
             num_kv_heads=1 if self.variant % 4 >= 2 else 2,
             qkv_bias=self.variant % 4 >= 2,
             sliding_window=5 if self.variant % 3 == 1 else None,
+            padding_token=PADDING_TOKEN if self.variant % 4 == 2 else None,
         )
 
     @property

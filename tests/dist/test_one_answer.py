@@ -82,8 +82,13 @@ def test_the_table_holds_at_least_forty_layouts() -> None:
 def test_any_layout_gives_the_numbers_of_one_process(together: str) -> None:
     chosen = by_world()[together]
     references = {(case.sparse, case.variant): alone(case.sparse, case.variant) for case in chosen}
-    for reference in references.values():
+    for case in chosen:
+        reference, padding = references[case.sparse, case.variant], case.config.padding_token
         assert len(set(reference.answers)) > 1, "answers that are alike show nothing"
+        if padding is not None:
+            read = {token for document in documents()[0] for token in document[:-1].tolist()}
+            trained = reference.gradients["embedding.weight"].any(-1).nonzero().flatten().tolist()
+            assert padding in read and trained == sorted(read - {padding})
     by_rank = run_ranks(chosen[0].layout.world_size, compare, chosen, references, timeout_s=LIMIT_S)
     for number, case in enumerate(chosen):
         check(case, [compared[number] for compared in by_rank])

@@ -69,6 +69,14 @@ class TensorParallelSplit:
             "tp", 0, self.groups.tp_rank, self.groups.tp_size, (self.config.vocabulary, self.config.hidden_size)
         )
 
+    @property
+    def of_vocabulary(self) -> ModelConfig:
+        """The settings of this rank's part of the vocabulary, whose tokens count from its start."""
+        part, padding = self.vocabulary, self.config.padding_token
+        if padding is not None:
+            padding = padding - part.start if 0 <= padding - part.start < part.length else None
+        return replace(self.config, vocab_size=part.length, padding_token=padding)
+
     def shard(self, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """This rank's part of the parameter with that name in its unit; None if every rank holds it whole."""
         *_, owner, kind = ("", *name.split("."))
@@ -138,10 +146,8 @@ class TensorParallelEmbedding(TensorParallelUnit, Embedding):
 
     def __init__(self, config: ModelConfig, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
-        part, padding = split.vocabulary, config.padding_token
-        row = None if padding is None or not 0 <= padding - part.start < part.length else padding - part.start
-        Embedding.__init__(self, replace(config, vocab_size=part.length, padding_token=row))
-        self.collectives, self.part = Collectives(groups.tp), part
+        Embedding.__init__(self, split.of_vocabulary)
+        self.collectives, self.part = Collectives(groups.tp), split.vocabulary
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
         return [Compute("look up", lambda tokens_T: (self.padded(self.embedded(tokens_T)),)), self.scatter()]
@@ -221,7 +227,7 @@ class TensorParallelHead(TensorParallelUnit, Head):
 
     def __init__(self, config: ModelConfig, matmul: Matmul, groups: ModelGroups) -> None:
         split = TensorParallelSplit(config, groups)
-        Head.__init__(self, replace(config, vocab_size=split.vocabulary.length), matmul)
+        Head.__init__(self, split.of_vocabulary, matmul)
         self.collectives, self.part = Collectives(groups.tp), split.vocabulary
 
     def segments(self, sequences: Sequences) -> Sequence[Segment]:
