@@ -31,8 +31,8 @@ class ExtraState:
 
     #: this rank's stages
     _stages: Iterable[Stage]
-    #: tensors that a checkpoint is loaded into, until `take`
-    _room: dict[str, Tensor] = field(default_factory=dict)
+    #: tensors that a checkpoint is loaded into, until `load_allocated`
+    _allocated: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def _modules(self) -> list[tuple[str, nn.Module, bool]]:
@@ -71,28 +71,28 @@ class ExtraState:
             tensors_by_name |= {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
         return tensors_by_name
 
-    def expect(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
+    def allocate_for(self, checkpoint: CheckpointInfo) -> dict[str, Tensor]:
         """Empty tensors for this rank's extra state in the checkpoint, and for state that must be there."""
         names = {name for name, *_ in self._modules}
-        self._room = {
+        self._allocated = {
             record.of: torch.empty(record.part.full_shape, dtype=getattr(torch, record.dtype))
             for record in checkpoint.tensors.values()
             if f"{record.of.partition(f'.{_KEY}')[0]}.{_KEY}" in names
         }
         # Older checkpoints lack modules whose extra state is empty.
         required = [name for name, value in self.values().items() if not _is_empty(value)]
-        return {name: torch.empty(0, dtype=torch.uint8) for name in required} | self._room
+        return {name: torch.empty(0, dtype=torch.uint8) for name in required} | self._allocated
 
-    def take(self) -> None:
-        """Set the extra state that was loaded into the tensors of `expect`, in host memory.
+    def load_allocated(self) -> None:
+        """Set the extra state that was loaded into the tensors of `allocate_for`, in host memory.
 
         Raises: KeyError, TypeError or ValueError for contents that were never saved.
         """
-        room, self._room = self._room, {}
-        for name in room.keys() & {name for name, *_ in self._modules}:
-            structure, tensors = json.loads(bytes(room[name].tolist())), list[Tensor]()
+        tensors_by_name, self._allocated = self._allocated, {}
+        for name in tensors_by_name.keys() & {name for name, *_ in self._modules}:
+            structure, tensors = json.loads(bytes(tensors_by_name[name].tolist())), list[Tensor]()
             for i, (dtype, shape) in enumerate(tensor_forms(structure)):
-                tensor = room.get(f"{name}.{i}", torch.empty(shape, dtype=getattr(torch, dtype)))
+                tensor = tensors_by_name.get(f"{name}.{i}", torch.empty(shape, dtype=getattr(torch, dtype)))
                 # Files have complex numbers as pairs.
                 is_pairs = getattr(torch, dtype).is_complex and not tensor.is_complex()
                 tensors.append(torch.view_as_complex(tensor) if is_pairs else tensor)

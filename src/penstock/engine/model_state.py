@@ -110,7 +110,7 @@ class ModelState:
         if self.pipeline.grid.rank == 0:
             warn_of_attributes(checkpoint)
         control, extra = self.pipeline.grid.control, self.pipeline.extra_state
-        room = on_all_ranks(lambda: extra.expect(checkpoint), control, ValueError, message="{error}")
+        room = on_all_ranks(lambda: extra.allocate_for(checkpoint), control, ValueError, message="{error}")
         state = self.state(optimizer=False) | room
         if not self.pipeline.options.learns:
             return state
@@ -137,7 +137,7 @@ class ModelState:
             for name in [parameter] if is_of_all(parameter) else names.get(parameter, ()):
                 has_its_shape = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if has_its_shape else shape
-        return state | _local_state(self.trainer.optimizer.room_for(stored), self.shards)
+        return state | _local_state(self.trainer.optimizer.allocate_for(stored), self.shards)
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's parameters, gradients and optimizer state, each storage counted once."""
@@ -156,7 +156,7 @@ class ModelState:
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """Go on from `progress`, after the tensors of `state` have been loaded; see `Trainer.follow_progress`."""
-        self.pipeline.extra_state.take()
+        self.pipeline.extra_state.load_allocated()
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.optimizer.load_progress(progress["optimizer"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 from typing import Any, ClassVar
@@ -22,12 +22,14 @@ from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.optimizer.state import MASTER, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import (
     Block,
-    FlatStepper,
     GroupRule,
     OwnedState,
     Rates,
     SetAside,
+    StateKeeper,
     StateName,
+    States,
+    Stepper,
     Stored,
     Values,
     scale,
@@ -144,9 +146,12 @@ class Optimizer:
     #: the number of the group of matrices that no pattern matches
     _usual: int
     #: the update rules and their state, one for each optimizer among the groups
-    _steppers: list[FlatStepper | TorchStepper]
+    _steppers: list[Stepper]
     #: the state of this rank's frozen parameters, which whoever makes the optimizer gives it
     aside: SetAside
+    #: all that keep state, and the state that each last gave to be written to, which `load_progress` takes up
+    _keepers: Sequence[StateKeeper]
+    _given: dict[StateKeeper, States]
     #: gradients that this rank counts in the norm, by the order of their names
     _counted: list[Tensor]
     #: the largest number of gradients that any rank counts
@@ -190,6 +195,7 @@ class Optimizer:
             if master.dtype != bucket.parameters.dtype:
                 self._masters.append((bucket, master))
         self._steppers = _steppers_for(self.groups.rules, blocks, is_split=group is not None)
+        self._keepers, self._given = (self.aside, *self._steppers), {}
 
     @property
     def loss_scale(self) -> float:
@@ -219,6 +225,7 @@ class Optimizer:
             if self.config.clip_norm:
                 factor *= min(1.0, self.config.clip_norm / (norm + _CLIP_EPS))
             scale((bucket.gradients for bucket in self._buckets if bucket.reduction.lent), factor)
+            self._given.clear()
             for stepper in self._steppers:
                 stepper.step(values, factor)
             self._num_updates += 1
@@ -251,17 +258,17 @@ class Optimizer:
 
         Raises: ConfigError naming what an optimizer keeps and a checkpoint cannot hold.
         """
-        return self._with_masters(stepper.state() for stepper in (self.aside, *self._steppers))
+        self._given = {keeper: keeper.state() for keeper in self._keepers}
+        return self._given_and_masters()
 
-    def room_for(self, stored: Mapping[StateName, Stored]) -> dict[str, OwnedState]:
-        """Make room for what a checkpoint has: `owned_state` to copy it into, which `load_progress` then takes."""
-        return self._with_masters(stepper.expect(stored) for stepper in (self.aside, *self._steppers))
+    def allocate_for(self, stored: Mapping[StateName, Stored]) -> dict[str, OwnedState]:
+        """`owned_state` as a checkpoint has it, to copy it into; then `load_progress` takes it up."""
+        self._given = {keeper: keeper.allocate_for(stored) for keeper in self._keepers}
+        return self._given_and_masters()
 
-    def _with_masters(self, of_steppers: Iterable[Mapping[StateName, OwnedState]]) -> dict[str, OwnedState]:
+    def _given_and_masters(self) -> dict[str, OwnedState]:
         self.take_edits()
-        states: dict[StateName, OwnedState] = {}
-        for state in of_steppers:
-            states |= state
+        states = {name: state for given in self._given.values() for name, state in given.items()}
         for bucket, master in self._masters:
             states |= {(MASTER, place.name): OwnedState(place, place.view(master)) for place in bucket.owned_places}
         return {f"{STATE}{kind}.{name}": state for (kind, name), state in states.items()}
@@ -325,7 +332,7 @@ class Optimizer:
             state_name(name): (values.dtype, None if elements else tuple(values.shape))
             for name, (elements, values) in whole.items()
         }
-        for name, state in self.room_for(stored).items():
+        for name, state in self.allocate_for(stored).items():
             if name in whole:
                 elements, values = whole[name]
                 assert elements == (state.place is not None), f"{name} has changed its form"
@@ -347,10 +354,10 @@ class Optimizer:
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from `progress`, and give 16-bit parameters their masters' values."""
+        """Go on from `progress` and the state that was last given, and give 16-bit parameters their masters' values."""
         self._take_numbers(progress)
-        for stepper in (self.aside, *self._steppers):
-            stepper.continue_from(self._num_updates, self.since)
+        for keeper in self._keepers:
+            keeper.load_state(self._given.pop(keeper, None), self._num_updates, self.since)
         self._publish_masters()
 
     def _take_numbers(self, progress: Mapping[str, Any]) -> None:
@@ -456,16 +463,14 @@ def _max_names_of_rank(names: Sequence[str], group: dist.ProcessGroup | None) ->
     return max(len(rank_names) for rank_names in by_rank)
 
 
-def _steppers_for(
-    rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool
-) -> list[FlatStepper | TorchStepper]:
+def _steppers_for(rules: Sequence[GroupRule], blocks: Sequence[Block], is_split: bool) -> list[Stepper]:
     """The update rules of these blocks, one for each optimizer among the groups.
 
     is_split: True where several ranks step the model's parameters, each its own.
 
     Raises: ConfigError for an optimizer that steps all parameters together, where they are split.
     """
-    steppers: list[FlatStepper | TorchStepper] = []
+    steppers: list[Stepper] = []
     for index, kind in enumerate(dict.fromkeys(rule.kind for rule in rules)):
         rules_of_kind = {number: rule for number, rule in enumerate(rules) if rule.kind is kind}
         blocks_of_kind = [block for block in blocks if block.group in rules_of_kind]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,51 @@ class OwnedState:
 
 StateName = tuple[str, str]
 """The kind of a state, and the full name of its parameter."""
+States = Mapping[StateName, OwnedState]
 Stored = tuple[torch.dtype, tuple[int, ...] | None]
 """A stored state's type, and its shape: None if it has one value for each of the parameter's elements."""
 
 
-class FlatStepper(ABC):
+class StateKeeper(Protocol):
+    """Keeps state of parameters. To load another: copy it into what `allocate_for` gives, then call `load_state`."""
+
+    def state(self) -> States:
+        """The present state, as views. Raises: ConfigError naming what a checkpoint cannot hold."""
+        ...
+
+    def allocate_for(self, stored: Mapping[StateName, Stored]) -> States:
+        """State of the forms that a checkpoint has of its parameters, to copy that into."""
+        ...
+
+    def load_state(self, state: States | None, num_updates: int, num_missed: Mapping[str, int]) -> None:
+        """Go on from a state that the others gave, or with None from the present one, after this number of updates.
+
+        num_missed: full name -> the updates that a parameter was frozen in, if any; as many for all of one block.
+        """
+        ...
+
+
+class Stepper(StateKeeper, Protocol):
+    """The parameters of one optimizer, and their state."""
+
+    def step(self, values: Sequence[Values], factor: float = 1.0) -> None:
+        """Step all masters from their gradients times `factor`, which the gradients then are, in place.
+
+        values: the groups' hyperparameters by number.
+        """
+        ...
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy masters and state as they are before a step; returns a function that puts them back."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the state."""
+        ...
+
+
+class FlatStepper(Stepper):
     """A rule that steps each element by itself, so over flat buckets, whole or in parts."""
 
     #: the kinds of state that it keeps of each element
@@ -91,10 +131,6 @@ class FlatStepper(ABC):
         """Step the masters of one group's blocks and their state, in place, by the group's hyperparameters."""
 
     def step(self, values: Sequence[Values], factor: float = 1.0) -> None:
-        """Step all masters from their gradients times `factor`, which the gradients then are, in place.
-
-        values: the groups' hyperparameters by number.
-        """
         for group, blocks in self._by_group.items():
             self.step_scaled(blocks, values[group], factor)
 
@@ -103,8 +139,7 @@ class FlatStepper(ABC):
         scale((block.gradient for block in blocks), factor)
         self.step_group(blocks, values)
 
-    def state(self) -> dict[StateName, OwnedState]:
-        """(kind of state, full name) -> the state, to be saved, or loaded in place and then `continue_from`."""
+    def state(self) -> States:
         return {
             (kind, place.name): OwnedState(place, place.view(flat))
             for block in self._blocks
@@ -112,22 +147,15 @@ class FlatStepper(ABC):
             for place in block.places
         }
 
-    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
-        """The state of those of its parameters that a checkpoint has some of, to be loaded in place."""
+    def allocate_for(self, stored: Mapping[StateName, Stored]) -> States:
         return self.state()
 
-    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        """Go on as if the run had taken this number of updates; `state` is set.
-
-        since: full name -> the number of updates after which a parameter was first stepped, if not the first; those
-        of one block have the same.
-        """
+    def load_state(self, state: States | None, num_updates: int, num_missed: Mapping[str, int]) -> None:
         for block in self._blocks:
-            first = max((since.get(place.name, 0) for place in block.places), default=0)
-            block.num_updates.fill_(num_updates - first)
+            missed = max((num_missed.get(place.name, 0) for place in block.places), default=0)
+            block.num_updates.fill_(num_updates - missed)
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy masters and state as they are before a step; returns a function that puts them back."""
         tensors = [t for block in self._blocks for t in (block.master, *block.state.values(), block.num_updates)]
         before = [tensor.clone() for tensor in tensors]
 
@@ -139,7 +167,6 @@ class FlatStepper(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the state."""
         return sum(flat.nbytes for block in self._blocks for flat in block.state.values())
 
 
@@ -405,32 +432,31 @@ class _Watched(dict[str, Any]):
 
 
 @dataclass(eq=False)
-class SetAside:
+class SetAside(StateKeeper):
     """Keeps the state of parameters that were trained and are frozen now, in host memory, for when they are thawed."""
 
     #: this rank's frozen parameters, by full name
     parameters: Mapping[str, nn.Parameter]
     #: (kind of state, full name) -> the state
-    _kept: dict[StateName, OwnedState] = field(default_factory=dict)
-    #: the same, with room for another state that is copied there before `continue_from`
-    _expected: dict[StateName, OwnedState] | None = None
+    _kept: States = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
         """The parameters of which it keeps something."""
         return {name for _, name in self._kept}
 
-    def state(self) -> dict[StateName, OwnedState]:
-        return dict(self._kept)
+    def state(self) -> States:
+        return self._kept
 
-    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
-        self._expected = {}
+    def allocate_for(self, stored: Mapping[StateName, Stored]) -> States:
+        allocated: dict[StateName, OwnedState] = {}
         for key, (dtype, shape) in stored.items():
             if (parameter := self.parameters.get(key[1])) is not None:
                 place = Place.whole(key[1], parameter, 0) if shape is None else None
                 size = (parameter.numel(),) if shape is None else shape
-                self._expected[key] = OwnedState(place, torch.zeros(size, dtype=dtype))
-        return self._expected
+                allocated[key] = OwnedState(place, torch.zeros(size, dtype=dtype))
+        return allocated
 
-    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        self._kept, self._expected = self._kept if self._expected is None else self._expected, None
+    def load_state(self, state: States | None, num_updates: int, num_missed: Mapping[str, int]) -> None:
+        if state is not None:
+            self._kept = state

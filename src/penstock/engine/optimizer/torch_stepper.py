@@ -28,6 +28,8 @@ from penstock.engine.optimizer.steppers import (
     OptimizerKind,
     OwnedState,
     StateName,
+    States,
+    Stepper,
     Stored,
     Values,
     known_division,
@@ -40,7 +42,7 @@ from penstock.settings import ConfigError
 _logger = logging.getLogger(__name__)
 
 
-class TorchStepper:
+class TorchStepper(Stepper):
     """An optimizer of torch's kind, over the parameters in their shapes, or over flat parts of them.
 
     Its state is its `state_dict`: of each parameter by name, of each group by number, and whatever else it holds there.
@@ -55,13 +57,11 @@ class TorchStepper:
     _optimizer: torch.optim.Optimizer
     #: True for one of torch or torchao, which leaves gradients and the memory of parameters as they are
     _is_known: bool
-    #: what `state` or `expect` gave last, which may have been written to
-    _listed: dict[StateName, OwnedState] | None
 
     def __init__(
         self, kind: OptimizerKind, rules: Mapping[int, GroupRule], number: int, blocks: Sequence[Block]
     ) -> None:
-        self._rules, self._owner, self._listed = rules, f"{OPTIMIZER}{number}", None
+        self._rules, self._owner = rules, f"{OPTIMIZER}{number}"
         self._stepped = {place.name: _Stepped.of(block, place) for block in blocks for place in block.places}
         self._optimizer = self._made(kind)
         self._is_known = known_division(self._optimizer) is not None
@@ -72,7 +72,6 @@ class TorchStepper:
             for key, value in values[number].items():
                 # As torch's schedulers do.
                 group[key].fill_(value) if isinstance(group.get(key), Tensor) else group.update({key: value})
-        self._listed = None
         for one in self._stepped.values():
             # A user's own may keep its gradients, as it may where a plain loop sets them to None.
             one.parameter.grad = one.gradient if self._is_known else one.gradient.clone()
@@ -87,9 +86,8 @@ class TorchStepper:
 
     # ---- its state
 
-    def state(self) -> dict[StateName, OwnedState]:
-        """Its state dict, by kind and owner. Raises: ConfigError naming what a checkpoint cannot hold."""
-        self._listed = {}
+    def state(self) -> States:
+        states: dict[StateName, OwnedState] = {}
         for owner, values in self._by_owner().items():
             one = self._stepped.get(owner)
             try:
@@ -102,32 +100,30 @@ class TorchStepper:
             for kind, tensor in tensors.items():
                 is_like = one is not None and kind != FORM and tensor.shape == one.parameter.shape
                 state = OwnedState(one.place, tensor.reshape(-1)) if one and is_like else OwnedState(None, tensor)
-                self._listed[kind, owner] = state
-        return self._listed
+                states[kind, owner] = state
+        return states
 
-    def expect(self, stored: Mapping[StateName, Stored]) -> dict[StateName, OwnedState]:
-        """Make room for what a checkpoint has of its parameters, to be loaded there and then `continue_from`."""
-        self._listed = {}
+    def allocate_for(self, stored: Mapping[StateName, Stored]) -> States:
+        allocated: dict[StateName, OwnedState] = {}
         owners = {self._owner, *(f"{GROUP}{number}" for number in self._group_numbers())}
         for (kind, owner), (dtype, shape) in stored.items():
             if (one := self._stepped.get(owner)) is not None and shape is None:
                 # The precision may be another one than that of the run that was saved.
                 dtype = one.parameter.dtype if dtype in WIDE and not keeps_type(kind) else dtype
-                room = torch.zeros(one.parameter.numel(), dtype=dtype, device=one.parameter.device)
-                self._listed[kind, owner] = OwnedState(one.place, room)
+                values = torch.zeros(one.parameter.numel(), dtype=dtype, device=one.parameter.device)
+                allocated[kind, owner] = OwnedState(one.place, values)
             elif one is not None or owner in owners:
                 assert shape is not None
-                self._listed[kind, owner] = OwnedState(None, torch.zeros(shape, dtype=dtype))
-        return self._listed
+                allocated[kind, owner] = OwnedState(None, torch.zeros(shape, dtype=dtype))
+        return allocated
 
-    def continue_from(self, num_updates: int, since: Mapping[str, int]) -> None:
-        listed, self._listed = self._listed, None
-        if listed is None:
+    def load_state(self, state: States | None, num_updates: int, num_missed: Mapping[str, int]) -> None:
+        if state is None:
             return
         tensors: dict[str, dict[str, Tensor]] = {}
-        for (kind, owner), state in listed.items():
-            shaped = state.place is not None
-            values = state.values.view(self._stepped[owner].parameter.shape) if shaped else state.values
+        for (kind, owner), one in state.items():
+            shaped = one.place is not None
+            values = one.values.view(self._stepped[owner].parameter.shape) if shaped else one.values
             tensors.setdefault(owner, {})[kind] = values
         by_owner = {owner: from_tensors(of_owner) for owner, of_owner in tensors.items()}
         now, others = self._optimizer.state_dict(), by_owner.pop(self._owner, {})
@@ -142,9 +138,9 @@ class TorchStepper:
             group | by_owner.get(f"{GROUP}{number}", {})
             for number, group in zip(self._group_numbers(), now["param_groups"], strict=True)
         ]
-        state = {index: by_owner[name] for index, name in enumerate(self._order()) if name in by_owner}
+        of_order = {index: by_owner[name] for index, name in enumerate(self._order()) if name in by_owner}
         known = {key: value for key, value in others.items() if key in now}
-        self._take({**now, **known, "state": of_none | state, "param_groups": groups})
+        self._load_dict({**now, **known, "state": of_none | of_order, "param_groups": groups})
 
     def snapshot(self) -> Callable[[], None]:
         values = [(one, one.values.clone()) for one in self._stepped.values()]
@@ -154,7 +150,7 @@ class TorchStepper:
             for one, before in values:
                 one.parameter.data = one.values
                 one.values.copy_(before)
-            self._take(state)
+            self._load_dict(state)
 
         return restore
 
@@ -175,7 +171,7 @@ class TorchStepper:
         by_owner[self._owner] = state_dict | ({"state": of_none} if of_none else {})
         return by_owner
 
-    def _take(self, state_dict: dict[str, Any]) -> None:
+    def _load_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, which the optimizer may keep."""
         optimizer = self._optimizer
         optimizer.load_state_dict(state_dict)
