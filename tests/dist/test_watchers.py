@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock import Engine, EngineOptions, Layout, PackedBatch
+from penstock.engine.callbacks import PROMETHEUS_FILE, EarlyStop, Trackers
 from penstock.engine.folders.runs import read_metrics
 from penstock.engine.training.trainer import TrainResult
-from penstock.engine.watch import PROMETHEUS_FILE, EarlyStop, Trackers
 from penstock.model import decoder_units
 from penstock.settings import LogConfig
 from tests.dist.grid_cases import DENSE, VOCABULARY

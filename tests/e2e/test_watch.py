@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from penstock.engine.callbacks import PROMETHEUS_FILE
 from penstock.engine.folders.runs import METRICS_FILE, read_metrics
-from penstock.engine.watch import PROMETHEUS_FILE
 from tests.e2e.training import Started, exact_metrics, result_of, write_run
 
 # The library itself would want the network: this one writes down what it is given.

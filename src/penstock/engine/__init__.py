@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.engine.callbacks import EarlyStop as EarlyStop
+    from penstock.engine.callbacks import Trackers as Trackers
     from penstock.engine.checkpoint import CheckpointError as CheckpointError
     from penstock.engine.engine import Engine as Engine
     from penstock.engine.generation.options import GenerateOptions as GenerateOptions
@@ -21,10 +23,9 @@ if TYPE_CHECKING:
     from penstock.engine.training.scorer import PerToken as PerToken
     from penstock.engine.training.scorer import token_scores as token_scores
     from penstock.engine.training.trainer import TrainResult as TrainResult
-    from penstock.engine.watch import EarlyStop as EarlyStop
-    from penstock.engine.watch import Trackers as Trackers
 
 _NAMES_OF = {
+    "callbacks": ("EarlyStop", "Trackers"),
     "checkpoint": ("CheckpointError",),
     "engine": ("Engine",),
     "generation.options": ("GenerateOptions",),
@@ -35,7 +36,6 @@ _NAMES_OF = {
     "training.metrics": ("Metric", "MetricReduction"),
     "training.scorer": ("PerToken", "token_scores"),
     "training.trainer": ("TrainResult",),
-    "watch": ("EarlyStop", "Trackers"),
 }
 _FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}
 

@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine.callbacks import Watchers
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
@@ -27,7 +28,6 @@ from penstock.engine.training import scorer
 from penstock.engine.training.loss import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.scorer import AggregateFn, OutputCollector, PostHook
 from penstock.engine.training.trainer import Trainer, TrainResult
-from penstock.engine.watch import Watchers
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint
 from penstock.model.hf.families import HuggingFaceForm
 from penstock.parallel import Grid

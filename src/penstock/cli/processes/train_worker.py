@@ -20,13 +20,13 @@ from penstock.cli.processes.meeting import Group
 from penstock.cli.processes.session import Meeting, initialise, work_together
 from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
+from penstock.engine.callbacks import EarlyStop, Trackers
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name, random_state, restore_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
 from penstock.engine.training.loss import LossFn, LossWeightFn
-from penstock.engine.watch import EarlyStop, Trackers
 from penstock.runtime import Watchdog
 from penstock.settings import ConfigError, RunConfig
 

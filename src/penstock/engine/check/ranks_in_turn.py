@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch
+from penstock.engine.callbacks import Watchers
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
@@ -26,7 +27,6 @@ from penstock.engine.rehearsal.counted import Done, GroupHere
 from penstock.engine.training.aux_losses import AuxNotes
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import Trainer
-from penstock.engine.watch import Watchers
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
 from penstock.runtime import Executor, Feed, InProcessHub, InProcessTransport, Transport
