@@ -27,7 +27,7 @@ EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
 @dataclass(eq=False)
-class Watchers:
+class Callbacks:
     """The callbacks of an engine on this rank (see `Engine.watch`), in the order in which they were added.
 
     If one of them raises, the call ends on all ranks.
@@ -36,7 +36,7 @@ class Watchers:
     #: told of callbacks, so that other ranks learn of them
     pipeline: Pipeline
     #: the callbacks, in order
-    callbacks: list[Any] = field(default_factory=list)
+    added: list[Any] = field(default_factory=list)
 
     def add(self, callbacks: Iterable[Any]) -> None:
         """Add callbacks. Raises: ConfigError for one without any of the methods."""
@@ -45,8 +45,8 @@ class Watchers:
             instance = instance() if isinstance(instance, type) else instance
             if not any(callable(getattr(instance, event, None)) for event in EVENTS):
                 raise ConfigError(f"{callback!r} is no callback: it has none of the methods {', '.join(EVENTS)}")
-            self.callbacks.append(instance)
-            self.pipeline.is_watched = True
+            self.added.append(instance)
+            self.pipeline.has_callbacks = True
 
     def notify(self, event: str, *values: Any) -> bool:
         """Call the method `event` of the callbacks, on all ranks at one point; True if one of them returned True.
@@ -71,7 +71,7 @@ class Watchers:
     def call(self, event: str, *values: Any) -> bool:
         """Call the callbacks on this rank alone; True if one of them returned True."""
         is_asked_to_stop = False
-        for callback in self.callbacks:
+        for callback in self.added:
             method = getattr(callback, event, None)
             # All are called, even if an earlier one asks to stop.
             is_asked_to_stop |= method is not None and method(*values) is True

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.callbacks import Watchers
+from penstock.engine.callbacks import Callbacks
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
 from penstock.engine.folders.export import ExportOptions, export_model
@@ -77,7 +77,7 @@ class Engine(ModelState, WeightEndpoint):
     #: the model's form in transformers; None if there is none
     form: HuggingFaceForm | None
     #: a user's own callbacks
-    watchers: Watchers
+    callbacks: Callbacks
 
     @checked
     def __new__(
@@ -110,7 +110,7 @@ class Engine(ModelState, WeightEndpoint):
         ModelState.__init__(self, pipeline, Trainer(pipeline))
         WeightEndpoint.__init__(self, layout, options, pipeline.grid.number, pipeline)
         self.grid, self.recorder, self.form = pipeline.grid, pipeline.recorder, form
-        self.watchers = Watchers(pipeline)
+        self.callbacks = Callbacks(pipeline)
 
     @classmethod
     def from_config(cls, config: RunConfig | str | Path) -> Self:
@@ -210,7 +210,7 @@ class Engine(ModelState, WeightEndpoint):
             TransportError: a peer did not send or receive in time.
         """
         result = self.trainer.train_batch(batch, loss_fn, loss_weight_fn, micro_batches, normalize, step)
-        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_step", result):
+        if self.pipeline.has_callbacks_anywhere and self.callbacks.notify("on_step", result):
             self.request_stop()
         return result
 
@@ -230,7 +230,7 @@ class Engine(ModelState, WeightEndpoint):
         Raises: ZeroLossWeight if no token of any batch carries loss; else as `Engine.forward`.
         """
         loss = scorer.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
-        if self.pipeline.is_watched_anywhere and self.watchers.notify("on_evaluation", self.step, loss):
+        if self.pipeline.has_callbacks_anywhere and self.callbacks.notify("on_evaluation", self.step, loss):
             self.request_stop()
         return loss
 
@@ -354,7 +354,7 @@ class Engine(ModelState, WeightEndpoint):
             state, checkpointer = self.state_to_save(), Checkpointer(path, grid, {}, keep, self.ties, standalone=True)
             values = {"engine": self.progress(), "random": random_state(), "extra": extra}
             checkpointer.save(self.step, state, values, wait=True)
-        self.watchers.notify("on_checkpoint", self.step, Path(path) / folder_name(self.step))
+        self.callbacks.notify("on_checkpoint", self.step, Path(path) / folder_name(self.step))
 
     def load(self, path: str | Path) -> Any:
         """Go on from the newest intact checkpoint in the folder, saved by any layout; returns its `extra`.
@@ -420,7 +420,7 @@ class Engine(ModelState, WeightEndpoint):
 
         Raises: ConfigError for an object without any of these methods.
         """
-        self.watchers.add(callbacks)
+        self.callbacks.add(callbacks)
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of the last step of pipeline 0, in ms, on rank 0; None elsewhere. All ranks call it.
@@ -443,7 +443,7 @@ class Engine(ModelState, WeightEndpoint):
         """Stop helper threads; process groups belong to torch.distributed."""
         super().close()
         try:
-            self.watchers.call("on_end", self.step)
+            self.callbacks.call("on_end", self.step)
         finally:
             if "generator" in vars(self):
                 self.generator.close()

@@ -193,9 +193,9 @@ class Pipeline:
     #: number of the last step, skipped ones included; 0 before the first
     step: int
     #: True if this rank has callbacks, which see steps and evaluations
-    is_watched: bool
-    #: True if any rank had callbacks at the last batch
-    is_watched_anywhere: bool
+    has_callbacks: bool
+    #: True if any rank had them at the last step or evaluation
+    has_callbacks_anywhere: bool
     #: (what reduces gradients, number of microbatches) -> executor of the proved program, least recently used first
     _executors: dict[tuple[Callable[[int], None] | None, int], Executor]
 
@@ -226,7 +226,7 @@ class Pipeline:
         self.cut, self.choice = self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
-        self.is_watched = self.is_watched_anywhere = False
+        self.has_callbacks = self.has_callbacks_anywhere = False
         place = "" if self.layout.world_size == self.layout.pp else str(self.grid.place)
         self.recorder = self._make_recorder(place or None)
         self.options, self.pack = with_quantization(self.options, self.device, self.grid)

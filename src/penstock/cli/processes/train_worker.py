@@ -252,7 +252,7 @@ class TrainLoop:
         if self._unfinished:
             self._unfinished = False
             path = self.checkpoints.folder / folder_name(self._saved_step)
-            self.engine.watchers.notify("on_checkpoint", self._saved_step, path)
+            self.engine.callbacks.notify("on_checkpoint", self._saved_step, path)
 
     def _save(self, wait: bool) -> None:
         step = self.engine.step

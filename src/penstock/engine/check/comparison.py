@@ -70,7 +70,7 @@ class Check:
         return split(copy.deepcopy(self.batch), MicroBatchSpec(num=num))
 
     @property
-    def watched(self) -> set[str]:
+    def compared_layers(self) -> set[str]:
         """The names of layers whose outputs are compared: all but a module that stands in several places."""
         num_uses = Counter(map(id, self.parts.layers))
         return {
@@ -85,7 +85,7 @@ class Check:
         Raises: whatever a user's own parts raise there; ValueError where it computes NaN.
         """
         loop = parts.plain_loop()
-        observed.watch(loop.modules, self.watched)
+        observed.note_outputs(loop.modules, self.compared_layers)
         for step in range(1, num_steps + 1):
             observed.take(loop, self.split(num).microbatches, step)
         check_numbers(observed, loop.parameters)
@@ -105,7 +105,7 @@ class Check:
             parts, rank_observed = self.parts.copied(), Observed()
             engine = parts.engine(ranks, rank, self.plain.width or 1, changes)
             if not changes.get("recompute"):
-                rank_observed.watch(engine.modules, self.watched)
+                rank_observed.note_outputs(engine.modules, self.compared_layers)
             if folder is not None and steps.start > 1:
                 engine.load(folder)
             for step in steps:

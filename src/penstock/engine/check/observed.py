@@ -52,7 +52,7 @@ class Observed:
     #: layer -> its calls in this step
     _calls: Counter[str] = field(default_factory=Counter)
 
-    def watch(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+    def note_outputs(self, modules: Mapping[str, nn.Module], names: Iterable[str]) -> None:
         """Note the outputs of the layers of these names from now on, microbatch after microbatch."""
 
         def note(name: str, module: nn.Module, arguments: Any, output: Any) -> None:

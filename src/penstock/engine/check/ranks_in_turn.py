@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.data import PackedBatch
-from penstock.engine.callbacks import Watchers
+from penstock.engine.callbacks import Callbacks
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
@@ -265,7 +265,7 @@ class EngineInTurn(Engine):
     trainer: TrainerInTurn
     # As of any engine.
     grid: Grid
-    watchers: Watchers
+    callbacks: Callbacks
     #: losses and gradients of the last step
     losses: list[Tensor]
     gradients: dict[str, Tensor]
@@ -278,7 +278,7 @@ class EngineInTurn(Engine):
 
     def __init__(self, pipeline: PipelineInTurn, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> None:
         ModelState.__init__(self, pipeline, TrainerInTurn(pipeline))
-        self.grid, self.watchers = pipeline.grid, Watchers(pipeline)
+        self.grid, self.callbacks = pipeline.grid, Callbacks(pipeline)
         self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
 
     @property

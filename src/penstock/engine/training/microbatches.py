@@ -74,7 +74,7 @@ class BatchReport(SplitCounts):
     #: True if the rank has no batch left; its counts then ask for nothing
     ended: bool = False
     #: True if the rank has callbacks
-    watched: bool = False
+    has_callbacks: bool = False
     #: True if its microbatches are drawn from an iterator in the course of the call
     drawn: bool = False
     #: False if the rank has no iterator where others draw
@@ -110,7 +110,7 @@ def agree_on_microbatches(
         ValueError: this rank cannot use its batch or another argument; it says why on all ranks.
         PipelineError: the same on another rank, or ranks of one pipeline hold different batches.
     """
-    base = replace(report or BatchReport(), job=crc32(call.encode()), watched=pipeline.is_watched)
+    base = replace(report or BatchReport(), job=crc32(call.encode()), has_callbacks=pipeline.has_callbacks)
     source: MicrobatchSource | None = None
     num: int | None = None
     while True:
@@ -264,7 +264,6 @@ class MicrobatchSource:
     def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
         """Take note of what all ranks have agreed on. Raises: ZeroLossWeight where there has to be some."""
         pipeline = self.pipeline
-        pipeline.is_watched_anywhere = any(report.watched for report in reports)
         self.reports, self.num = reports, 0 if reports[pipeline.grid.rank].ended else num
         seeing_labels = [reports[rank] for rank in pipeline.output_ranks]
         self.rank_totals = [report.weight for report in seeing_labels]

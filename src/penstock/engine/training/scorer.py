@@ -123,6 +123,7 @@ def evaluate(
                 with recovery.announcing():
                     batch = next(remaining, END)
                 with agree_on_microbatches(pipeline, "evaluate()", partial(source_from, batch)) as microbatches:
+                    pipeline.has_callbacks_anywhere = any(report.has_callbacks for report in microbatches.reports)
                     ended = [dp for dp, rank in enumerate(pipeline.output_ranks) if microbatches.reports[rank].ended]
                     _check_ended(pipeline.layout, ended, num_rounds)
                     if len(ended) == num_dp:

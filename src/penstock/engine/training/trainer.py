@@ -150,6 +150,7 @@ class Trainer:
             pipeline.recorder.begin_step(step)
             with agree_on_microbatches(pipeline, call, source, report) as microbatches:
                 self._follow_freezing(microbatches.reports)
+                pipeline.has_callbacks_anywhere = any(report.has_callbacks for report in microbatches.reports)
                 with recovery.announcing():
                     executor = pipeline.executor(microbatches.num, self.start_reduction)
                     feeds = self.feeds(microbatches, step_loss, loss_scale, step, executor.program)
