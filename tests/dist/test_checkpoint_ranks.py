@@ -51,44 +51,6 @@ def _assert_intact(folder: Path, steps: set[int]) -> int:
 # ---- layouts
 
 
-def _save_cut(rank: int, folder: Path, layout: Layout, cut: list[list[str]]) -> None:
-    grid = connect(layout, "cpu")
-    checkpointer = _checkpointer(grid, folder)
-    checkpointer.save(5, _tensors(cut[grid.pp_rank], 5), {"rank": rank}, wait=True)
-
-
-def _load_cut(rank: int, folder: Path, layout: Layout, cut: list[list[str]]) -> tuple[dict[str, Tensor], Any]:
-    grid = connect(layout, "cpu")
-    checkpointer = _checkpointer(grid, folder)
-    info = checkpointer.latest()
-    assert info is not None
-    loaded = {name: torch.zeros_like(_tensor(name, 0)) for name in cut[grid.pp_rank]}
-    checkpointer.load(info, loaded)
-    return loaded, info.rank_values
-
-
-LAYOUTS: dict[str, tuple[Layout, list[list[str]]]] = {
-    "alone": (Layout(), [NAMES]),
-    "two stages, interleaved": (Layout(pp=2), [NAMES[::2], NAMES[1::2]]),
-    "one rank empty": (Layout(pp=2), [[], NAMES]),
-    "two replicas": (Layout(dp=2), [NAMES]),
-}
-
-
-@pytest.mark.shows(96)
-@pytest.mark.parametrize("source", ["one rank empty", "two replicas"])
-def test_any_layout_reads_what_any_other_has_saved(tmp_path: Path, source: str) -> None:
-    layout, cut = LAYOUTS[source]
-    run_ranks(layout.world_size, _save_cut, tmp_path, layout, cut)
-    assert _assert_intact(tmp_path, {5}) == 5
-    for target, target_cut in LAYOUTS.values():
-        results = run_ranks(target.world_size, _load_cut, tmp_path, target, target_cut)
-        for rank, (loaded, extras) in enumerate(results):
-            names = target_cut[target.coordinates(rank).pp]
-            assert loaded.keys() == set(names) and all(torch.equal(loaded[n], _tensor(n, 5)) for n in names)
-            assert list(extras) == [{"rank": writer} for writer in range(layout.world_size)]
-
-
 def _save_replicated(rank: int, folder: Path) -> list[str]:
     checkpointer = _checkpointer(connect(Layout(dp=2), "cpu"), folder)
     checkpointer.save(5, {**_tensors(NAMES, 5), f"rng.{rank}": torch.full((4,), rank)}, wait=True)
@@ -106,24 +68,6 @@ def test_what_replicas_hold_alike_is_written_once_and_by_both_in_turn(tmp_path: 
     sizes = [(tmp_path / "step-00000005" / name).stat().st_size for name in files[0]]
     total = sum(_tensor(name, 5).nbytes for name in NAMES)
     assert total < sum(sizes) < 1.5 * total and max(sizes) < 0.75 * sum(sizes)
-
-
-def _save_tied(rank: int, folder: Path) -> Tensor:
-    grid = connect(Layout(pp=2), "cpu")
-    checkpointer = _checkpointer(grid, folder, aliases={"head.weight": NAMES[0]})
-    tensors = {NAMES[0] if rank == 0 else "head.weight": _tensor(NAMES[0], 5)}
-    checkpointer.save(5, tensors, wait=True)
-    info = checkpointer.latest()
-    assert info is not None and list(info.tensors) == [NAMES[0]]
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    checkpointer.load(info, loaded)
-    return next(iter(loaded.values()))
-
-
-@pytest.mark.shows(89, 96)
-def test_a_tied_copy_on_another_rank_is_loaded_from_its_owner(tmp_path: Path) -> None:
-    for loaded in run_ranks(2, _save_tied, tmp_path):
-        assert torch.equal(loaded, _tensor(NAMES[0], 5))
 
 
 # ---- all ranks fail alike

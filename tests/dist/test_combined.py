@@ -1,7 +1,5 @@
 """Fused pairs over experts that ranks share: the bits of plain execution, whoever waits for whom."""
 
-import random
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +14,6 @@ from penstock.engine import Engine, EngineOptions
 from penstock.model import Exchange, Lane, Sequences, decoder_units
 from penstock.model.lanes import Grads, State, Undo
 from penstock.model.layers.experts import ExpertBlock
-from penstock.parallel.collectives import Collectives, Handle
 from penstock.schedule import Pair
 from penstock.schedule.recording import Record
 from penstock.settings import (
@@ -362,35 +359,3 @@ def test_dense_layers_launch_nothing_in_a_pair_or_alone():
             num_alone, pairs = (1, {"pair": [5 * num_sparse] * 3}) if schedule == "combined" else (4, {})
             alone = {"F": [3 * num_sparse] * num_alone, "B": [2 * num_sparse] * num_alone}
             assert counts == alone | pairs, (schedule, dense)
-
-
-class Telling(Collectives):
-    """Collectives that write down what they launch, each after a delay of its own, different on every rank."""
-
-    def __init__(self, inner: Collectives, name: str, engine: Engine, log: list[tuple[str, ...]]) -> None:
-        super().__init__(inner.group, inner.observer)
-        self.name, self.engine, self.log = name, engine, log
-        self.chance = random.Random(1000 * engine.grid.rank + len(name))
-
-    def all_to_all(self, x: Tensor, *splits: Any) -> Handle[Tensor]:
-        # The delays are the point here: ranks must agree however late one of them is.
-        time.sleep(self.chance.choice([0.0, 0.0, 0.002, 0.01]))
-        what = "rows" if x.is_floating_point() else "sizes"
-        self.log.append((self.name, str(self.engine.recorder.records()[-1].action), what))
-        return super().all_to_all(x, *splits)
-
-
-def launches(rank: int, cases: list[tuple[Run, Layout]]) -> list[list[tuple[str, ...]]]:
-    found = []
-    for run, layout in cases:
-        engine, log = engine_of(run, layout, config(4)), []
-        for stage in engine.pipeline.stages.values():
-            for name, module in stage.units:
-                if isinstance(module, ExpertBlock):
-                    module.collectives = Telling(module.collectives, name, engine, log)
-        spec = MicroBatchSpec(num=run.num_microbatches)
-        engine.train_batch(batches(engine.grid.dp_rank, run.num_microbatches)[0], micro_batches=spec)
-        engine.close()
-        engine.grid.close()
-        found.append(log)
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from penstock.settings import TrainConfig
 from tests.dist.launch import run_ranks
 
 WIDTH, VOCAB = 8, 32
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Block(nn.Module):

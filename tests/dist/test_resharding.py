@@ -17,7 +17,6 @@ from penstock.engine.checkpoint import Checkpointer, checkpointer
 from penstock.model import decoder_units
 from penstock.parallel.tensor_slice import local_slices
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig, Precision, ScheduleConfig
-from tests.covering import EVERY
 from tests.dist.grid_cases import DENSE, SPARSE, VOCABULARY
 from tests.dist.launch import run_ranks
 
@@ -46,15 +45,6 @@ CHAIN = [
     Link(Layout(pp=2, cp=2, ep=2), "zb-v", 2, zero=True),
     Link(Layout(dp=2, cp=2, ep=4), zero=True),
     Link(Layout(tp=4)),
-]
-# The layouts that one with experts does not run through, between two that it does.
-DENSE_CHAIN = [
-    *CHAIN[: 5 if EVERY else 1],
-    Link(Layout(cp=4)),
-    Link(Layout(dp=2, tp=2), zero=True),
-    Link(Layout(pp=2, cp=2), "zb-v", 2),
-    Link(Layout(dp=2, cp=2), zero=True),
-    *([Link(Layout(tp=4))] if EVERY else []),
 ]
 
 
@@ -95,13 +85,11 @@ def resume(engine: Engine, saved: Checkpointer) -> None:
         assert engine.step == found.step > 0
 
 
-def walk(
-    rank: int, links: list[Link], config: ModelConfig, precision: Precision, folder: Path
-) -> list[tuple[float, float]]:
+def walk(rank: int, folder: Path) -> list[tuple[float, float]]:
     """Train one step in each layout, each from what the one before has saved."""
     told = []
-    for link in links:
-        engine = opened(link, config, precision)
+    for link in CHAIN:
+        engine = opened(link, SPARSE, Precision.FP64)
         saved = checkpoints(engine, folder)
         resume(engine, saved)
         told.append(one_step(engine))
@@ -111,19 +99,14 @@ def walk(
     return told
 
 
-def uninterrupted(config: ModelConfig, precision: Precision, num_steps: int) -> list[tuple[float, float]]:
-    engine = opened(Link(Layout()), config, precision)
-    return [one_step(engine) for _ in range(num_steps)]
-
-
 @pytest.mark.shows(94, 96)
-@pytest.mark.parametrize(("config", "chain"), [(DENSE, DENSE_CHAIN), (SPARSE, CHAIN)], ids=["dense", "experts"])
-def test_a_chain_of_layouts_is_one_run(tmp_path: Path, config: ModelConfig, chain: list[Link]) -> None:
-    assert len({link.layout for link in chain}) == len(chain) and all(link.layout.world_size == 4 for link in chain)
-    by_rank = run_ranks(4, walk, chain, config, Precision.FP64, tmp_path, timeout_s=200.0)
-    alone = opened(Link(Layout()), config, Precision.FP64)
+def test_a_chain_of_layouts_is_one_run(tmp_path: Path) -> None:
+    assert len({link.layout for link in CHAIN}) == len(CHAIN) and all(link.layout.world_size == 4 for link in CHAIN)
+    by_rank = run_ranks(4, walk, tmp_path, timeout_s=200.0)
+    alone = opened(Link(Layout()), SPARSE, Precision.FP64)
     resume(alone, checkpoints(alone, tmp_path))
-    wanted = uninterrupted(config, Precision.FP64, len(chain) + 1)
+    engine = opened(Link(Layout()), SPARSE, Precision.FP64)
+    wanted = [one_step(engine) for _ in range(len(CHAIN) + 1)]
     assert by_rank == [by_rank[0]] * 4
     for found, expected in zip([*by_rank[0], one_step(alone)], wanted, strict=True):
         assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)

@@ -27,10 +27,6 @@ def example() -> Any:
     return module
 
 
-def test_the_example_stays_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 200
-
-
 @pytest.mark.shows(127)
 def test_both_loops_learn_and_answers_stay_within_their_bounds() -> None:
     given = ("--compare", "--goal", "0.3", "--token-s", "0.02", "--step-s", "0.05", "--bound", str(BOUND))

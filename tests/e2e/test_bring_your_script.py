@@ -19,7 +19,3 @@ def test_the_loop_and_penstock_print_equal_losses(num_ranks: int) -> None:
     assert [int(step) for step, _, _ in losses] == list(range(1, 11))
     assert all(plain == ours for _, plain, ours in losses)
     assert float(losses[-1][2]) < float(losses[0][2]) - 0.5
-
-
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 60

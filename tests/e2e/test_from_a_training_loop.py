@@ -19,7 +19,3 @@ def test_the_example_is_the_same_in_any_number_of_stages_and_goes_on(tmp_path: P
     lines = shown[1].splitlines()
     assert shown[1] == shown[2] == shown[3] and [line.partition(":")[0] for line in lines] == ["step 5", "step 10"]
     assert run_ranks_of(EXAMPLE, 1, "15", folder=tmp_path / "3").startswith("step 15: loss 2.5")
-
-
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 70

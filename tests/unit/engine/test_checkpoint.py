@@ -224,9 +224,6 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
     assert re.search(reason, record.getMessage())
 
 
-OTHER = "optimizer.exp_avg.layers.0.mlp.up.weight"
-
-
 def test_a_checkpoint_that_has_part_of_a_tensor_alone_is_a_damaged_one(tmp_path: Path) -> None:
     _save(tmp_path, [1, 2])
     newest = tmp_path / "step-00000002"

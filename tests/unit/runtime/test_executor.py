@@ -253,24 +253,6 @@ def test_a_step_after_a_failed_one_runs_as_if_nothing_had_been() -> None:
         assert torch.equal(mine.weight.grad, theirs.weight.grad)
 
 
-@pytest.mark.shows(19)
-def test_two_pipelines_in_one_process_share_nothing() -> None:
-    alone = [Pipeline("1f1b", 2, 3).run([2, 3, 4]), Pipeline("afab", 3, 2).run([5, 1])]
-    first, second = Pipeline("1f1b", 2, 3), Pipeline("afab", 3, 2)
-    results: list[list[list[Tensor]]] = [[[], []], [[], [], []]]
-    running = [(0, rank, executor.steps(first.feeds([2, 3, 4]))) for rank, executor in enumerate(first.executors)] + [
-        (1, rank, executor.steps(second.feeds([5, 1]))) for rank, executor in enumerate(second.executors)
-    ]
-    while running:
-        which, rank, steps = running.pop(0)
-        try:
-            next(steps)
-            running.append((which, rank, steps))
-        except StopIteration as stop:
-            results[which][rank] = stop.value
-    assert results == alone
-
-
 class Spoilt(Stage):
     """A stage that gives something else than it should: its outputs, or its gradients, as `spoil` leaves them."""
 
