@@ -1,10 +1,5 @@
 """Two pipelines side by side: the gradients of both batches, normalised as asked, as one process sums them."""
 
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +8,9 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import NO_LABEL, SplitError, split
 from penstock.engine import Engine, EngineOptions, ZeroLossWeight
 from penstock.model import Sequences, cross_entropy_sum, decoder_units
-from penstock.runtime import Executor, Feed, PipelineError
-from penstock.schedule import Action, Op
+from penstock.runtime import PipelineError
 from penstock.settings import ModelConfig, Normalize, OptimizerConfig, Precision
 from tests.dist.launch import run_ranks
-from tests.host_waits import HostWaits
 
 CONFIG = ModelConfig(
     vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, tie_embeddings=True
@@ -27,9 +20,8 @@ MODES = [mode.value for mode in Normalize]
 TOLERANCE = 1e-12
 
 
-def engine_of(pp: int, dp: int, name: str = "1f1b") -> Engine:
+def engine_of(pp: int, dp: int) -> Engine:
     options = EngineOptions(
-        schedule=name,
         precision=Precision.FP64,
         optimizer=OptimizerConfig(clip_norm=0),
         timeout_s=20.0,
@@ -110,83 +102,6 @@ def test_gradients_of_two_pipelines_are_those_of_one_process(pp: int, dp: int) -
                 assert (gradient - gradients[name]).abs().max() <= TOLERANCE, (mode, name)
             seen |= its_gradients.keys()
         assert seen == gradients.keys()
-
-
-def cost_of_the_loss(
-    rank: int, layout: Layout, numbers: Sequence[int]
-) -> list[tuple[float, Counter[str], Counter[str]]]:
-    """By number of microbatches: the loss, what was read back since the first forward, and all of the collectives."""
-    found, run = [], Executor.run
-    for number in numbers:
-        engine, since_start, whole_step, watching = (
-            engine_of(layout.pp, layout.dp),
-            HostWaits(),
-            HostWaits(),
-            ExitStack(),
-        )
-
-        def watched(executor: Executor, feeds: Sequence[Feed], waits: Any = since_start, stack: Any = watching) -> Any:
-            stack.enter_context(waits.watch())
-            return run(executor, feeds)
-
-        Executor.run = watched  # type: ignore[method-assign]
-        with whole_step.watch(), watching:
-            result = engine.train_batch(batch_of(engine.grid.dp_rank), micro_batches=MicroBatchSpec(num=number))
-        Executor.run = run
-        assert result.num_microbatches == number
-        found.append((result.loss, since_start.reads, whole_step.collectives))
-        engine.close()
-        engine.grid.close()
-    return found
-
-
-@pytest.mark.shows(28)
-def test_the_loss_costs_no_more_readings_and_collectives_for_more_microbatches() -> None:
-    loss, _ = reference("global", 2)
-    for pp in (1, 2):
-        ranks = run_ranks(2 * pp, cost_of_the_loss, Layout(pp=pp, dp=2), (1, 2, 5), timeout_s=60.0)
-        for (one, reads, collectives), *others in ranks:
-            assert one == pytest.approx(loss, abs=TOLERANCE, rel=0)
-            for several, its_reads, its_collectives in others:
-                assert several == pytest.approx(loss, abs=TOLERANCE, rel=0)
-                assert its_reads == reads and 0 < reads.total() <= 6
-                assert its_collectives == collectives and collectives.total() > 0
-        assert len({tuple(loss for loss, *_ in found) for found in ranks}) == 1, "every rank has the same bits"
-
-
-def reductions_of(rank: int, name: str, num_microbatches: int) -> list[Any]:
-    """Per bucket: how often it was reduced, and after which action of this rank."""
-    engine = engine_of(2, 2, name)
-    launched = []
-    for number, buckets in engine.trainer.buckets.items():
-        original = buckets.launch
-
-        def launch(original: Any = original, number: int = number) -> None:
-            records = engine.recorder.records()
-            actions = [r.action for r in records if isinstance(r.action, Action)]
-            launched.append((number, [a for a in actions if a.op in (Op.F, Op.B, Op.I, Op.W)][-1]))
-            original()
-
-        buckets.launch = launch  # type: ignore[method-assign]
-    batch = PackedBatch.from_documents([torch.arange(5)] * num_microbatches)
-    engine.train_batch(batch, micro_batches=MicroBatchSpec(num=num_microbatches))
-    # Evaluation in between changes nothing of it, and reduces nothing.
-    engine.evaluate([batch])
-    engine.close()
-    engine.grid.close()
-    return launched
-
-
-@pytest.mark.shows(30)
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_each_stage_is_reduced_once_right_after_its_last_backward(name: str, num_microbatches: int) -> None:
-    by_rank = run_ranks(4, reductions_of, name, num_microbatches, timeout_s=60.0)
-    for rank, launched in enumerate(by_rank):
-        stage = rank % 2
-        # Where the gradient leaves for another rank it does so first, and the weights' follow.
-        last = Op.W if stage else Op.B
-        assert launched == [(stage, Action(last, stage, num_microbatches - 1))]
 
 
 def refusals(rank: int) -> list[tuple[type, str]]:
