@@ -261,7 +261,6 @@ def noted_pair(rank: int, early_release: bool) -> list[str]:
     engine.recorder.end = at_end  # type: ignore[method-assign]
     engine.train_batch(batches(engine.grid.dp_rank, 2)[0], micro_batches=MicroBatchSpec(num=2))
     engine.close()
-    engine.grid.close()
     return [what for what in of_pair if "sizes" not in what]
 
 

@@ -46,7 +46,6 @@ def train_on_few_tokens(rank: int, layout: Layout, form: ContextForm, experts: b
         found += [result.loss, result.grad_norm, *result.aux_losses.losses.values()]
     logits = engine.forward(PackedBatch.from_documents([[1], [2, 3]]), micro_batches=MicroBatchSpec(num=2))
     engine.close()
-    engine.grid.close()
     return [found, [] if logits is None else logits.flatten().tolist()]
 
 
@@ -78,7 +77,6 @@ def means_of_parts(rank: int) -> float:
     batch = batch_of()
     of_parts = engine.train_batch(batch, normalize="microbatch_mean", micro_batches=MicroBatchSpec(num=2)).loss
     engine.close()
-    engine.grid.close()
     return of_parts
 
 

@@ -133,7 +133,6 @@ def refusals(rank: int) -> list[tuple[type, str]]:
         engine.evaluate([masked, masked])
     assert engine.evaluate([masked, good]) == engine.evaluate(good)
     engine.close()
-    engine.grid.close()
     return raised
 
 

@@ -60,7 +60,6 @@ def step(rank: int, layout: Layout) -> dict[str, Any]:
         engine.train_batch(batch(engine.grid.dp_rank), loss_weight_fn=weight, micro_batches=split).num_microbatches == 3
     )
     engine.close()
-    engine.grid.close()
     return {
         "totals": totals,
         "ops": [op for op, *_ in reductions],

@@ -49,7 +49,6 @@ def train(rank: int, pp: int, schedule: ScheduleConfig) -> tuple[list[float], di
     scored = float(engine.evaluate([batch], micro_batches=spec))
     weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
     engine.close()
-    engine.grid.close()
     return losses, weights, scored
 
 

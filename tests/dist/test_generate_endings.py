@@ -47,7 +47,6 @@ def all_endings(rank: int, pp: int) -> list[Any]:
         assert engine.generator.ring.host.num_pending() == 0
         found.append(plain(result))
     engine.close()
-    engine.grid.close()
     return found
 
 
@@ -76,7 +75,6 @@ def bounded(rank: int, temperature: float) -> list[list[tuple[int, ...]]]:
     mixed = engine.generate([prompts[0]] * len(params), params)
     found.append([answer.tokens for answer in mixed])
     engine.close()
-    engine.grid.close()
     return found
 
 

@@ -175,7 +175,6 @@ def shared_step(rank: int, layout: Layout, num_predictions: int, all_rows: bool)
         **result.aux_losses.losses,
     }
     engine.close()
-    engine.grid.close()
     return found
 
 

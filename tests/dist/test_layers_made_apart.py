@@ -62,7 +62,6 @@ def train(rank: int, layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
     held = {name for stage in engine.pipeline.stages.values() for name, _ in stage.units}
     found = {"losses": losses, "first": first, "state": state_of(engine), "held": held, "made": sorted(MADE)}
     engine.close()
-    engine.grid.close()
     return found
 
 

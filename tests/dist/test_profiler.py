@@ -35,7 +35,6 @@ def profiled(rank: int, layout: Layout, own_layers: bool, schedule: str) -> set[
     assert len(expected) > 4
     assert expected <= names, expected - names
     engine.close()
-    engine.grid.close()
     return expected
 
 

@@ -217,7 +217,6 @@ def refuse(rank: int) -> dict[str, Any]:
     }
     fine = engine.forward(batch, token_scores(), micro_batches=BUDGET, broadcast=True)
     engine.close()
-    engine.grid.close()
     return {"told": told, "calls": len(calls), "fine": fine["log_probs"].shape}
 
 
@@ -266,7 +265,6 @@ def score_shards(rank: int) -> Any:
     else:
         refused = ""
     engine.close()
-    engine.grid.close()
     return logits, len(counts), refused
 
 
