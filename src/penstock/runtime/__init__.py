@@ -5,9 +5,9 @@ from penstock.runtime.decode.loop import DecodeLoop, Generation, StageDecoder
 from penstock.runtime.decode.relay import Ring, host_channels
 from penstock.runtime.errors import CallbackError, Deadlock, PipelineError, StepError, TransportError
 from penstock.runtime.executor import Executor, Feed, run_together
-from penstock.runtime.message import Header, Message
+from penstock.runtime.message import Boundary, Header, Message
 from penstock.runtime.recovery import Recovery, Watchdog
-from penstock.runtime.stage import Boundary, GraphSegment, Pairs, Stage, Tape, UnitCall
+from penstock.runtime.stage import GraphSegment, Pairs, Stage, Tape, UnitCall
 from penstock.runtime.trace import Awaited, Recorder
 from penstock.runtime.transport import (
     DistributedTransport,

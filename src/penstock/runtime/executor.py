@@ -236,7 +236,7 @@ class Executor:
             key = action.stage, action.microbatch
             tape = self._tapes.make(*key, action.keeps, self._splits)
             if moves := self._moved.get(key):
-                tape.again = [] if Op.R in moves else None
+                tape.replays = [] if Op.R in moves else None
                 if Op.O in moves:
                     own = storages_of(module for _, module in self.stages[action.stage].units)
                     tape.saved = Saved(self.arena, own)

@@ -108,3 +108,24 @@ class Message:
     def of_tensors(self, tensors: tuple[Tensor, ...]) -> "Message":
         """Other tensors in this form."""
         return Message(tensors, self.form, self.names)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The way between two stages: of the residual stream [T, D] in one dtype, or where it is open of any `Message`."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    #: under sequence parallelism, the ranks among which the rows of a microbatch are divided
+    num_sharing: int = 1
+    #: True where a user's own layers give anything that a `Message` can hold, and only the rows of a single tensor have
+    #: this width
+    is_open: bool = False
+
+    def shape(self, num_tokens: int) -> tuple[int, int]:
+        """The shape that a rank sends: ceil(T / num_sharing) rows."""
+        return (-(-num_tokens // self.num_sharing), self.hidden_size)
+
+    def header(self, num_tokens: int) -> Header | None:
+        """The header of a microbatch's message, either way; None where the boundary is open, and it goes ahead."""
+        return None if self.is_open else Header.of_tensor(self.shape(num_tokens), self.dtype)

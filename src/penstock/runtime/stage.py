@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from penstock.model import (
 )
 from penstock.runtime.errors import PipelineError, name_changing, note_layer, shape_given
 from penstock.runtime.layer_state import BufferHistory, BufferValues
-from penstock.runtime.message import GIVEN, Form, Header, Message
+from penstock.runtime.message import GIVEN, Boundary, Form, Message
 from penstock.runtime.offload import Saved
 from penstock.runtime.trace import named_context, profiler_is_active
 from penstock.schedule import Direction
@@ -74,13 +75,13 @@ class UnitCall:
     draws: bool = field(init=False)
     #: True once it has changed its input in place, where a backward follows
     changes_input: bool = field(default=False, init=False)
-    #: under activation checkpointing, what its buffers were before each forward
-    _buffers: BufferHistory = field(init=False)
+    #: what its buffers were before each forward that may be computed again
+    buffers: BufferHistory = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = Parameters.of(self.module)
         self.draws = bool(getattr(self.module, "has_randomness", True))
-        self._buffers = BufferHistory(self.module)
+        self.buffers = BufferHistory(self.module)
 
     def lacking(self, keys: Iterable[str]) -> str:
         """A sentence, if the unit needs more than a stream alone and these keys of the batch."""
@@ -116,45 +117,23 @@ class UnitCall:
         """The unit's output for what the unit before gave, one or several tensors."""
         if not torch.is_grad_enabled():
             return self.run(x, sequences, given)
-        versions, keeps = _versions(x), tape is not None and tape.keeps
-        again = None if tape is None else tape.again
-        if self.recompute or again is not None:
-            output = self._recomputed(x, sequences, given, keeps or not self.recompute, again)
+        versions, keeps = _versions(x), not self.recompute or (tape is not None and tape.keeps)
+        replays = None if tape is None else tape.replays
+        if self.recompute or replays is not None:
+            call = RepeatedCall(self, sequences, given)
+            output = call(x) if keeps else recomputed(call, x)
+            if replays is not None:
+                replays.append(call)
         else:
             output = self.run(x, sequences, given)
         if _versions(x) != versions:
             self.changes_input = True
-            if self.recompute and not keeps:
+            if not keeps:
                 raise PipelineError(
                     f"{self.name} changes its input in place, so that its activations cannot be computed again from "
                     "it; let it work on a copy, or leave the layer out of recompute"
                 )
         return output
-
-    def _recomputed(
-        self, x: Any, sequences: Sequences, given: Given, keeps: bool, again: list[Callable[[Any], Any]] | None
-    ) -> Any:
-        """The output, to be computed again with the buffers as they were; with `keeps`, these alone are noted.
-
-        again: is given what computes it again without a backward's asking.
-        """
-        buffers: Mapping[str, BufferValues] | None = None
-
-        def run(x: Any) -> Any:
-            nonlocal buffers
-            if buffers is not None:
-                return self.run(x, sequences, given, partial(self._buffers.call_again, buffers))
-            with self._buffers.forward() as buffers:
-                return self.run(x, sequences, given)
-
-        if again is not None:
-            again.append(run)
-        if keeps:
-            return run(x)
-
-        # Torch must replay the random state, but for a unit with a seed of its own, which begins there each time.
-        run.has_randomness = self.draws and given.randomness is None  # pyright: ignore[reportFunctionMemberAccess]
-        return recomputed(run, x)
 
     def run(self, x: Any, sequences: Sequences, given: Given, call: Callable[..., Any] | None = None) -> Any:
         """Call the module, or what `call` is in its place: a function of its arguments and keywords."""
@@ -189,6 +168,30 @@ class UnitCall:
         note_layer(error, place + shape)
 
 
+@dataclass(eq=False)
+class RepeatedCall:
+    """A unit's call which may be made again, from the same input and with the buffers as the first one saw them."""
+
+    #: what is called, and with what beside its input
+    unit: UnitCall
+    sequences: Sequences
+    given: Given
+    #: None before the first call
+    _buffers: Mapping[str, BufferValues] | None = None
+
+    @property
+    def has_randomness(self) -> bool:
+        """True if torch must replay the random state: a unit with a seed of its own begins there each time."""
+        return self.unit.draws and self.given.randomness is None
+
+    def __call__(self, x: Any) -> Any:
+        unit, buffers = self.unit, self._buffers
+        if buffers is not None:
+            return unit.run(x, self.sequences, self.given, partial(unit.buffers.call_again, buffers))
+        with unit.buffers.forward() as self._buffers:
+            return unit.run(x, self.sequences, self.given)
+
+
 def _versions(x: Any) -> list[int]:
     """Numbers that change where a tensor of a layer's input is changed in place; those of inference mode have none."""
     if isinstance(x, Tensor):
@@ -217,7 +220,7 @@ class GraphSegment:
     #: the edges of the outputs that can have a gradient; None for one that has no graph
     roots: Sequence[GradientEdge | None]
     #: records the segment anew on a tape, with all activations; None where that is not asked for
-    again: "Callable[[Tape], None] | None" = None
+    replay: "Callable[[Tape], None] | None" = None
 
     def backward(self, grads: Grads | None) -> Grads:
         """Backward from the outputs' gradients (None: the output is the loss); returns those of the inputs.
@@ -248,8 +251,8 @@ class Tape:
     keeps: bool = False
     #: False where no backward will leave the gradients of weights for later
     splits: bool = True
-    #: what computes the units of the segment under way again; None where no `R` will ask for it
-    again: list[Callable[[Any], Any]] | None = None
+    #: the calls of the segment under way, to be made again; None where no `R` will ask for it
+    replays: list[RepeatedCall] | None = None
     #: what autograd saves, where it moves to host memory; else None
     saved: Saved | None = None
 
@@ -290,27 +293,6 @@ class Tapes(dict[tuple[int, int], Tape]):
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The way between two stages: of the residual stream [T, D] in one dtype, or where it is open of any `Message`."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    #: under sequence parallelism, the ranks among which the rows of a microbatch are divided
-    num_sharing: int = 1
-    #: True where a user's own layers give anything that a `Message` can hold, and only the rows of a single tensor have
-    #: this width
-    is_open: bool = False
-
-    def shape(self, num_tokens: int) -> tuple[int, int]:
-        """The shape that a rank sends: ceil(T / num_sharing) rows."""
-        return (-(-num_tokens // self.num_sharing), self.hidden_size)
-
-    def header(self, num_tokens: int) -> Header | None:
-        """The header of a microbatch's message, either way; None where the boundary is open, and it goes ahead."""
-        return None if self.is_open else Header.of_tensor(self.shape(num_tokens), self.dtype)
-
-
-@dataclass(frozen=True)
 class Pairs:
     """The turns that the two actions of a fused pair take on a rank.
 
@@ -326,6 +308,23 @@ class Pairs:
 
 ALONE = Pairs(overlap=False)
 """For a forward or backward outside of pairs, beside which nothing else computes."""
+
+
+@dataclass(frozen=True, eq=False)
+class LaneCall:
+    """A unit with collectives as a stage calls it: its forward and its backward are lanes."""
+
+    #: name over the whole model
+    name: str
+    #: the unit itself
+    module: SegmentedUnit
+    #: True under activation checkpointing
+    recompute: bool
+
+    def unit(self, tape: Tape | None) -> SegmentedUnit | RecomputedLane:
+        """The unit, or with a tape that does not keep all activations what computes them again."""
+        is_whole = not self.recompute or tape is None or tape.keeps
+        return self.module if is_whole else RecomputedLane(self.module)
 
 
 class Stage:
@@ -355,9 +354,8 @@ class Stage:
     weight_gradients: WeightGradients | None
     #: makes the context in which forwards run
     autocast: Callable[[], AbstractContextManager[Any]]
-    #: the units as they are called: one with collectives alone, by its name, as it runs where all activations are kept
-    #: and where not, the others in runs as long as possible
-    _runs: list[tuple[str, SegmentedUnit, SegmentedUnit | RecomputedLane] | list[UnitCall]]
+    #: the units as they are called: one with collectives alone, the others in runs as long as possible
+    _runs: list[LaneCall | list[UnitCall]]
     #: training or evaluation mode as it was last set
     _is_training: bool | None = None
 
@@ -373,13 +371,11 @@ class Stage:
         self.index, self.boundary, self.weight_gradients, self.autocast = index, boundary, weight_gradients, autocast
         self.units, self._runs = tuple(units), []
         self.recomputes = any(name in recompute for name, _ in units)
-        for name, module in units:
-            if isinstance(module, SegmentedUnit):
-                self._runs.append((name, module, RecomputedLane(module) if name in recompute else module))
-                continue
-            if not self._runs or not isinstance(self._runs[-1], list):
-                self._runs.append([])
-            self._runs[-1].append(UnitCall(name, module, name in recompute))  # pyright: ignore
+        for is_lane, run in groupby(units, lambda unit: isinstance(unit[1], SegmentedUnit)):
+            if is_lane:
+                self._runs += [LaneCall(name, module, name in recompute) for name, module in run]  # pyright: ignore
+            else:
+                self._runs.append([UnitCall(name, module, name in recompute) for name, module in run])
         self.weights_ready = lambda: None
         self.exchanges = not all(isinstance(run, list) for run in self._runs)
 
@@ -435,10 +431,8 @@ class Stage:
             if isinstance(run, list):
                 x = self._segment(run, x, tape, sequences, finish, given)
                 continue
-            name, whole, lean = run
-            unit = whole if tape is None or tape.keeps else lean
-            context = partial(named_context, name, partial(self._context, tape))
-            lane = unit.forward_lane(tape, x.tensors[0], sequences)
+            context = partial(named_context, run.name, partial(self._context, tape))
+            lane = run.unit(tape).forward_lane(tape, x.tensors[0], sequences)
             x = Message(((yield from Driven(lane, context)),))  # pyright: ignore[reportArgumentType]
             if finish is not None and run is self._runs[-1]:
                 x = self._segment([], x, tape, sequences, finish, given)
@@ -469,38 +463,35 @@ class Stage:
                 output = Message((finish(h),))
         if tape is not None:
             tape.record(leaves, output.tensors)
-            if tape.again is not None:
-                runs, tape.again = tape.again, []
-                tape.segments[-1].again = partial(self._segment_again, runs, calls[-1:], x, sequences.num_tokens)
+            if tape.replays is not None:
+                replays, tape.replays = tape.replays, []
+                tape.segments[-1].replay = partial(self._replay, replays, x)
         return output.of_tensors(tuple(tensor.detach() for tensor in output.tensors))
 
     def _context(self, tape: Tape | None) -> AbstractContextManager[Any]:
         """The context in which the units of a tape compute."""
         return self.autocast() if tape is None or tape.saved is None else tape.saved.noted(self.autocast())
 
-    def _segment_again(
-        self, runs: Sequence[Callable[[Any], Any]], last: Sequence[UnitCall], x: Message, num_tokens: int, tape: Tape
-    ) -> None:
+    def _replay(self, replays: Sequence[RepeatedCall], x: Message, tape: Tape) -> None:
         """Run the units of a segment again, from the same input, and record it with all activations."""
         output, leaves = self._entered(x, tape)
         h = output.value
         with self._context(tape):
-            for run in runs:
-                h = run(h)
-            for call in last:
-                output = call.message(h, self.boundary, num_tokens)
+            for call in replays:
+                h = call(h)
+                output = call.unit.message(h, self.boundary, call.sequences.num_tokens)
         tape.record(leaves, output.tensors)
 
     def recompute(self, tape: Tape) -> Lane[None]:
         """Compute again, ahead of the backward, what the tape of one microbatch lacks."""
-        segments, tape.segments, tape.again = tape.segments, [], None
+        segments, tape.segments, tape.replays = tape.segments, [], None
         if self.weight_gradients is not None:
             self.weight_gradients.may_defer = tape.splits or self.exchanges
         for entry in segments:
             if isinstance(entry, RecomputedEntry):
                 yield from entry.forward_again(tape)
-            elif isinstance(entry, GraphSegment) and entry.again is not None:
-                entry.again(tape)
+            elif isinstance(entry, GraphSegment) and entry.replay is not None:
+                entry.replay(tape)
             else:
                 tape.segments.append(entry)
 
