@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine.callbacks import Callbacks
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
-from penstock.engine.checkpoint.manifest import folder_name, random_state, restore_random_state
+from penstock.engine.checkpoint.manifest import folder_name, random_state
 from penstock.engine.folders.export import ExportOptions, export_model
 from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
@@ -365,25 +365,12 @@ class Engine(ModelState, WeightEndpoint):
         Raises: FileNotFoundError, DamagedCheckpoint; ValueError for a checkpoint of another model. On all ranks alike,
         with nothing loaded, unless a layer or an optimizer of your own has refused its state: then load again.
         """
-        pipeline = self.pipeline
         self.check_call("load", path=(path, str | Path))
-        rank, world_size = pipeline.grid.rank, pipeline.grid.world_size
-        with pipeline.recorder.collective("load a checkpoint"):
-            reader = CheckpointReader(path, pipeline.grid, None, self.ties)
+        reader = CheckpointReader(path, self.pipeline.grid, None, self.ties)
+        with self.pipeline.recorder.collective("look for a checkpoint"):
             info = reader.existing()
-            tensors = self.state_to_load(info)
-            reader.check_used(info, tensors, ignored="" if pipeline.options.learns else "optimizer.")
-            reader.load(info, tensors)
-
-        def go_on(values: Any) -> Any:
-            self.load_progress(values["engine"])
-            restore_random_state([rank_values["random"] for rank_values in info.rank_values], rank, world_size)
-            return values.get("extra")
-
-        extra = reader.restore(info, go_on)
-        self.trainer.follow_progress()
-        pipeline.casts.renew()
-        return extra
+        self.load_checkpoint(reader, info)
+        return reader.restore(info, lambda values: values.get("extra"))
 
     def save_hf(self, path: str | Path, dtype: str | None = None, **options: Any) -> None:
         """Write the model as a new Hugging Face folder; all ranks call it.

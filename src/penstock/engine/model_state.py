@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checkpoint.manifest import CheckpointInfo, DamagedCheckpoint, warn_of_attributes
+from penstock.engine.checkpoint import CheckpointReader
+from penstock.engine.checkpoint.manifest import (
+    CheckpointInfo,
+    DamagedCheckpoint,
+    restore_random_state,
+    warn_of_attributes,
+)
 from penstock.engine.optimizer.state import FORM, STATE, is_of_all, state_name
 from penstock.engine.optimizer.steppers import OwnedState, StateName, Stored
 from penstock.engine.pipeline import Pipeline
@@ -138,6 +144,25 @@ class ModelState:
                 has_its_shape = kind != FORM and shape == shapes.get(name)
                 stored[kind, name] = getattr(torch, record.dtype), None if has_its_shape else shape
         return state | _local_state(self.trainer.optimizer.allocate_for(stored), self.shards)
+
+    def load_checkpoint(self, reader: CheckpointReader, info: CheckpointInfo) -> None:
+        """Go on from a checkpoint's tensors, counters and random numbers; all ranks call it.
+
+        Raises: FileNotFoundError; ValueError for a damaged checkpoint or that of another model; on all ranks.
+        """
+        grid, options = self.pipeline.grid, self.pipeline.options
+        with self.pipeline.recorder.collective("load a checkpoint"):
+            tensors = self.state_to_load(info)
+            reader.check_used(info, tensors, ignored="" if options.learns else "optimizer.")
+            reader.load(info, tensors)
+
+        def go_on(values: Any) -> None:
+            self.load_progress(values["engine"])
+            restore_random_state([of_rank["random"] for of_rank in info.rank_values], grid.rank, grid.world_size)
+
+        reader.restore(info, go_on)
+        self.trainer.follow_progress()
+        self.pipeline.casts.renew()
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's parameters, gradients and optimizer state, each storage counted once."""

@@ -22,7 +22,7 @@ from penstock.data import DataShard, Loader, PackedBatch
 from penstock.draw.layers import RECORDED_STEP_FILE, RecordedStep, write_recorded_step
 from penstock.engine.callbacks import EarlyStop, Trackers
 from penstock.engine.checkpoint import Checkpointer
-from penstock.engine.checkpoint.manifest import CheckpointInfo, folder_name, random_state, restore_random_state
+from penstock.engine.checkpoint.manifest import folder_name, random_state
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
@@ -119,9 +119,8 @@ class TrainLoop:
         """
         newest = self.checkpoints.latest()
         if newest is not None:
-            self.checkpoints.load(newest, self.engine.state_to_load(newest))
-            self.checkpoints.restore(newest, lambda values: self._go_on(values, newest))
-            self.engine.trainer.follow_progress()
+            self.engine.load_checkpoint(self.checkpoints, newest)
+            self.checkpoints.restore(newest, self._go_on)
             self._saved_step = step = self.engine.step
             self.result = replace(self.result, step=step, resumed_from=step)
         elif damaged := self.checkpoints.refused:
@@ -133,14 +132,11 @@ class TrainLoop:
         elif must:
             raise ConfigError(f"output = {self.config.output!r} holds no checkpoint to continue; leave out --resume")
 
-    def _go_on(self, values: Any, checkpoint: CheckpointInfo) -> None:
-        """Take up what a rank saved; what is not the same on all ranks makes sense only in the same layout."""
-        self.engine.load_progress(values["engine"])
+    def _go_on(self, values: Any) -> None:
+        """Take up what a rank saved beside its engine's state."""
         self.loader.load_state_dict(values["loader"])
         if self.early_stop is not None and values.get("early_stop") is not None:
             self.early_stop.load_state(values["early_stop"])
-        grid = self.engine.grid
-        restore_random_state([of_rank["random"] for of_rank in checkpoint.rank_values], grid.rank, grid.world_size)
 
     def run(self, stop_asked: Callable[[], bool]) -> RunResult:
         """Train to the last step, or until some rank is asked to stop; the current step is then finished and saved."""

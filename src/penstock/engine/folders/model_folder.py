@@ -571,6 +571,5 @@ class RunFolder(ModelFolder):
             # The units read the checkpoint when the engine was made.
             return f"{published(checkpoints)[-1].name} of {self.run.digest()}, {self.kept_as}"
         saved = CheckpointReader(checkpoints, state.pipeline.grid, self.run.identity(), state.ties)
-        info = saved.existing()
-        saved.load(info, state.state(optimizer=False))
+        state.load_checkpoint(saved, info := saved.existing())
         return f"step {info.step} of {self.run.digest()}"
