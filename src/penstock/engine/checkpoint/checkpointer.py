@@ -293,49 +293,16 @@ class Checkpointer(CheckpointReader):
         """
         self.finish()
         staging = self.folder / f"{_SAVING}{folder_name(step)}"
-        texts: list[str] = []
-        records: dict[str, tuple[Tensor, TensorRecord]] = {}
-
-        def prepare() -> None:
-            # Converted at once, since the caller may change the value while the writer runs.
-            texts.append(json.dumps(extra))
-            for name, local in tensors.items():
-                # A lazily conjugated tensor has other bytes than its copy on another rank.
-                whole = local.resolve_conj() if isinstance(local, Tensor) else local
-                for part, values in local_slices(whole).items() if self._source(name) == name else ():
-                    record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
-                    records[record.stored_name] = values, record
-            if self._rank == 0:
-                remove(staging, ignore_errors=True)
-                staging.mkdir()
-
-        self._together(step, prepare, self._control)
+        records, extra = self._together(step, self._control, lambda: self._prepare(staging, tensors, extra))
         stored, writer_of = _plan_save(step, records, self._control)
-        copies: dict[str, Tensor] = {}
-
-        def copy() -> None:
-            for name, writer in writer_of.items():
-                if writer == self._rank:
-                    copies[name] = self._copy_to_host(name, records[name][0])
-
+        parts = {name: values for name, (values, _) in records.items() if writer_of[name] == self._rank}
         # Together, since host memory may be short on one rank, and writers wait for each other without a limit.
-        self._together(step, copy, self._control)
-
-        def report() -> Any:
-            names = write_tensors(staging, self._rank, copies)
-            return {"files": {name: describe_file(staging / name) for name in names}, "extra": json.loads(texts[0])}
-
+        copies = self._together(
+            step, self._control, lambda: {name: self._copy_to_host(name, values) for name, values in parts.items()}
+        )
         errors: list[Exception] = []
-
-        def write() -> None:
-            try:
-                # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
-                reports = self._together(step, report, self._background)
-                self._together(step, lambda: self._publish(staging, step, stored, reports), self._background)
-            except Exception as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=write, name="checkpoint writer", daemon=True)
+        job = (step, staging, stored, copies, extra, errors)
+        thread = threading.Thread(target=self._write, args=job, name="checkpoint writer", daemon=True)
         thread.start()
         self._writing = thread, errors
         if wait:
@@ -354,10 +321,50 @@ class Checkpointer(CheckpointReader):
         for error in errors:
             raise CheckpointError(str(error)) from error
 
-    def _together(self, step: int, act: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-        """Act on all ranks, and return the results by rank. Raises: CheckpointError on all ranks if one fails."""
+    def _prepare(
+        self, staging: Path, tensors: Mapping[str, LocalTensor], extra: Any
+    ) -> tuple[dict[str, tuple[Tensor, TensorRecord]], Any]:
+        """This rank's slices with their records by stored name, and a copy of `extra`; rank 0 makes the folder."""
+        records: dict[str, tuple[Tensor, TensorRecord]] = {}
+        for name, local in tensors.items():
+            # A lazily conjugated tensor has other bytes than its copy on another rank.
+            whole = local.resolve_conj() if isinstance(local, Tensor) else local
+            for part, values in local_slices(whole).items() if self._source(name) == name else ():
+                record = TensorRecord(name, part, str(values.dtype).removeprefix("torch."))
+                records[record.stored_name] = values, record
+        if self._rank == 0:
+            remove(staging, ignore_errors=True)
+            staging.mkdir()
+        # The caller may change the value while the writer runs.
+        return records, json.loads(json.dumps(extra))
 
-        def named() -> Any:
+    def _write(
+        self,
+        step: int,
+        staging: Path,
+        stored: Mapping[str, TensorRecord],
+        copies: Mapping[str, Tensor],
+        extra: Any,
+        errors: list[Exception],
+    ) -> None:
+        """Write a save beside training, in a thread of its own; an error is added to `errors`."""
+
+        def report() -> dict[str, Any]:
+            names = write_tensors(staging, self._rank, copies)
+            return {"files": {name: describe_file(staging / name) for name in names}, "extra": extra}
+
+        group = self._background
+        try:
+            # Gathering is also the barrier: rank 0 publishes when every rank's files are on the disk.
+            reports = gather_json(self._together(step, group, report), group)
+            self._together(step, group, lambda: self._publish(staging, step, stored, reports))
+        except Exception as error:
+            errors.append(error)
+
+    def _together(self, step: int, group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
+        """Act on all ranks. Raises: CheckpointError on all ranks if one fails."""
+
+        def named() -> T:
             try:
                 return act()
             except Exception as error:
@@ -367,7 +374,7 @@ class Checkpointer(CheckpointReader):
                     reason = f"{error.filename or self.folder}: {(error.strerror or str(error)).lower()}"
                 raise CheckpointError(f"step {step} could not be saved: rank {self._rank}: {reason}") from error
 
-        return gather_on_all_ranks(named, group, CheckpointError, message="{error}")
+        return on_all_ranks(named, group, CheckpointError, message="{error}")
 
     def _claim(self) -> None:
         """Claim the folder for this run and delete the remains of killed saves; called on rank 0."""
