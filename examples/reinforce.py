@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock import Engine, EngineOptions, GenerateOptions, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.data import NO_LABEL
-from penstock.engine.training.scorer import token_scores
+from penstock.engine.scoring import token_scores
 from penstock.model import decoder_units, token_statistics
 from penstock.settings import LearningRate, ModelConfig, OptimizerConfig
 

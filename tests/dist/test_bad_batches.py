@@ -11,7 +11,7 @@ import torch
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.engine import EngineOptions, GenerateOptions
-from penstock.engine.training.scorer import token_scores
+from penstock.engine.scoring import token_scores
 from penstock.model import decoder_units
 from penstock.runtime import Executor, PipelineError, StepError
 from penstock.settings import ModelConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock import NO_LABEL, Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.training.scorer import token_scores
+from penstock.engine.scoring import token_scores
 from penstock.model import decoder_units
 from penstock.runtime import Executor, Feed
 from penstock.settings import ModelConfig, OptimizerConfig, Precision

@@ -16,7 +16,7 @@ from penstock import Layout, MicroBatchSpec, PackedBatch
 from penstock.data import PartitionError, split
 from penstock.engine import Engine, EngineOptions
 from penstock.engine.pipeline import ContextShards
-from penstock.engine.training.scorer import PerToken, token_scores
+from penstock.engine.scoring import PerToken, token_scores
 from penstock.model import Logits, Sequences, decoder_units, token_log_probs
 from penstock.runtime import PipelineError, StepError
 from penstock.settings import ModelConfig

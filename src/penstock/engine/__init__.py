@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine as Engine
     from penstock.engine.generation.options import GenerateOptions as GenerateOptions
     from penstock.engine.options import EngineOptions as EngineOptions
+    from penstock.engine.scoring import PerToken as PerToken
+    from penstock.engine.scoring import token_scores as token_scores
     from penstock.engine.training.loss import EvaluationLoss as EvaluationLoss
     from penstock.engine.training.loss import ZeroLossWeight as ZeroLossWeight
     from penstock.engine.training.loss import labelled_rows as labelled_rows
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.engine.training.loss import token_cross_entropy as token_cross_entropy
     from penstock.engine.training.metrics import Metric as Metric
     from penstock.engine.training.metrics import MetricReduction as MetricReduction
-    from penstock.engine.training.scorer import PerToken as PerToken
-    from penstock.engine.training.scorer import token_scores as token_scores
     from penstock.engine.training.trainer import TrainResult as TrainResult
 
 _NAMES_OF = {
@@ -30,11 +30,11 @@ _NAMES_OF = {
     "engine": ("Engine",),
     "generation.options": ("GenerateOptions",),
     "options": ("EngineOptions",),
+    "scoring": ("PerToken", "token_scores"),
     "training.loss": (
         *("EvaluationLoss", "ZeroLossWeight", "labelled_rows", "num_loss_tokens", "token_cross_entropy"),
     ),
     "training.metrics": ("Metric", "MetricReduction"),
-    "training.scorer": ("PerToken", "token_scores"),
     "training.trainer": ("TrainResult",),
 }
 _FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}

@@ -9,11 +9,12 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from penstock.data import MicroBatchSpec, PackedBatch
+from penstock.engine import scoring
+from penstock.engine.adapter import save_adapter, with_adapter
 from penstock.engine.callbacks import Callbacks
 from penstock.engine.checkpoint import Checkpointer, CheckpointReader
 from penstock.engine.checkpoint.manifest import folder_name, random_state
 from penstock.engine.folders.export import ExportOptions, export_model
-from penstock.engine.folders.lora import save_adapter, with_adapter
 from penstock.engine.folders.model_folder import open_folder
 from penstock.engine.folders.run_parts import arguments_of_run
 from penstock.engine.generation.answers import GenerateResult
@@ -24,9 +25,8 @@ from penstock.engine.model_state import ModelState
 from penstock.engine.options import EngineOptions, UnitSource, changed
 from penstock.engine.own_layers import units_of_layers
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training import scorer
+from penstock.engine.scoring import AggregateFn, OutputCollector, PostHook
 from penstock.engine.training.loss import EvaluationLoss, LossFn, LossWeightFn, num_loss_tokens, token_cross_entropy
-from penstock.engine.training.scorer import AggregateFn, OutputCollector, PostHook
 from penstock.engine.training.trainer import Trainer, TrainResult
 from penstock.engine.weight_transfer import RemoteEngine, Slices, WeightEndpoint
 from penstock.model.hf.families import HuggingFaceForm
@@ -229,7 +229,7 @@ class Engine(ModelState, WeightEndpoint):
 
         Raises: ZeroLossWeight if no token of any batch carries loss; else as `Engine.forward`.
         """
-        loss = scorer.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
+        loss = scoring.evaluate(self.pipeline, batches, loss_fn, loss_weight_fn, micro_batches)
         if self.pipeline.has_callbacks_anywhere and self.callbacks.notify("on_evaluation", self.step, loss):
             self.request_stop()
         return loss
@@ -268,7 +268,7 @@ class Engine(ModelState, WeightEndpoint):
             TransportError: a peer did not send or receive in time.
         """
         collector = OutputCollector(post_hook, aggregate_fn, output_seqlens, broadcast)
-        return scorer.forward(self.pipeline, batch, micro_batches, collector)
+        return scoring.forward(self.pipeline, batch, micro_batches, collector)
 
     def share_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Give the `outputs` of a step or an evaluation to all ranks of the pipeline; each calls it with its own.
@@ -279,7 +279,7 @@ class Engine(ModelState, WeightEndpoint):
         Raises: TypeError on all ranks if one has a value of another type.
         """
         self.check_call("share_outputs", outputs=(outputs, Sequence))
-        return scorer.share_outputs(self.pipeline, outputs)
+        return scoring.share_outputs(self.pipeline, outputs)
 
     def generate(
         self,

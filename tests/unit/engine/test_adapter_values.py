@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock import Engine, EngineOptions, LearningRate, OptimizerConfig, PackedBatch, SamplingParams
-from penstock.engine.folders import lora
+from penstock.engine.adapter import Adapter
 from penstock.settings import AdapterConfig, WeightDecay
 from tests.hugging_face import make_model, make_sequences, stored_tensors
 
@@ -152,5 +152,5 @@ def test_each_other_field_of_pefts_config_is_refused_by_name() -> None:
         usual = getattr(config, name)
         setattr(config, name, not usual if isinstance(usual, bool) else {"q_proj": 2} if usual == {} else [1])
         with pytest.raises(ValueError, match=f"an adapter with {name} = .* cannot be trained here"):
-            lora.Adapter.of(config, None)
-    assert lora.Adapter.of(LoraConfig(r=4, target_modules=["q_proj"]), None).config.r == 4
+            Adapter.of(config, None)
+    assert Adapter.of(LoraConfig(r=4, target_modules=["q_proj"]), None).config.r == 4

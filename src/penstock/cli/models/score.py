@@ -231,7 +231,7 @@ class Score(ModelCommand):
 
     def _lines(self, engine: "Engine", texts: Sequence[Text], delivers: bool) -> list[dict[str, Any]] | int | None:
         """Score a batch on this pipeline: its lines, or the number of the first line without numbers."""
-        from penstock.engine.training.scorer import PerToken, token_scores
+        from penstock.engine.scoring import PerToken, token_scores
 
         # Of a classifier, the outputs of its head for each token and label.
         name, hook = "log_probs", token_scores(self.scoring.temperature)

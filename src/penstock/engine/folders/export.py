@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.data.tokenizer import ByteTokenizer, save_byte_tokenizer
-from penstock.engine.folders.lora import merged_weight, save_adapter, with_adapter
+from penstock.engine.adapter import merged_weight, save_adapter, with_adapter
 from penstock.engine.folders.model_folder import ModelFolder, open_folder
 from penstock.engine.folders.runs import TOKENIZER_FILES
 from penstock.engine.model_state import ModelState

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.data import MicroBatchSpec, PackedBatch, Split, labels_of_share, split
 from penstock.data.tokenizer import load_tokenizer
-from penstock.engine.folders.lora import with_adapter
+from penstock.engine.adapter import with_adapter
 from penstock.engine.folders.run_check import check_run, with_pretrained
 from penstock.engine.folders.run_parts import engine_arguments, micro_batches
 from penstock.engine.folders.runs import tokenizer_of
