@@ -116,7 +116,7 @@ def chosen(rank: int, layout: Layout, kinds: tuple[str, ...]) -> list[tuple[str,
         kernels = {name: partial(kernel, name=name) for name in "ab"}
         options = EngineOptions(quantize=Quantize(kind), learns=False, timeout_s=60)
         with (
-            patch("penstock.engine.precision.measured_seconds", lambda *_: [own] * len(SHAPES)),
+            patch("penstock.engine.quantization.measured_seconds", lambda *_: [own] * len(SHAPES)),
             patch("penstock.model.cpu.quantized.INT8_KERNELS", kernels),
         ):
             engine = Engine(lambda groups: decoder_units(CONFIG, groups=groups), CONFIG.hidden_size, layout, options)

@@ -26,7 +26,8 @@ from penstock.engine.extra_state import ExtraState
 from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.options import EngineOptions, UnitSource, units_for
 from penstock.engine.own_layers import OwnLayers
-from penstock.engine.precision import deterministic_if, slow_precision_warning, stream_dtype, with_quantization
+from penstock.engine.precision import deterministic_if, slow_precision_warning, stream_dtype
+from penstock.engine.quantization import with_quantization
 from penstock.engine.sharding import SECOND_COPY, Sharding, Ties, check_ties, stepped_whole
 from penstock.model import (
     FutureTokens,

@@ -30,7 +30,7 @@ from penstock.engine.folders.runs import (
 from penstock.engine.model_state import ModelState
 from penstock.engine.optimizer.state import STATE
 from penstock.engine.options import EngineArguments, EngineOptions
-from penstock.engine.precision import bytes_of_weight
+from penstock.engine.quantization import bytes_of_weight
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.model.hf.families import (
     CONFIG_FILE,

@@ -12,7 +12,8 @@ from torch import nn
 
 from penstock import schedule
 from penstock.engine.options import EngineArguments, EngineOptions
-from penstock.engine.precision import bytes_of_weight, parameter_dtype
+from penstock.engine.precision import parameter_dtype
+from penstock.engine.quantization import bytes_of_weight
 from penstock.model import CachedUnit, CacheSize, KVCache, ModelGroups, UnitSpec, cache_dtype
 from penstock.model.layers.dense import Embedding
 
