@@ -16,7 +16,8 @@ from penstock.cli.options import Parser
 from penstock.data import DataShard
 from penstock.engine.engine import Engine
 from penstock.engine.folders.run_check import check_run
-from penstock.engine.folders.run_parts import RunData, engine_arguments, micro_batches
+from penstock.engine.folders.run_parts import engine_arguments, micro_batches
+from penstock.engine.run_data import RunData
 from penstock.settings import RunConfig, from_dict
 
 LARGEST_ALLOWED = 1.5

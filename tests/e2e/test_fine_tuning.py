@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from penstock.data import NO_LABEL, DataShard, PackedBatch
-from penstock.engine.folders.run_parts import RunData
 from penstock.engine.folders.runs import METRICS_FILE, RUN_FILE, read_metrics
+from penstock.engine.run_data import RunData
 from penstock.settings import read_config
 from tests.chat import LLAMA3, assistant, user
 from tests.e2e.training import run

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from penstock.cli.main import main
 from penstock.data import DataShard
-from penstock.engine.folders.run_parts import RunData
 from penstock.engine.folders.runs import METRICS_FILE, RUN_FILE, read_metrics
+from penstock.engine.run_data import RunData
 from penstock.settings import read_config
 from tests.chat import LLAMA3, assistant, user
 from tests.e2e.training import exact_metrics, run

@@ -11,8 +11,8 @@ from penstock.cli.doctor import group_rows, group_table
 from penstock.cli.output import print_json, print_table, show_log, size_in_words, waiting
 from penstock.data import DataShard
 from penstock.engine.cut import cut_units, timed_cut, times_here
-from penstock.engine.folders.run_parts import RunData
 from penstock.engine.rehearsal.step import RehearsedRun
+from penstock.engine.run_data import RunData
 from penstock.model import ModelGroups, decoder_units
 from penstock.parallel.gradients import StateBytes
 from penstock.schedule import Costs, Op

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.data import NO_LABEL, CorpusError, DataShard, DocumentPacking, load_corpus
-from penstock.engine.folders.run_parts import RunData
+from penstock.engine.run_data import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, TrainConfig, ValidationConfig
 from tests.chat import CHATML, CONVERSATIONS, SHORTENING, assistant, user
 from tests.hugging_face import make_tokenizer

@@ -13,7 +13,7 @@ from penstock.cli import dry_run
 from penstock.engine import EngineOptions
 from penstock.engine.cut import times_here
 from penstock.engine.folders.run_check import check_run
-from penstock.engine.folders.run_parts import RunData
+from penstock.engine.run_data import RunData
 from penstock.model import decoder_units
 from penstock.schedule import Costs, PlacementKind, Timeline, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice

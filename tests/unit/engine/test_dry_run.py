@@ -9,8 +9,9 @@ from penstock.cli.dry_run import plan_run
 from penstock.data import DataShard
 from penstock.engine import Engine
 from penstock.engine.folders.run_check import check_run, with_pretrained
-from penstock.engine.folders.run_parts import RunData, engine_arguments
+from penstock.engine.folders.run_parts import engine_arguments
 from penstock.engine.rehearsal.step import RehearsedRun, rehearse_run
+from penstock.engine.run_data import RunData
 from penstock.schedule.rehearsal import STATE
 from penstock.settings import RunConfig
 from penstock.settings.run import from_values

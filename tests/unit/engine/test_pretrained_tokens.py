@@ -11,7 +11,7 @@ from penstock.data.corpus import load_corpus
 from penstock.data.tokenizer import ByteTokenizer, load_tokenizer, save_byte_tokenizer
 from penstock.engine.folders.model_folder import open_model
 from penstock.engine.folders.run_check import with_pretrained
-from penstock.engine.folders.run_parts import RunData
+from penstock.engine.run_data import RunData
 from penstock.settings import ConfigError, DataConfig, ModelConfig, RunConfig, SamplingParams
 from tests.hugging_face import make_model, make_tokenizer
 from tests.unit.data.corpora import corpus_spec

@@ -24,8 +24,9 @@ from penstock.engine.callbacks import EarlyStop, Trackers
 from penstock.engine.checkpoint import Checkpointer
 from penstock.engine.checkpoint.manifest import folder_name, random_state
 from penstock.engine.engine import Engine
-from penstock.engine.folders.run_parts import RunData, check_parts, engine_arguments, micro_batches
+from penstock.engine.folders.run_parts import check_parts, engine_arguments, micro_batches
 from penstock.engine.folders.runs import CHECKPOINT_FOLDER, METRICS_FILE, RunLock, check_folder, read_metrics
+from penstock.engine.run_data import RunData
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.runtime import Watchdog
 from penstock.settings import ConfigError, RunConfig
