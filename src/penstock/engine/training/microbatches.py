@@ -125,7 +125,7 @@ def agree_on_microbatches(
             with pipeline.recorder.collective("agree on the batch"):
                 rows = gather_rows("batch", _ROW.pack(*astuple(report)), pipeline.grid.control)
             reports = [BatchReport(*_ROW.unpack(row)) for row in rows]
-        _check_alike(pipeline, reports, call, error)
+        _check_reports(pipeline, reports, call, error)
         assert source is not None, "a rank without a source has failed"
         num = agree(reports, source.spec)
         if all(view.ended or view.num_microbatches == num for view in reports):
@@ -139,7 +139,7 @@ def agree_on_microbatches(
         raise
 
 
-def _check_alike(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, error: Exception | None) -> None:
+def _check_reports(pipeline: Pipeline, reports: Sequence[BatchReport], call: str, error: Exception | None) -> None:
     """Raise on every rank if any has failed, or if they were called differently; only then is more sent.
 
     Ranks with the same place on the dp axis share a batch.
