@@ -13,6 +13,8 @@ from torch import nn
 
 from penstock import Engine, MicroBatchSpec, PackedBatch, SamplingParams
 from penstock.cli.train import read_arguments
+from penstock.engine.folders.run_check import check_run, with_pretrained
+from penstock.engine.folders.run_parts import engine_arguments
 from penstock.model import decoder_units
 from penstock.settings import ModelConfig
 from tests.package_source import PACKAGE
@@ -68,6 +70,12 @@ def assert_true(walk: str, found: list[str]) -> None:
     assert shown == found, f"docs/architecture.md, {walk}: the order is {found}"
 
 
+def assert_in_order(walk: str, found: list[str]) -> None:
+    shown = listed(walk)
+    assert len(shown) > 8
+    assert [file for file in found if file in shown] == shown
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """A small decoder in one process, which has trained and generated before: first calls enter more."""
@@ -96,16 +104,21 @@ def test_the_walk_of_a_token_is_true(engine: Engine) -> None:
 
 
 def test_the_walk_of_a_setting_is_true() -> None:
-    words = [str(ROOT / "examples/tiny.toml"), "--optimizer.learning_rate", "1e-3"]
-    assert_true("a setting", files_of(entered(lambda: read_arguments(words))))
+    words = [str(ROOT / "examples/tiny.toml"), "--schedule.name", "zb-h1"]
+    calls = entered(lambda: engine_arguments(check_run(with_pretrained(read_arguments(words).config)), vocab_size=256))
+    assert_true("a setting", files_of(calls))
 
 
 def test_the_walk_of_a_users_layer_enters_the_files_that_it_lists_in_their_order() -> None:
     layers = [nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)]
-    found = files_of(entered(lambda: train(Engine.from_layers(layers, hidden_size=32))))
-    assert len(listed("a user's layer")) > 8
-    shown = listed("a user's layer")
-    assert [file for file in found if file in shown] == shown
+    assert_in_order("a user's layer", files_of(entered(lambda: train(Engine.from_layers(layers, hidden_size=32)))))
+
+
+def test_the_walk_of_a_checkpoint_enters_the_files_that_it_lists_in_their_order(tmp_path: Path) -> None:
+    engine = Engine.from_layers([nn.Embedding(64, 32), nn.Linear(32, 64)], hidden_size=32)
+    train(engine)
+    calls = [*entered(lambda: engine.save(tmp_path)), *entered(lambda: engine.load(tmp_path))]
+    assert_in_order("a checkpoint", files_of(calls))
 
 
 def test_the_walk_of_a_request_names_files_that_there_are() -> None:
