@@ -190,7 +190,7 @@ def test_gradients_are_those_of_transformers_whatever_the_keys_say(model_type: s
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("mistral", {"layer_types": ["full_attention"] * NUM_LAYERS}),
+        ("mistral", {"layer_types": ["full_attention"] * NUM_LAYERS, "sliding_window": 3}),
         ("mistral", {"use_sliding_window": False, "sliding_window": 3}),
         ("mixtral", {"use_sliding_window": False, "sliding_window": 3}),
         ("mixtral", {"num_experts_per_tok": None}),

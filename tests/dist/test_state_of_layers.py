@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -121,23 +122,30 @@ def test_what_layers_declare_comes_back_in_any_layout(first: Place, second: Plac
     assert found == expected[2:]
 
 
-def replicas(rank: int, folder: Path) -> tuple[Any, Any]:
-    """What a data-parallel rank has when it saves, and when it has loaded."""
+def replicas(rank: int, folder: Path) -> tuple[Any, Any, list[list[float]]]:
+    """What a data-parallel rank has when it saves, and when it has loaded; and what it draws then."""
     engine = opened((Layout(dp=2), "1f1b"))
     train(engine, 0)
     before = engine.extra_state()["layers.1._extra_state"]["trace"][0]
+    torch.manual_seed(rank)
+    random.seed(rank)
     engine.save(folder)
+    drawn = [[*torch.rand(3).tolist(), random.random()]]
     engine.load(folder)
+    drawn.append([*torch.rand(3).tolist(), random.random()])
     after = engine.extra_state()["layers.1._extra_state"]["trace"][0]
     closed(engine)
-    return before, after
+    return before, after, drawn
 
 
-@pytest.mark.shows(102)
-def test_of_data_parallel_ranks_the_first_ones_extra_state_is_saved(tmp_path: Path) -> None:
-    (first, loaded), (other, also_loaded) = run_ranks(2, replicas, tmp_path)
+@pytest.mark.shows(102, 118)
+def test_of_data_parallel_ranks_the_first_ones_extra_state_is_saved_and_each_ones_random_numbers(
+    tmp_path: Path,
+) -> None:
+    (first, loaded, drawn), (other, also_loaded, drawn_by_other) = run_ranks(2, replicas, tmp_path)
     assert not torch.equal(first, other)
     assert torch.equal(loaded, first) and torch.equal(also_loaded, first)
+    assert drawn[0] == drawn[1] != drawn_by_other[0] == drawn_by_other[1]
 
 
 @pytest.mark.shows(102)
