@@ -234,24 +234,35 @@ def test_a_batch_is_the_same_behind_a_header_with_all_settings_of_what_has_arriv
 
 
 class Letters:
-    """A tokenizer whose tokens are letters."""
+    """A tokenizer whose tokens are letters, the last of them several."""
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(ord("a") + token) for token in tokens)
+        return "".join(("a", "b", "c", "d", "acd")[token] for token in tokens)
 
 
-def test_a_stop_string_ends_an_answer_with_the_batch_that_completes_it() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "texts", "ending"),
+    [
+        ((1, 2, 3), ["b", "", ""], Ending.STOPPED),
+        ((1, 4), ["b", "a"], Ending.STOPPED),
+        ((1, 2), ["b", "c"], Ending.LENGTH),
+    ],
+)
+def test_a_stop_string_ends_an_answer_with_the_batch_that_completes_it_and_all_before_it_is_shown(
+    tokens: tuple[int, ...], texts: list[str], ending: Ending
+) -> None:
     published = Published()
     requests = RequestQueue(1, 0, Letters(), published.take)
-    (number,) = requests.submit([[1]], SamplingParams(max_new_tokens=9, stop=("cd",)))
+    most = len(tokens) if ending is Ending.LENGTH else 9
+    (number,) = requests.submit([[1]], SamplingParams(max_new_tokens=most, stop=("cd",)))
     scheduler = Scheduler((), RingShape(1, 1))
-    for token in (1, 2, 3):
+    for token in tokens:
         assert requests.admit(scheduler)
         batch = scheduler.schedule()
         assert batch is not None and batch.num_tokens == 1
         requests.report(scheduler.update(batch, [Token(token)]))
-    assert "".join(delta.text for delta in published.deltas[number]) == "b"
-    assert [delta.ending for delta in published.deltas[number]] == [None, None, Ending.STOPPED]
+    assert [delta.text for delta in published.deltas[number]] == texts
+    assert [delta.ending for delta in published.deltas[number]] == [*(None for _ in texts[1:]), ending]
     requests.close("")
     assert not requests.admit(scheduler)
     batch = scheduler.schedule()
