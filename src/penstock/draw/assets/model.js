@@ -11,8 +11,9 @@ const layers = data.layers.map(decodeLayer);
 const numRanks = layers[0].ranks.length;
 const makespan = Math.max(...layers.map(layer => layer.makespan)) || 1;
 const allRanks = layers.flatMap(layer => layer.ranks);
-const numMicrobatches = 1 + mostOf(allRanks.flatMap(rank => rank.compute.map(action => mostOf(action.parts, part => part.microbatch))));
-const anyKept = allRanks.some(rank => rank.compute.some(action => action.kept));
+const allActions = allRanks.flatMap(rank => rank.compute);
+const numMicrobatches = 1 + mostOf(allActions, action => mostOf(action.parts, part => part.microbatch));
+const anyKept = allActions.some(action => action.kept);
 const peakLive = mostOf(allRanks, rank => rank.peak) || 1;
 
 // The largest of any number of values; -1 without any.
@@ -22,13 +23,15 @@ function mostOf(list, value = own => own) {
 
 function decodeLayer(packed) {
   const ranks = packed.ranks.map(rank => {
-    const lanes = [rank.compute, rank.beside].map(lane => decodeLane(lane, packed.tick));
-    const [compute, beside] = lanes, stages = new Set(compute.flatMap(action => action.parts.map(part => part.stage)));
-    const local = [...stages].filter(stage => stage >= 0).sort((a, b) => a - b);
-    for (const action of lanes.flat()) for (const part of action.parts) part.local = Math.max(0, local.indexOf(part.stage));
+    const [compute, beside] = [rank.compute, rank.beside].map(lane => decodeLane(lane, packed.tick));
+    const held = new Set(compute.flatMap(action => action.parts.map(part => part.stage)));
+    const stages = [...held].filter(stage => stage >= 0).sort((a, b) => a - b);
+    for (const part of [...compute, ...beside].flatMap(action => action.parts)) {
+      part.local = Math.max(0, stages.indexOf(part.stage));
+    }
     const waits = decodeTimes(rank.waits, packed.tick).map((times, i) => ({ ...times, rank: rank.waits.rank[i] }));
     const live = decodeLive(rank.live, packed.tick);
-    return { compute, beside, waits, live, peak: Math.max(0, mostOf(live, own => own.value)), stages: local };
+    return { compute, beside, waits, live, peak: Math.max(0, mostOf(live, own => own.value)), stages };
   });
   return { ...packed, ranks, numStages: 1 + mostOf(ranks.flatMap(rank => rank.stages)), places: placesOf(ranks) };
 }

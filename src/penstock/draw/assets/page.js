@@ -31,9 +31,14 @@ function play() {
   remember();
 }
 
+// From when to when the microbatch that is followed is on its way.
+function spanOfWay() {
+  const ways = shownLayers().map(layer => wayOf(layer, state.microbatch));
+  return [Math.min(...ways.map(way => way.start)), Math.max(...ways.map(way => way.end))];
+}
+
 function advance(now) {
-  const ways = shownLayers().map(layer => wayOf(layer, state.microbatch)), took = now - playing.since;
-  const start = Math.min(...ways.map(way => way.start)), end = Math.max(...ways.map(way => way.end));
+  const [start, end] = spanOfWay(), took = now - playing.since;
   state.until = took < WAY_MS ? start + (end - start) * (took / WAY_MS) : Infinity;
   playing.frame = requestAnimationFrame(advance);
   if (took < WAY_MS + REST_MS) return redraw();
@@ -55,8 +60,7 @@ function pause() {
 function goAlong(microbatch) {
   follow(microbatch);
   if (state.microbatch < 0) return;
-  const ways = shownLayers().map(layer => wayOf(layer, state.microbatch));
-  const start = Math.min(...ways.map(way => way.start)), end = Math.max(...ways.map(way => way.end));
+  const [start, end] = spanOfWay();
   if (end >= state.from && start <= state.to) return;
   const half = Math.max(state.to - state.from, end - start) / 2;
   glideTo((start + end) / 2 - half, (start + end) / 2 + half);
@@ -98,20 +102,15 @@ function makeLegend() {
     entries.push(swatch(css(colourOf({ kind: kinds[0], local: 1 })), `another shade: the rank's ${which}`));
   }
   if (anyKept) entries.push(element("li", {}, "K  keeps all activations, recomputes none"));
+  const stripes = colour => `repeating-linear-gradient(135deg, ${css(colour, 0.6)} 0 1px, transparent 1px 4px)`;
   if (layers.some(layer => layer.hang)) {
-    const stripes = `repeating-linear-gradient(135deg, ${css(colours.alarm, 0.6)} 0 1px, transparent 1px 4px)`;
-    entries.push(swatch(`${stripes}, ${css(colours.wait)}`, "waits for ever"));
+    entries.push(swatch(`${stripes(colours.alarm)}, ${css(colours.wait)}`, "waits for ever"));
   }
   if (layers.some(layer => layer.recorded && !layer.hang)) {
-    const stripes = `repeating-linear-gradient(135deg, ${css(colours.muted, 0.6)} 0 1px, transparent 1px 4px)`;
-    entries.push(swatch(`${stripes}, ${css(colours.idle)}`, "waiting for a message"));
+    entries.push(swatch(`${stripes(colours.muted)}, ${css(colours.idle)}`, "waiting for a message"));
   }
-  entries.push(
-    swatch(
-      `linear-gradient(transparent 45%, ${css(colours.muted, 0.42)} 45%)`,
-      $("stripsName").textContent.toLowerCase(),
-    ),
-  );
+  const half = `linear-gradient(transparent 45%, ${css(colours.muted, 0.42)} 45%)`;
+  entries.push(swatch(half, $("stripsName").textContent.toLowerCase()));
   $("legend").replaceChildren(...entries);
 }
 
@@ -160,15 +159,8 @@ let drag = null;
 body.addEventListener("pointerdown", event => {
   if (event.button) return;
   body.setPointerCapture(event.pointerId);
-  drag = {
-    x: event.offsetX,
-    y: event.offsetY,
-    from: state.from,
-    to: state.to,
-    top: scroller.scrollTop,
-    moved: false,
-    range: event.shiftKey,
-  };
+  const [x, y, { from, to }] = [event.offsetX, event.offsetY, state];
+  drag = { x, y, from, to, top: scroller.scrollTop, moved: false, range: event.shiftKey };
   cancelAnimationFrame(moving);
 });
 
@@ -240,8 +232,7 @@ body.addEventListener(
   "wheel",
   event => {
     event.preventDefault();
-    const lines = event.deltaMode === 1 ? 16 : 1,
-      [dx, dy] = [event.deltaX * lines, event.deltaY * lines];
+    const lines = event.deltaMode === 1 ? 16 : 1, [dx, dy] = [event.deltaX * lines, event.deltaY * lines];
     const along = event.shiftKey && !dx ? dy : dx;
     if (Math.abs(along) > Math.abs(dy) || event.shiftKey) {
       const by = (along * (state.to - state.from)) / body.clientWidth;
@@ -357,17 +348,12 @@ function putCursor(cursor) {
 // ---- buttons
 
 function makeSwitch() {
-  const option = (value, text) =>
-    element(
-      "label",
-      {},
-      element("input", { type: "radio", name: "show", value: String(value), onchange: () => show(value) }),
-      text,
-    );
-  $("show").replaceChildren(
-    ...layers.map((layer, i) => option(i, layer.name)),
-    ...(layers.length > 1 ? [option("all", layers.length > 2 ? "all" : "both")] : []),
-  );
+  const option = (value, text) => {
+    const input = element("input", { type: "radio", name: "show", value: String(value), onchange: () => show(value) });
+    return element("label", {}, input, text);
+  };
+  const each = layers.map((layer, i) => option(i, layer.name));
+  $("show").replaceChildren(...each, option("all", layers.length > 2 ? "all" : "both"));
   $("show").hidden = layers.length < 2;
 }
 
@@ -390,10 +376,8 @@ $("byRank").onclick = () => $("ranks").showModal();
 
 $("unit").textContent = data.unit ? `time, ${data.unit}` : "time";
 if (data.inBytes) $("stripsName").textContent = "Live bytes";
-$("chart").setAttribute(
-  "aria-label",
-  `${layers.map(layer => `${layer.title}, ${layer.hang?.sentence ?? `makespan ${time4(layer.makespan)}`}`).join("; ")}; ${numRanks} rank${numRanks === 1 ? "" : "s"}`,
-);
+const shortly = layers.map(layer => `${layer.title}, ${layer.hang?.sentence ?? `makespan ${time4(layer.makespan)}`}; `);
+$("chart").setAttribute("aria-label", `${shortly.join("")}${numRanks} rank${numRanks === 1 ? "" : "s"}`);
 if (window !== window.top) document.documentElement.dataset.framed = "";
 makeSwitch();
 makeFigures();

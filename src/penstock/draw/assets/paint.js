@@ -159,25 +159,22 @@ function paintLabel(pen, part, sign, { x, y, width, height }, room) {
   if (to - from >= text.length * size * 0.6) pen.fillText(text, (from + to) / 2, y + 0.5);
 }
 
-// Where actions are narrower than pixels, a column is split by height: how much of its time went where. Its cost does
-// not grow with the number of actions. Of several ranks it shows the mean.
+// Where actions are narrower than pixels, a column is split by height: how much of its time went where. Of several
+// ranks it shows the mean.
 function paintShares(pen, ranks, box, scale, alpha) {
   const ratio = window.devicePixelRatio || 1;
   const from = Math.max(0, Math.ceil(scale.x(0) * ratio - 0.01));
   const to = Math.min(Math.round(scale.width * ratio), Math.floor(scale.x(box.makespan) * ratio + 0.01));
-  const width = to - from,
-    height = Math.max(1, Math.round(box.height * ratio));
+  const width = to - from, height = Math.max(1, Math.round(box.height * ratio));
   if (width <= 0) return;
-  const shares = new Float64Array(width * LETTERS.length),
-    whole = (ranks.length * (scale.to - scale.from)) / (scale.width * ratio);
-  for (const rank of ranks) addShares(rank.compute, shares, column => scale.t((from + column) / ratio), width);
-  const image = new ImageData(width, height),
-    pixels = new Uint32Array(image.data.buffer);
+  const shares = new Float64Array(width * LETTERS.length), columnAt = time => scale.x(time) * ratio - from;
+  for (const { compute } of ranks) addShares(seenOf(compute, scale), shares, columnAt, width);
+  const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
   const inks = colours.kinds.map(([r, g, b]) => ((Math.round(255 * alpha) << 24) | (b << 16) | (g << 8) | r) >>> 0);
   for (let x = 0; x < width; x++) {
     let filled = 0;
     for (let kind = LETTERS.length - 1, y = height - 1; kind >= 0; kind--) {
-      filled += shares[x * LETTERS.length + kind] / whole;
+      filled += shares[x * LETTERS.length + kind] / ranks.length;
       for (const top = height - Math.round(Math.min(1, filled) * height + 1e-6); y >= top; y--)
         pixels[y * width + x] = inks[kind];
     }
@@ -190,40 +187,16 @@ function paintShares(pen, ranks, box, scale, alpha) {
   pen.drawImage(picture, from / ratio, box.y, width / ratio, box.height);
 }
 
-// Adds to each column and kind the lane's time in it.
-function addShares(lane, shares, timeAt, width) {
-  const before = new Float64Array(LETTERS.length),
-    after = new Float64Array(LETTERS.length);
-  lane.sums ||= sumsOf(lane);
-  sumsAt(lane, timeAt(0), before);
-  for (let x = 0; x < width; x++) {
-    sumsAt(lane, timeAt(x + 1), after);
-    for (let kind = 0; kind < LETTERS.length; kind++) shares[x * LETTERS.length + kind] += after[kind] - before[kind];
-    before.set(after);
+// Adds to each column and kind the share of the column's time that actions take; a fused pair's is half of either.
+function addShares(actions, shares, columnAt, width) {
+  for (const { start, end, parts } of actions) {
+    const first = Math.max(0, columnAt(start)), last = Math.min(width, columnAt(end));
+    for (let x = Math.floor(first); x < last; x++) {
+      const share = (Math.min(x + 1, last) - Math.max(x, first)) / parts.length;
+      for (const { kind } of parts) shares[x * LETTERS.length + kind] += share;
+    }
   }
 }
-
-// For each kind that a lane has, the time it took up to the start of each action.
-function sumsOf(lane) {
-  const kinds = new Set(lane.flatMap(action => action.parts.map(part => part.kind)));
-  const sums = [...LETTERS].map((_, kind) => (kinds.has(kind) ? new Float64Array(lane.length + 1) : null));
-  lane.forEach((action, i) => {
-    for (const sum of sums) if (sum) sum[i + 1] = sum[i];
-    spread(action, action.end - action.start, (kind, took) => (sums[kind][i + 1] += took));
-  });
-  return sums;
-}
-
-function sumsAt(lane, time, into) {
-  const i = lastStarted(lane, time);
-  into.fill(0);
-  if (i < 0) return;
-  lane.sums.forEach((sum, kind) => (into[kind] = sum ? sum[i] : 0));
-  spread(lane[i], Math.min(time, lane[i].end) - lane[i].start, (kind, took) => (into[kind] += took));
-}
-
-// A fused pair's time is half its forward's, half its backward's.
-const spread = ({ parts }, took, add) => parts.forEach(part => add(part.kind, took / parts.length));
 
 // What is live over time, as steps: filled, or as a line where it is laid over another. Of the steps within one pixel
 // the highest is drawn, so that no peak is lost from afar.
