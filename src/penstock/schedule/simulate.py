@@ -6,10 +6,10 @@ live microbatches.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import cached_property
 from math import fsum
 from operator import itemgetter
 from typing import TypeAlias
@@ -67,8 +67,6 @@ class Timeline:
     span_cost: float
     #: The share of `span_cost` that the busiest rank does not compute.
     bubble_rate: float
-    #: The most live tapes of each rank, from the start of F to the end of the last backward, / `stages_per_rank`.
-    peak_live_microbatches: tuple[float, ...]
     #: The time of the makespan in which each rank computes nothing.
     idle: tuple[float, ...]
     title: str = ""
@@ -116,7 +114,6 @@ class Timeline:
             makespan=makespan,
             span_cost=span_cost,
             bubble_rate=(span_cost - compute) / span_cost if span_cost else 0.0,
-            peak_live_microbatches=tuple(_peak_live(rank, costs, training) / stages_per_rank for rank in events),
             idle=tuple(makespan - computing - stepping for computing, stepping in zip(busy, steps)),
             title=title,
             stages_per_rank=stages_per_rank,
@@ -130,14 +127,21 @@ class Timeline:
         whole = self.makespan * len(self.events)
         return sum(self.idle) / whole if whole else 0.0
 
+    @cached_property
+    def peak_live_microbatches(self) -> tuple[float, ...]:
+        """The most live tapes of each rank, from the start of F to its last backward's end, / `stages_per_rank`."""
+        numbers = ([live for _, live in self._live(rank, self._weigh)] for rank in range(len(self.events)))
+        return tuple(max(live, default=0) / self.stages_per_rank for live in numbers)
+
     def live_microbatches(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The live microbatches of a rank over time, as (time of a change, number from then on)."""
-        weights = {TapeState.NONE: 0, TapeState.AWAY: 0}
+        live = dict(self._live(rank, self._weigh))
+        return tuple((time, tapes / self.stages_per_rank) for time, tapes in live.items())
 
-        def weigh(action: Action, state: TapeState) -> float:
-            return self.costs.share_of(action.stage) if state is TapeState.WEIGHTS else weights.get(state, 1)
-
-        return self._live(rank, weigh, 1 / self.stages_per_rank)
+    def _weigh(self, action: Action, state: TapeState) -> float:
+        if state is TapeState.WEIGHTS:
+            return self.costs.share_of(action.stage)
+        return 0 if state in (TapeState.NONE, TapeState.AWAY) else 1
 
     def live_bytes(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The bytes of a rank's live tapes over time, as (time of a change, bytes from then on)."""
@@ -152,7 +156,7 @@ class Timeline:
             held = costs.bytes_of(action.stage, num_stages, state is TapeState.WHOLE) / unit * length
             return costs.share_of(action.stage) * held if state is TapeState.WEIGHTS else held
 
-        return self._live(rank, weigh, unit)
+        return tuple((time, live * unit) for time, live in dict(self._live(rank, weigh)).items())
 
     @property
     def peak_live_bytes(self) -> tuple[float, ...]:
@@ -160,14 +164,14 @@ class Timeline:
         ranks = range(len(self.events))
         return tuple(max((live for _, live in self.live_bytes(rank)), default=0.0) for rank in ranks)
 
-    def _live(
-        self, rank: int, weigh: Callable[[Action, TapeState], float], unit: float
-    ) -> tuple[tuple[float, float], ...]:
-        """The live part of a rank's tapes over time; `weigh` gives that of an action's tape in a state, in units."""
-        changes: dict[float, float] = {}
+    def _live(self, rank: int, weigh: Callable[[Action, TapeState], float]) -> Iterator[tuple[float, float]]:
+        """Yield the time of each change of a rank's tapes, and what is live then; `weigh` gives a tape's weight."""
+        # By weight the number of tapes that have it, since whole numbers add up exactly.
+        numbers = Counter[float]()
         for time, action, before, after in _changes(self.events[rank], self.training):
-            changes[time] = changes.get(time, 0) + (weigh(action, after) - weigh(action, before))
-        return tuple((time, live * unit) for time, live in zip(changes, accumulate(changes.values())))
+            numbers[weigh(action, before)] -= 1
+            numbers[weigh(action, after)] += 1
+            yield time, sum(weight * number for weight, number in numbers.items())
 
 
 _Change: TypeAlias = tuple[float, Action, TapeState, TapeState]
@@ -197,22 +201,6 @@ def _changes(events: Sequence[Event], training: bool) -> list[_Change]:
         changes += ends
     # What moves beside a rank's compute ends among later actions.
     return sorted(changes, key=itemgetter(0)) if moves else changes
-
-
-def _peak_live(events: Sequence[Event], costs: Costs, training: bool) -> float:
-    """The peak number of live tapes, given a rank's events in order."""
-    full, peak = 0, 0.0
-    reduced: dict[float, int] = {}  # by share: their number, since whole numbers add up exactly
-    for _, action, before, after in _changes(events, training):
-        full += (after >= TapeState.LEAN) - (before >= TapeState.LEAN)
-        if (more := (after is TapeState.WEIGHTS) - (before is TapeState.WEIGHTS)) != 0:
-            share = costs.share_of(action.stage)
-            reduced[share] = reduced.get(share, 0) + more
-        if reduced:
-            peak = max(peak, full + sum(share * number for share, number in reduced.items()))
-        elif full > peak:
-            peak = full
-    return peak
 
 
 def simulate(program: Program | Hang, costs: Costs | None = None) -> Timeline:
