@@ -37,7 +37,6 @@ def parser() -> Parser:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert one model."""
     options = parser().parse_args(arguments)
     max_shard_bytes = parse_size(options.max_shard_size)
     if not options.source.is_dir():

@@ -99,7 +99,6 @@ def show_layout(given: argparse.Namespace, layout: Layout, links: Mapping[str, A
 
 
 def machine() -> dict[str, str]:
-    """Describe this machine and this installation."""
     import torch
     import torch.distributed as dist
 

@@ -202,9 +202,6 @@ def add_json(parser: Parser, what: str = "print one JSON document instead") -> N
     parser.add_argument("--json", action="store_true", help=what)
 
 
-# ---- Tables of commands
-
-
 Main = Callable[[list[str]], int]
 
 

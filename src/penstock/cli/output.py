@@ -327,7 +327,6 @@ class Progress:
         self._start_s = self.clock()
 
     def step(self, taken: "TrainResult") -> None:
-        """Show a completed step of training."""
         speed = taken.num_tokens / taken.step_time_s if taken.step_time_s > 0 else 0.0
         left = duration((self.total - taken.step) * taken.step_time_s)
         figures = f"{speed:,.0f} tokens/s  idle {taken.idle_share:4.1%}  {left} left"

@@ -195,7 +195,6 @@ def _numbered(found: planner.Plan, number: int, option: str) -> planner.Estimate
 
 
 def as_dict(found: planner.Plan) -> dict[str, Any]:
-    """The plan for JSON."""
     figures = ("step_s", "tokens_s_device", "mfu", "peak_bytes", "bubble", "parts_s")
     return {
         "devices": found.cluster.num_devices,

@@ -102,7 +102,6 @@ def _value(text: str) -> Any:
 
 
 def add_costs(parser: Parser) -> None:
-    """Add the times and sizes that `schedule.Costs` has."""
     costs = parser.add_argument_group(
         "costs", "Times of one microbatch through all stages of one rank; or one for each\nstage of the model: 1,1.5,1"
     )
@@ -173,9 +172,6 @@ def proved(options: argparse.Namespace, name: str, *, shared_channels: bool = Fa
     return schedule.keep_first(program, options.num_kept_microbatches)
 
 
-# ---- The commands
-
-
 HEAD = """A schedule is each rank's order of actions: F forward, B backward (or I for
 inputs, then W for weights). Lowered to a program it also has its transfers,
 gradient reductions and the optimizer step. A program is proved before it may
@@ -202,7 +198,6 @@ _COLUMNS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the schedule commands."""
     return dispatch("penstock schedule", COMMANDS, arguments, head=HEAD, foot=FOOT)
 
 
@@ -342,7 +337,6 @@ def simulate_command_parser(arguments: Sequence[str] = ()) -> Parser:
 
 
 def simulate_command(arguments: list[str]) -> int:
-    """Time a schedule under given costs and print its figures."""
     options = simulate_command_parser(arguments).parse_args(arguments)
     program, costs = proved(options, options.name), costs_of(options)
     timeline = schedule.simulate(program, costs)

@@ -125,9 +125,6 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-# ---- The command
-
-
 # The first optimizer of a process imports dynamo.
 _COMMAND = WorkerCommand(
     "penstock.cli.train",

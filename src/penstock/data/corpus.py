@@ -65,7 +65,6 @@ class TokenStore:
         return len(self.offsets) - 1
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def labels(self, places: np.ndarray | slice) -> np.ndarray:
@@ -181,9 +180,6 @@ def load_store(name: str, folder: Path) -> TokenStore:
         return TokenStore(name, tokens, offsets, facts["max_token"], facts["fingerprint"], learned)
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise CorpusError(f"the token cache {str(folder)!r} is damaged ({error}); delete it to make it anew") from error
-
-
-# ---- A corpus: text tokenised once, divided into training and validation by document
 
 
 @dataclass(frozen=True, slots=True)

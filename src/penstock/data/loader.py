@@ -47,7 +47,6 @@ class Packing(ABC):
 
     @property
     def num_items(self) -> int:
-        """The number of items."""
         return len(self.runs[0])
 
     @property
@@ -57,7 +56,6 @@ class Packing(ABC):
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all items."""
         return int(self.runs[1].sum())
 
     @property
@@ -191,9 +189,6 @@ def pack(
     if cross_documents:
         raise CorpusError("cross_documents needs the packing 'window': with 'document' an item never crosses documents")
     return DocumentPacking(store, sequence_tokens)
-
-
-# ---- Endless batches of the items
 
 
 class DataShard(NamedTuple):

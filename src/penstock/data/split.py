@@ -184,9 +184,6 @@ def _totals(groups: Groups, loads: Sequence[int]) -> list[int]:
     return [sum(map(loads.__getitem__, group)) for group in groups]
 
 
-# ---- A batch divided into microbatches or among ranks, and its microbatches' results joined in the order of the batch
-
-
 Pieces = Sequence[tuple[range, ...]]
 """For each sequence the positions that a rank has of it."""
 

@@ -326,9 +326,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---- TOML
-
-
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 

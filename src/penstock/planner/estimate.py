@@ -18,8 +18,6 @@ from penstock.settings import Layout
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank."""
-
     parameters: float
     gradients: float
     optimizer: float
@@ -408,7 +406,6 @@ def fullest(
 
 
 def _parts(candidate: Candidate, stages: StageCosts, step: SimulatedStep) -> dict[str, float]:
-    """The parts of the busiest rank's step."""
     busy, placement = max(step.busy), candidate.order.placement
     waits: dict[str, float] = {}
     for stage in placement.stages_of(step.busy.index(busy)):

@@ -137,12 +137,10 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """The width of all queries."""
         return self.num_heads * self.head_size
 
     @property
     def output_width(self) -> int:
-        """The width of all heads' outputs."""
         return self.num_heads * (self.value_size or self.head_size)
 
     @property
@@ -175,7 +173,6 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> float:
-        """The parameters of the whole model."""
         routed = self.pattern.count(EXPERTS) * self.num_experts * self.expert_parameters
         ends = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return sum(map(self.block_parameters, self.pattern)) + routed + ends

@@ -221,9 +221,6 @@ class _Walker:
         meeting.give(message)
 
 
-# ---- The passes that turn a schedule into a program
-
-
 def lower(schedule: Schedule, *, receives_ahead: int = 2, shared_channels: bool = False) -> Program:
     """Turn a schedule into a program that carries it out, without changing the schedule.
 
@@ -293,7 +290,6 @@ def add_reductions(steps: Sequence[Step], stages: Iterable[int]) -> list[Step]:
 
 
 def add_step(steps: Sequence[Step]) -> list[Step]:
-    """Add the optimizer step at the end."""
     return [*steps, Action(Op.STEP)]
 
 

@@ -151,7 +151,6 @@ class Rehearsal:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that is allocated at once."""
         return self.fullest.peak_bytes
 
     def most(self, kind: MemoryKind) -> int:

@@ -49,7 +49,6 @@ class ServerParts:
 
 
 def application(parts: ServerParts) -> Starlette:
-    """The application of a server."""
     paths = [
         _path(parts, "/health", _health, "GET"),
         _path(parts, "/metrics", _metrics, "GET"),
@@ -89,7 +88,6 @@ def _path(parts: ServerParts, path: str, answer: Answer, method: str) -> Route:
 
 
 def _log(scope: Scope, status: int, start_s: float, said: str = "") -> None:
-    """Write the line of a request."""
     host = (scope.get("client") or ["-"])[0]
     took_s = time.perf_counter() - start_s
     _logger.info("%s %s %s %d in %.2f s%s", host, scope["method"], scope["path"], status, took_s, said)

@@ -58,7 +58,6 @@ class ServerMetrics:
     _start_s: float = field(default_factory=time.time)
 
     def text(self) -> str:
-        """All figures."""
         (num_waiting, num_running), lines = self.counts_of_queue(), []
         requests = [f'{{path="{path}",status="{status}"}} {n}' for (path, status), n in sorted(self.requests.items())]
         for name, kind, help_text, samples in (

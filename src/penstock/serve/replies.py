@@ -68,9 +68,6 @@ class ChoiceLogProbs:
         return length
 
 
-# ---- Replies in the form of OpenAI's interface: whole ones, and the parts of streamed ones
-
-
 _FINISHED = {Ending.END_TOKEN: "stop", Ending.STOPPED: "stop", Ending.LENGTH: "length"}
 
 

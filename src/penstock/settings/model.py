@@ -20,8 +20,6 @@ from penstock.settings.declare import (
     setting,
 )
 
-# ---- The decoder, of the Llama, Qwen2, Qwen3 and Mistral family, and its rotary positions
-
 
 class RopeKind(NamedValue):
     """Scalings of rotary frequencies, under Hugging Face's names.
@@ -79,9 +77,6 @@ class RopeScaling(Settings, section="rope"):
         if self.kind is not RopeKind.YARN:
             return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
-
-
-# ---- Experts, as in Mixtral, Qwen and DeepSeek
 
 
 class Scores(NamedValue):
@@ -171,9 +166,6 @@ class ExpertConfig(Settings, section="experts"):
     def has_losses(self) -> bool:
         """True if the router adds terms to the loss."""
         return any((self.microbatch_loss, self.sequence_loss, self.global_loss, self.z_loss))
-
-
-# ---- The decoder
 
 
 @dataclass(frozen=True)
@@ -342,9 +334,6 @@ class ModelConfig(Settings, section="model"):
         larger, smaller = max(self.key_heads, num_ranks), min(self.key_heads, num_ranks)
         whole = self.num_heads % num_ranks == 0 and self.intermediate_size % num_ranks == 0
         return whole and larger % smaller == 0 and (self.vocab_size is None or self.vocab_size >= num_ranks)
-
-
-# ---- Settings of LoRA adapters
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,6 @@ from penstock.settings.model import AdapterConfig, ModelConfig
 from penstock.settings.optimizer import LearningRate, OptimizerConfig
 from penstock.settings.schedule import ScheduleConfig
 
-# ---- All settings of a run, section by section
-
-
 Recompute = Literal["none", "full"] | tuple[int, ...]
 
 
@@ -490,9 +487,6 @@ def section_summaries() -> dict[str, str]:
             if owner.section == own.section:
                 found.setdefault(own.section, (type(owner).__doc__ or "").partition("\n")[0])
     return found
-
-
-# ---- names
 
 
 def unknown_setting(name: str) -> ConfigError:

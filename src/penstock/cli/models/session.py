@@ -75,7 +75,6 @@ class ModelCommand:
 
     @staticmethod
     def parser() -> Parser:
-        """The command's parser."""
         raise NotImplementedError
 
     @classmethod

@@ -195,8 +195,6 @@ def _signals_held() -> Iterator[None]:
 
 @dataclass
 class _Workers:
-    """The workers of one launch."""
-
     #: rank -> its process
     processes: Sequence[BaseProcess]
     #: how long they may go on once they are asked to end

@@ -237,9 +237,6 @@ def _until(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
 
-# ---- One process of a group: it meets the others, refuses input that any of them refuses, and ends without waiting
-
-
 T = TypeVar("T")
 
 # Where the store counts processes that have met a user's mistake, and where each leaves that it asks nothing more.

@@ -37,7 +37,6 @@ class RingShape:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of all slots."""
         return self.num_slots * self.rows_per_slot
 
     def rows_of(self, slot: int) -> range:

@@ -133,7 +133,6 @@ class Problem:
 
     @cached_property
     def mean_action(self) -> float:
-        """The mean time of an action."""
         return sum(self.work) / self.num_actions
 
     @cached_property
