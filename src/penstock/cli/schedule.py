@@ -226,7 +226,6 @@ def list_schedules(arguments: list[str]) -> int:
 
 
 def show_command_parser(arguments: Sequence[str] = ()) -> Parser:
-    """The parser of `penstock schedule show`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule show",
         "Draw a schedule over time: one row a rank, time to the right.\n"
@@ -284,7 +283,6 @@ def _show(options: argparse.Namespace, arguments: list[str], timeline: schedule.
 
 
 def verify_command_parser(arguments: Sequence[str] = ()) -> Parser:
-    """The parser of `penstock schedule verify`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule verify",
         "Prove a schedule: each action exactly once and behind what it needs, each send met by one receive, first in\n"
@@ -319,7 +317,6 @@ def verify_command(arguments: list[str]) -> int:
 
 
 def simulate_command_parser(arguments: Sequence[str] = ()) -> Parser:
-    """The parser of `penstock schedule simulate`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule simulate",
         "Time a schedule without running it. The times given are those of ONE microbatch through ALL local stages\n"
@@ -357,7 +354,6 @@ def simulate_command(arguments: list[str]) -> int:
 
 
 def export_parser(arguments: Sequence[str] = ()) -> Parser:
-    """The parser of `penstock schedule export`, with the options of the schedule that they name."""
     parser = Parser(
         "penstock schedule export",
         "Write a schedule to a file: .csv in the format of torch.distributed.pipelining, .txt as text that keeps\n"

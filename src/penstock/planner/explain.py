@@ -1,7 +1,5 @@
 """Why one layout is slower than another, and why the well-known layouts are not the fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 So each builder that is entered is planned for, and nothing is declared of it a second time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ weights are n wide at their narrowest, reach ``compute / (1 + width / n + I0 / I
 ``I0 = compute * peak / (memory * bandwidth)``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache

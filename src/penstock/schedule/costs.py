@@ -1,7 +1,5 @@
 """The costs of a program's actions: time, bytes sent, bytes kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf

@@ -1,7 +1,5 @@
 """Schedules and programs in files: read, lowered and proved, or refused with the fault's place in the file."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

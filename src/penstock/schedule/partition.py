@@ -1,7 +1,5 @@
 """The cut of a model's units into stages: even stages, or, with two stages a rank in a V, even ranks."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The placement of a model's stages on ranks, with each stage's neighbours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

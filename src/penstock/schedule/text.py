@@ -1,7 +1,5 @@
 """Schedules and programs as text: Penstock's own, which keeps everything, and torch's CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """The order that a search finds for given times within a given memory."""
 
-from __future__ import annotations
-
 from penstock.schedule.actions import Schedule
 from penstock.schedule.builders.registry import builder
 from penstock.schedule.placement import Placement, PlacementKind, check_count

@@ -1,7 +1,5 @@
 """Two streams of microbatches that meet on every rank; the forward of one is fused with the backward of the other."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 

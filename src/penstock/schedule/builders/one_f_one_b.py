@@ -1,7 +1,5 @@
 """All forwards and then all backwards, or one forward, one backward: with one stage on a rank, several, in pairs."""
 
-from __future__ import annotations
-
 from penstock.schedule.actions import Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,

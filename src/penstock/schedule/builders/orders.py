@@ -1,7 +1,5 @@
 """Orders that several builders share: whole passes over a rank's stages, and forwards and backwards in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from penstock.schedule.actions import Action, Op, Pair, Step, parts

@@ -4,8 +4,6 @@ A user's own builder is handed over itself, or found by its name: the one under 
 ``package.module:function`` or ``file.py:function``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import Parameter, signature

@@ -3,8 +3,6 @@
 As in the papers, an F, an I and a W of one stage take one slot each.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Sequence

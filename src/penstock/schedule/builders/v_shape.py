@@ -1,7 +1,5 @@
 """Two stages a rank in a V: the first rank has both ends of the model, and less memory costs more bubble."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from penstock.schedule.actions import Schedule, peak_tapes

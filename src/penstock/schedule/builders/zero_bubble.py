@@ -1,7 +1,5 @@
 """The backward split in two, so that the part no other rank waits for fills the bubbles."""
 
-from __future__ import annotations
-
 from penstock.schedule.actions import Op, Schedule, peak_tapes
 from penstock.schedule.builders.orders import (
     backwards,

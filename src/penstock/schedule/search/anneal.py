@@ -3,8 +3,6 @@
 `anneal` changes a skeleton. `polish` changes whole orders, since it can pay to run a W even when a rank would not wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import exp

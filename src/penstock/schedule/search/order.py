@@ -4,8 +4,6 @@ It makes many skeletons, weaves W into each, and tries small changes to the best
 the best skeleton; with more, only the steady middle of an order grows, so that middle is repeated.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Closed forms are one forward, one backward after any warm-up, and the V without 
 the best of the steps it could start (`dispatch`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

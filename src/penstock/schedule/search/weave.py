@@ -1,7 +1,5 @@
 """Weaving: place the W between the forwards and input backwards of a skeleton, which makes it an order."""
 
-from __future__ import annotations
-
 from itertools import dropwhile
 
 from penstock.schedule.search.problem import TOLERANCE, Codes, PartialRun, Problem
