@@ -81,7 +81,7 @@ def resume(engine: Engine, saved: Checkpointer) -> None:
         assert engine.step == 0
         saved.load(found, engine.state())
         engine.load_progress(found.extra)
-        engine.trainer.follow_progress()
+        engine.trainer.trained.rebuild_as_loaded()
         assert engine.step == found.step > 0
 
 

@@ -161,7 +161,7 @@ class ModelState:
             restore_random_state([of_rank["random"] for of_rank in info.rank_values], grid.rank, grid.world_size)
 
         reader.restore(info, go_on)
-        self.trainer.follow_progress()
+        self.trainer.trained.rebuild_as_loaded()
         self.pipeline.casts.renew()
 
     def state_bytes(self) -> StateBytes:
@@ -180,7 +180,7 @@ class ModelState:
         return {"step": self.step, "optimizer": self.trainer.optimizer.progress()}
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Go on from `progress`, after the tensors of `state` have been loaded; see `Trainer.follow_progress`."""
+        """Go on from `progress`, after the tensors of `state` have been loaded; then ranks `rebuild_as_loaded`."""
         self.pipeline.extra_state.load_allocated()
         self.pipeline.continue_from(int(progress["step"]))
         self.trainer.optimizer.load_progress(progress["optimizer"])

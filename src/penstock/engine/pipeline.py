@@ -359,17 +359,17 @@ class Pipeline:
         """This rank's persistent buffers by full name."""
         return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
 
-    def gradient_buckets(self, since: Mapping[str, int]) -> dict[int, GradientBuckets]:
+    def gradient_buckets(self, num_missed: Mapping[str, int]) -> dict[int, GradientBuckets]:
         """Gradient buckets by stage, into which the stages' parameters move; empty for an engine that does not learn.
 
-        since: for each parameter that was not trained from the beginning, the step after which it was.
+        num_missed: see `Optimizer.num_missed`.
         """
         if not self.options.learns:
             return {}
         reductions = dict(self.sharding.reductions)
-        for name in reductions.keys() & since.keys():
+        for name in reductions.keys() & num_missed.keys():
             # Parameters with another number of updates have buckets of their own.
-            reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {since[name]}")
+            reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {num_missed[name]}")
         buckets_by_stage = {
             index: GradientBuckets(
                 stage.named_parameters(),

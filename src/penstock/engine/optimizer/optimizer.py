@@ -125,12 +125,12 @@ class Optimizer:
     num_steps: int
     #: learning rate of the last step that succeeded
     learning_rate: float
-    #: parameters, of any rank, that were thawed later -> the number of updates before
-    since: Mapping[str, int]
-    #: parameters, of any rank, that were trained and are frozen -> the number of updates that they have seen
-    paused: Mapping[str, int]
     #: steps that succeeded
-    _num_updates: int
+    num_updates: int
+    #: trained parameters, of any rank, that were frozen for some updates -> the number of those
+    num_missed: dict[str, int]
+    #: frozen parameters, of any rank, that were trained -> the number of updates that they have seen
+    num_seen: dict[str, int]
     #: ranks that hold the model between them
     _group: dist.ProcessGroup | None
     #: all buckets; the gradients of lent parameters lie in buckets of their own
@@ -174,8 +174,8 @@ class Optimizer:
         self.config = self.groups.config
         self.scaler = scaler
         self.num_steps = 0
-        self._num_updates = 0
-        self.since, self.paused = {}, {}
+        self.num_updates = 0
+        self.num_missed, self.num_seen = {}, {}
         rate = self.config.learning_rate
         self.learning_rate = rate(0) if isinstance(rate, LearningRate) else 0.0
         self._group = group
@@ -228,7 +228,7 @@ class Optimizer:
             self._given.clear()
             for stepper in self._steppers:
                 stepper.step(values, factor)
-            self._num_updates += 1
+            self.num_updates += 1
             self._publish_masters()
         if self.scaler is not None:
             self.scaler.update(success)
@@ -345,26 +345,26 @@ class Optimizer:
         """The numbers that a resumed run needs beside its state, as JSON values."""
         return {
             "num_steps": self.num_steps,
-            "num_updates": self._num_updates,
+            "num_updates": self.num_updates,
             "learning_rate": self.learning_rate,
             "kinds": self.kinds,
             "scaler": None if self.scaler is None else self.scaler.state(),
-            **({"since": dict(self.since)} if self.since else {}),
-            **({"paused": dict(self.paused)} if self.paused else {}),
+            **({"since": dict(self.num_missed)} if self.num_missed else {}),
+            **({"paused": dict(self.num_seen)} if self.num_seen else {}),
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
         """Go on from `progress` and the state that was last given, and give 16-bit parameters their masters' values."""
         self._take_numbers(progress)
         for keeper in self._keepers:
-            keeper.load_state(self._given.pop(keeper, None), self._num_updates, self.since)
+            keeper.load_state(self._given.pop(keeper, None), self.num_updates, self.num_missed)
         self._publish_masters()
 
     def _take_numbers(self, progress: Mapping[str, Any]) -> None:
         self.num_steps = int(progress["num_steps"])
         self.learning_rate = float(progress["learning_rate"])
-        self._num_updates = int(progress["num_updates"])
-        self.since, self.paused = dict(progress.get("since", {})), dict(progress.get("paused", {}))
+        self.num_updates = int(progress["num_updates"])
+        self.num_missed, self.num_seen = dict(progress.get("since", {})), dict(progress.get("paused", {}))
         if self.scaler is not None and progress["scaler"] is not None:
             self.scaler.load_state(progress["scaler"])
 

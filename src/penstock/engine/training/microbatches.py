@@ -70,7 +70,7 @@ class BatchReport(SplitCounts):
     #: True if the rank was asked to end after the step
     stop: bool = False
     #: True if a parameter of the rank was frozen or thawed since the last step
-    refit: bool = False
+    rebuild: bool = False
     #: True if the rank has no batch left; its counts then ask for nothing
     ended: bool = False
     #: True if the rank has callbacks

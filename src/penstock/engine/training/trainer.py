@@ -6,18 +6,16 @@ each thing that happens once per microbatch is an action of the program.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.data import MicroBatchSpec, PackedBatch
-from penstock.engine.agreement import build_on_all_ranks
-from penstock.engine.optimizer.optimizer import LossScaler, Optimizer, Update
+from penstock.engine.optimizer.optimizer import Optimizer, Update
 from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker, AuxNotes
@@ -35,12 +33,13 @@ from penstock.engine.training.microbatches import (
     agree_on_microbatches,
     source_of,
 )
+from penstock.engine.training.trained import TrainedParameters
 from penstock.model import Numbers
 from penstock.parallel import GradientBuckets, share_buffers, sum_tied
-from penstock.parallel.host import gather_json, meet
+from penstock.parallel.host import meet
 from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Action, Op, Program
-from penstock.settings import Normalize, Precision
+from penstock.settings import Normalize
 
 _NONE_TRAINED = "no parameter of the model requires a gradient: all are frozen, so there is none to train"
 # A checkpoint has it in 64 bits.
@@ -96,22 +95,13 @@ class Trainer:
 
     #: stages, transport and recorder
     pipeline: Pipeline
-    #: local stage -> its flat gradients, which the program's REDUCE_GRAD actions sum over ranks
-    buckets: dict[int, GradientBuckets]
+    #: what requires a gradient, with its gradients and its optimizer
+    trained: TrainedParameters
     #: losses that units add in the middle of the model, and the routers that learn from the experts' load; None where
     #: no unit of the model, on any rank, has either
     aux_losses: AuxLossTracker | None
-    #: steps the parameters of this rank, or with ZeRO its shard of them
-    optimizer: Optimizer
     #: True if this rank was asked to end after the next step
     stop_requested: bool
-    #: this rank's parameters by full name; and by parameter, True if it required a gradient when ranks last compared
-    _parameters: Mapping[str, nn.Parameter]
-    _required: list[bool]
-    #: full names of all that is trained, on any rank
-    _names: set[str]
-    #: `Optimizer.since` of what was trained when gradients and optimizer were made
-    _built_since: Mapping[str, int]
     #: the loss of the last step, which the next one mostly has too
     _loss: StepLoss | None
     #: undoes the optimizer's step, while some rank may still fail in it
@@ -119,12 +109,20 @@ class Trainer:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.stop_requested, self._loss, self._put_back = pipeline, False, None, None
-        self._parameters = pipeline.parameters()
-        self._agree_on_names()
+        self.trained = TrainedParameters(pipeline)
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
         self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
-        self._build({})
         pipeline.recovery.around_renewal(undo=self._undo, redo=self._gather_weights)
+
+    @property
+    def buckets(self) -> Mapping[int, GradientBuckets]:
+        """Local stage -> its flat gradients."""
+        return self.trained.buckets
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Steps what is trained."""
+        return self.trained.optimizer
 
     def train_batch(
         self,
@@ -145,8 +143,8 @@ class Trainer:
         with recovery.joined():
             loss_scale, step_loss = self.optimizer.loss_scale, self._step_loss(loss_fn, loss_weight_fn, normalize)
             source = partial(self._source, batch, micro_batches, step_loss, step)
-            was_changed = [parameter.requires_grad for parameter in self._parameters.values()] != self._required
-            report = BatchReport(stop=self.stop_requested, refit=was_changed)
+            required = [parameter.requires_grad for parameter in self.trained.parameters.values()]
+            report = BatchReport(stop=self.stop_requested, rebuild=required != self.trained.required)
             pipeline.recorder.begin_step(step)
             with agree_on_microbatches(pipeline, call, source, report) as microbatches:
                 self._follow_freezing(microbatches.reports)
@@ -222,10 +220,10 @@ class Trainer:
         return source
 
     def _follow_freezing(self, reports: Sequence[BatchReport]) -> None:
-        """Train what requires a gradient now. Raises: ValueError if nothing does; see `refit`."""
-        if any(report.refit for report in reports):
-            self.refit()
-        if not self._names:
+        """Train what requires a gradient now. Raises: ValueError if nothing does; see `TrainedParameters`."""
+        if any(report.rebuild for report in reports):
+            self.trained.rebuild()
+        if not self.trained.names:
             raise ValueError(_NONE_TRAINED)
 
     def feeds(
@@ -253,8 +251,9 @@ class Trainer:
 
         Raises: PipelineError naming a tied parameter that has parted from its original beside it.
         """
+        parameters = self.trained.parameters
         for copy, original in self.pipeline.loans.items():
-            if self._parameters[copy].untyped_storage()._cdata != self._parameters[original].untyped_storage()._cdata:
+            if parameters[copy].untyped_storage()._cdata != parameters[original].untyped_storage()._cdata:
                 raise PipelineError(
                     f"{copy} is tied to {original}, but one of them was given other memory, so that they are no longer "
                     "one; write into it in place, as with p.data.copy_(...)"
@@ -335,100 +334,6 @@ class Trainer:
         for buckets in self.buckets.values():
             buckets.gather()
 
-    # ---- what is trained: all that requires a gradient when a step begins
-
-    def _agree_on_names(self) -> None:
-        """Learn what requires a gradient on any rank. Raises: see `refit`."""
-        rank_values = {name: int(parameter.requires_grad) for name, parameter in self._parameters.items()}
-        trained: dict[str, tuple[int, int]] = {}
-        for rank, values in enumerate(gather_json(rank_values, self.pipeline.grid.control)):
-            for name, value in values.items():
-                other, known = trained.setdefault(name, (rank, value))
-                if known != value:
-                    raise ValueError(
-                        f"{name} requires a gradient on rank {rank if value else other} and none on rank "
-                        f"{other if value else rank}; freeze it on every rank that holds it, or on none"
-                    )
-        for copy, owner in sorted(self.pipeline.ties.originals.items()):
-            if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
-                frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
-                raise ValueError(
-                    f"{frozen} is frozen, but {other}, to which it is tied, is not; freeze both or neither"
-                )
-        self._names = {name for name, (_, value) in trained.items() if value}
-        self._required = [parameter.requires_grad for parameter in self._parameters.values()]
-
-    def _build(self, since: Mapping[str, int]) -> None:
-        """Make gradients and optimizer of what requires a gradient now. since: see `Optimizer.since`."""
-        pipeline, self._built_since = self.pipeline, since
-        self.buckets = build_on_all_ranks(lambda: pipeline.gradient_buckets(since), pipeline.grid.control)
-        # Parameters have moved into their buckets.
-        pipeline.lend_weights()
-        pipeline.casts.renew()
-        options, grid = pipeline.options, pipeline.grid
-
-        def make_optimizer() -> Optimizer:
-            optimizer = Optimizer(
-                list(self.buckets.values()),
-                pipeline.parameter_groups,
-                grid.control if options.optimizer.zero else grid.model_control,
-                pipeline.ties.originals,
-                LossScaler() if options.precision is Precision.FP16 else None,
-                pipeline.sharding.norm_names,
-            )
-            frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
-            optimizer.aside.parameters = frozen
-            return optimizer
-
-        self.optimizer = build_on_all_ranks(make_optimizer, grid.control)
-
-    def refit(self, seen: Mapping[str, int] | None = None) -> None:
-        """Give gradients and optimizer state to exactly the parameters that require a gradient now.
-
-        Parameters that are trained already keep their state. That of those which are frozen now is set aside, and given
-        back when they are thawed; others begin without one. All ranks call it, and `train_batch` does where a parameter
-        was frozen or thawed. seen: the number of updates that a parameter has seen, if any; left out, as it was.
-
-        Raises:
-            ValueError: ranks disagree on a parameter, or one is frozen without the parameter it is tied to; on all
-                ranks alike.
-        """
-        pipeline, old = self.pipeline, self.optimizer
-        progress = old.progress()
-        num_updates = int(progress["num_updates"])
-        if seen is None:
-            seen = {**old.paused, **{name: num_updates - old.since.get(name, 0) for name in self._names}}
-        self._agree_on_names()
-        counts = _counts(num_updates, seen, self._names)
-        state = old.whole_state(pipeline.device, pipeline.grid.control)
-        places = [place for of_stage in self.buckets.values() for place in of_stage.places]
-        for of_stage in self.buckets.values():
-            of_stage.close()
-        for place in places:
-            if not place.parameter.requires_grad:
-                # The bucket's memory goes.
-                place.parameter.data = place.parameter.detach().clone()
-        self._build(counts["since"])
-        self.optimizer.take_whole_state(state)
-        self.optimizer.load_progress(progress | counts)
-
-    def follow_progress(self) -> None:
-        """Fit gradients and optimizer to the parameters that its loaded progress says are trained; all ranks call it.
-
-        Raises: see `refit`.
-        """
-        optimizer = self.optimizer
-        num_updates = int(optimizer.progress()["num_updates"])
-        aside = gather_json(sorted(optimizer.aside.names), self.pipeline.grid.control)
-        seen = dict.fromkeys((*self._names, *itertools.chain.from_iterable(aside)), num_updates)
-        seen |= {name: num_updates - first for name, first in optimizer.since.items()}
-        seen |= optimizer.paused
-        counts = _counts(num_updates, seen, self._names)
-        if counts["since"] != self._built_since:
-            self.refit(seen)
-        else:
-            optimizer.since, optimizer.paused = counts["since"], counts["paused"]
-
     # ---- what recovery calls between steps, beside `_gather_weights`: messages of the last step were cut too
 
     def _undo(self) -> None:
@@ -437,11 +342,3 @@ class Trainer:
         if self._put_back is not None:
             self._put_back()
         self._put_back = None
-
-
-def _counts(num_updates: int, seen: Mapping[str, int], trained: set[str]) -> dict[str, dict[str, int]]:
-    """The part of an optimizer's progress on parameters that were not trained all along; see `Optimizer`."""
-    return {
-        "since": {name: num_updates - seen.get(name, 0) for name in trained if seen.get(name, 0) != num_updates},
-        "paused": {name: number for name, number in seen.items() if name not in trained and number},
-    }
