@@ -193,6 +193,8 @@ def test_gradients_are_those_of_transformers_whatever_the_keys_say(model_type: s
         ("mistral", {"layer_types": ["full_attention"] * NUM_LAYERS, "sliding_window": 3}),
         ("mistral", {"use_sliding_window": False, "sliding_window": 3}),
         ("mixtral", {"use_sliding_window": False, "sliding_window": 3}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 3, "max_window_layers": 0, "layer_types": None}),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 3}),
         ("mixtral", {"num_experts_per_tok": None}),
         ("llama", {"is_causal": False}),
         ("llama", {"rope_parameters": None, "rope_scaling": YARN | {"factor": None}}),

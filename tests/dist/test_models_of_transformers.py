@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
+from penstock.model.transformers.skeleton import cache_argument
 from penstock.settings import SamplingParams
 from tests.dist.launch import run_ranks
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
@@ -120,3 +121,14 @@ def assert_equal_and_moved(one: dict[str, Tensor], two: dict[str, Tensor], folde
     assert all(torch.equal(one[name], two[name]) for name in one)
     unmoved = [name for name in one if one[name].is_floating_point() and torch.equal(one[name], before[name])]
     assert not unmoved
+
+
+def test_a_model_is_given_a_cache_by_the_name_that_its_release_has() -> None:
+    model = nn.Module()
+    for forward, name in (
+        (lambda input_ids, cache: input_ids, "cache"),
+        (lambda input_ids, past_key_values: input_ids, "past_key_values"),
+        (lambda input_ids, cache_params: input_ids, None),
+    ):
+        model.forward = forward
+        assert cache_argument(model) == name
