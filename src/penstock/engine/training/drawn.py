@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,36 +13,113 @@ from torch import Tensor
 
 from penstock.data import PackedBatch
 from penstock.engine.pipeline import Pipeline
+from penstock.model import random_numbers
 from penstock.runtime import PipelineError
 from penstock.schedule import Op, Program, parts
+from penstock.settings.declare import words_of
+
+_END: Any = object()
 
 
-@dataclass(eq=False)
-class Comparison:
-    """Ranks that share microbatches hear of each that the first of them with an iterator draws, before they need it."""
+class Draws:
+    """The microbatches of one call, in their order: drawn on this rank, or heard of where it has no iterator.
+
+    Ranks that share microbatches hear of each that the first of them with an iterator draws, before they need it.
+    """
 
     #: this rank's part of the model
     pipeline: Pipeline
+    #: this rank's iterator; None where it has none
+    iterator: Iterator[Any] | None
+    #: how many are drawn
+    num: int
+    #: refuses a microbatch that cannot be computed, given with its place in words
+    check: Callable[[Any, str], None]
     #: the ranks that share them, and the place among these of the one that all others hear
     ranks: Sequence[int]
     leader: int
     #: True if some of them have no iterator
     tells_all: bool
+    #: those drawn so far, without their data
+    drawn: list[PackedBatch]
+    #: puts back the random numbers that the iterator draws from: layers draw from seeds of their own
+    _to_its_numbers: Callable[[], None]
     #: what the others hear, while it is under way
-    _leaving: list[tuple[Any, Tensor]] = field(default_factory=list)
+    _leaving: list[tuple[Any, Tensor]]
 
-    @classmethod
-    def of(cls, pipeline: Pipeline, has_iterator: Sequence[bool]) -> Self:
-        """The comparison for this rank's microbatches. has_iterator: of each rank, whether it has one."""
-        ranks = next(ranks for ranks in pipeline.ranks_by_batch if pipeline.grid.rank in ranks)
-        have_one = [has_iterator[rank] for rank in ranks]
-        return cls(pipeline, ranks, have_one.index(True), tells_all=not all(have_one))
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        iterator: Iterator[Any] | None,
+        num: int,
+        check: Callable[[Any, str], None],
+        has_iterator: Sequence[bool],
+    ) -> None:
+        """has_iterator: of each rank, whether it has one."""
+        self.pipeline, self.iterator, self.num, self.check = pipeline, iterator, num, check
+        self.ranks = next(ranks for ranks in pipeline.ranks_by_batch if pipeline.grid.rank in ranks)
+        have_one = [has_iterator[rank] for rank in self.ranks]
+        self.leader, self.tells_all = have_one.index(True), not all(have_one)
+        self.drawn, self._leaving = [], []
+        self._to_its_numbers = random_numbers(pipeline.device)
 
     @property
     def is_first(self) -> bool:
         return self.ranks[self.leader] == self.pipeline.grid.rank
 
-    def heard(self, microbatch: PackedBatch | None, number: int) -> PackedBatch:
+    def in_order(self, program: Program) -> Iterator[PackedBatch]:
+        """All of them, each drawn when the program first needs it; the first iterator's some before."""
+        ahead, waiting = num_ahead(program) if self.is_first else 0, deque[PackedBatch]()
+        for number in range(self.num):
+            while len(self.drawn) <= min(number + ahead, self.num - 1):
+                waiting.append(self._draw())
+            yield waiting.popleft()
+
+    def end(self) -> list[PackedBatch]:
+        """Wait until the others have heard of all, and go back to the iterator's random numbers; returns all drawn."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._to_its_numbers()
+        return self.drawn
+
+    def leave(self) -> None:
+        """Leave the iterator, after a call that failed, at the place where it would have ended."""
+        if self.iterator is None:
+            return
+        with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
+            for _ in range(len(self.drawn), self.num):
+                next(self.iterator)
+
+    def _draw(self) -> PackedBatch:
+        number = len(self.drawn)
+        microbatch = self._heard(None if self.iterator is None else self._next(number), number)
+        self.drawn.append(microbatch.without_data())
+        return microbatch
+
+    def _next(self, number: int) -> PackedBatch:
+        """The iterator's next. Raises: PipelineError or ValueError, which say which one it was."""
+        assert self.iterator is not None
+        where, to_layers_numbers = f"microbatch {number} of {self.num}", random_numbers(self.pipeline.device)
+        self._to_its_numbers()
+        try:
+            with self.pipeline.recovery.asking(f"drawing {where}"):
+                microbatch = next(self.iterator, _END)
+        except Exception as error:
+            words = f"{type(error).__name__}: {words_of(error)}"
+            raise PipelineError(f"the iterator failed at {where}: {words}") from error
+        finally:
+            self._to_its_numbers = random_numbers(self.pipeline.device)
+            to_layers_numbers()
+        if microbatch is _END:
+            raise PipelineError(
+                f"the iterator ended before {where}; let it give as many, or micro_batches ask for fewer"
+            )
+        self.check(microbatch, where)
+        # An iterator may fill the same memory again before this one is computed.
+        data = microbatch.data
+        return microbatch if data is None else microbatch.with_data({key: data[key].clone() for key in data})
+
+    def _heard(self, microbatch: PackedBatch | None, number: int) -> PackedBatch:
         """The microbatch that this rank has drawn; where it has no iterator, the first rank's without its data.
 
         Raises: PipelineError where the two differ.
@@ -72,11 +150,6 @@ class Comparison:
                 f"{what}, that of rank {this} {microbatch.num_tokens} tokens; give all the same"
             )
         return microbatch
-
-    def wait(self) -> None:
-        """Wait until the others have heard."""
-        for work, _ in self._leaving:
-            work.wait()
 
     def _share(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Send it from the first rank, which does not wait, into that of each other.

@@ -10,9 +10,8 @@ import math
 import struct
 import sys
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -24,14 +23,14 @@ from torch import Tensor
 from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Split, SplitError, agree, count, split
 from penstock.data.split import SplitCounts
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.training.drawn import Comparison, num_ahead
+from penstock.engine.training.drawn import Draws
 from penstock.engine.training.loss import StepLoss, check_total
-from penstock.model import Limits, Numbers, random_numbers
+from penstock.model import Limits, Numbers
 from penstock.parallel.host import gather_on_all_ranks, gather_rows
 from penstock.runtime import Feed, PipelineError
 from penstock.schedule import Program
 from penstock.settings import Normalize, TrainConfig
-from penstock.settings.declare import type_in_words, words_of
+from penstock.settings.declare import type_in_words
 
 BY_DEFAULT = MicroBatchSpec(num=TrainConfig().num_microbatches, allow_fewer=True)
 """The microbatches of a call that names none: as many as those of a run that names none, whatever the layout.
@@ -404,16 +403,8 @@ class DrawnMicrobatches(MicrobatchSource):
     #: see `MicrobatchSource`
     knows_counts: ClassVar[bool] = False
 
-    #: this rank's iterator; None where it has none
-    _iterator: Iterator[Any] | None = field(default=None, init=False)
-    #: what is drawn here, beside what the others draw
-    _comparison: Comparison = field(init=False)
-    #: those drawn so far, without their data
-    _drawn: list[PackedBatch] = field(default_factory=list, init=False)
-    #: those that are not needed yet
-    _waiting: deque[PackedBatch] = field(default_factory=deque, init=False)
-    #: puts back the random numbers that the iterator draws from: layers draw from seeds of their own
-    _to_its_numbers: Callable[[], None] = field(default=lambda: None, init=False)
+    #: what draws them
+    _draws: Draws = field(init=False)
 
     def divide_and_report(self, known: BatchReport, num: int | None) -> BatchReport:
         num, has_iterator = self.spec.num or 1, self.batch is not None
@@ -422,64 +413,24 @@ class DrawnMicrobatches(MicrobatchSource):
 
     def begin(self, num: int, reports: Sequence[BatchReport]) -> None:
         super().begin(num, reports)
-        self._iterator = None if self.batch is None else iter(self.batch)
-        self._comparison = Comparison.of(self.pipeline, [report.has_iterator for report in reports])
+        iterator = None if self.batch is None else iter(self.batch)
+        has_iterator = [report.has_iterator for report in reports]
+        self._draws = Draws(self.pipeline, iterator, num, self._check_made, has_iterator)
 
     def feeds(self, make: Callable[[PackedBatch, Numbers], Feed], step: int, program: Program) -> Iterable[Feed]:
-        self._to_its_numbers = random_numbers(self.pipeline.device)
+        def weighed(microbatch: PackedBatch, number: int) -> Feed:
+            self._weigh(microbatch)
+            return make(microbatch, Numbers(number, self.num, step))
+
         # Not a generator, which would hold each until the next is asked for.
-        drawn = self._draws(num_ahead(program) if self._comparison.is_first else 0)
-        return map(make, drawn, (Numbers(number, self.num, step) for number in range(self.num)))
+        return map(weighed, self._draws.in_order(program), range(self.num))
 
     def add_up_drawn(self) -> None:
-        self._comparison.wait()
-        self.split = split_of(self._drawn)
+        self.split = split_of(self._draws.end())
         super().add_up_drawn()
-        self._to_its_numbers()
 
     def leave(self) -> None:
-        if self._iterator is None:
-            return
-        with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
-            for _ in range(len(self._drawn), self.num):
-                next(self._iterator)
-
-    def _draws(self, ahead: int) -> Iterator[PackedBatch]:
-        """All of them in order, of which so many more are drawn before they are needed."""
-        for number in range(self.num):
-            while len(self._drawn) <= min(number + ahead, self.num - 1):
-                self._draw()
-            yield self._waiting.popleft()
-
-    def _draw(self) -> None:
-        number = len(self._drawn)
-        microbatch = self._comparison.heard(None if self._iterator is None else self._next(number), number)
-        self._weigh(microbatch)
-        self._drawn.append(microbatch.without_data())
-        self._waiting.append(microbatch)
-
-    def _next(self, number: int) -> PackedBatch:
-        """The iterator's next. Raises: PipelineError or ValueError, which say which one it was."""
-        assert self._iterator is not None
-        where, to_layers_numbers = f"microbatch {number} of {self.num}", random_numbers(self.pipeline.device)
-        self._to_its_numbers()
-        try:
-            with self.pipeline.recovery.asking(f"drawing {where}"):
-                microbatch = next(self._iterator, END)
-        except Exception as error:
-            words = f"{type(error).__name__}: {words_of(error)}"
-            raise PipelineError(f"the iterator failed at {where}: {words}") from error
-        finally:
-            self._to_its_numbers = random_numbers(self.pipeline.device)
-            to_layers_numbers()
-        if microbatch is END:
-            raise PipelineError(
-                f"the iterator ended before {where}; let it give as many, or micro_batches ask for fewer"
-            )
-        self._check_made(microbatch, where)
-        # An iterator may fill the same memory again before this one is computed.
-        data = microbatch.data
-        return microbatch if data is None else microbatch.with_data({key: data[key].clone() for key in data})
+        self._draws.leave()
 
 
 def split_of(microbatches: Sequence[PackedBatch]) -> Split:
