@@ -32,7 +32,9 @@ class RingConfig(Settings, section="generate"):
         None, "Groups of answers under way at the same time; left out, as many as stages.", AT_LEAST_1
     )
     rows_per_slot: int | None = setting(None, "Answers of a slot; left out, all there are, up to a limit.", AT_LEAST_1)
-    max_rows_per_slot: int = setting(16, "That limit; each row has a place in the KV cache.", AT_LEAST_1)
+    max_rows_per_slot: int | None = setting(
+        None, "That limit; left out, 16, and for `generate` on a GPU what its free memory has room for.", AT_LEAST_1
+    )
     prefill_tokens: int = setting(
         512, "Prompt tokens that a slot reads in a round; prompts are cut at its multiples.", AT_LEAST_1
     )

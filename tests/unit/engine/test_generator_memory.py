@@ -83,6 +83,35 @@ def test_a_cache_takes_the_bytes_that_were_foreseen(precision: Precision, num_ro
     assert foreseen == taken == 2 * num_rows * tokens * heads * each
 
 
+@pytest.mark.shows(215)
+def test_a_devices_rows_are_as_many_as_its_free_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders = engine().generator.decoders
+    row_bytes = decoders.cache_bytes(1, 64)
+    assert row_bytes and decoders.room(64) is None, "a CPU's memory is not asked for"
+    monkeypatch.setattr(decoders, "device", torch.device("cuda"))
+    # 100 rows free, 30 of what torch has reserved unused, and those of a cache from before.
+    for name, value in (("mem_get_info", (100 * row_bytes, 0)), ("memory_reserved", 50 * row_bytes)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * row_bytes)
+    size = CacheSize(20, 64, torch.float32, torch.device("cpu"))
+    decoders.caches = {stage.index: stage.new_caches(size) for stage in decoders.stages}
+    assert decoders.room(64) == 120
+    assert decoders.room(32) == 120 and decoders.room(128) == 60
+    shape = GenerateOptions().shape(1000, 2, room=120)
+    assert (shape.num_slots, shape.rows_per_slot) == (2, 60)
+    assert GenerateOptions(max_rows_per_slot=5).shape(1000, 2, room=120).rows_per_slot == 5
+    assert GenerateOptions().shape(9, 2, room=120).rows_per_slot == 5
+    assert GenerateOptions().shape(1000, 2).rows_per_slot == 16
+
+
+@pytest.mark.shows(215)
+def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_has_room_for() -> None:
+    made = engine()
+    made.generator.decoders.room = lambda num_tokens: 3  # type: ignore[method-assign]
+    answers = made.generate(random_prompts([4] * 7), SamplingParams(max_new_tokens=2))
+    assert len(answers) == 7 and {len(cache.keys) for cache in caches(made)} == {3}
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -13,7 +13,7 @@ takes its sequences from a `RequestQueue` (requests.py) instead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -84,17 +84,18 @@ class Generator:
         recovery = self._pipeline.recovery
         with recovery.joined():
             self._interrupted = None
-            sequences = self._agree(prompts, params, options, listeners)
+            sequences, shape = self._agree(prompts, params, options, listeners)
             with recovery.announcing():
-                generation = self._begin(sequences, options, listeners)
+                generation = self._begin(sequences, shape, options, listeners)
             return self._decode(generation, options)
 
     def _agree(
         self, prompts: Any, params: Any, options: GenerateOptions, listeners: Listeners
-    ) -> list[schedule.Sequence]:
+    ) -> tuple[list[schedule.Sequence], RingShape]:
         """The sequences to generate, once all ranks of the pipeline are known to have the same prompts and parameters.
 
-        Pipelines that share experts have prompts of their own, and must have as many slots.
+        Their slots and rows are those that the rank with the least memory has room for. Pipelines that share experts
+        have prompts of their own, and must have as many slots.
         """
         pipeline, grid = self._pipeline, self._pipeline.grid
         group = grid.batch_control if pipeline.layout.ep == 1 else grid.control
@@ -118,7 +119,7 @@ class Generator:
             text = repr((token_lists, samplings, sorted(options.skip), agrees_on_interrupt, form))
             digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             sequences.extend(schedule.Sequence.all_of(token_lists, samplings))
-            return [grid.dp_rank, digest, shape.num_slots]
+            return [grid.dp_rank, digest, shape.num_slots, self.decoders.room(_longest(sequences))]
 
         views = gather_on_all_ranks(
             check,
@@ -127,8 +128,8 @@ class Generator:
             message="rank {rank} of those that generate together cannot: {error}",
             within=pipeline.recorder.collective("agree on the prompts", group),
         )
-        _, digest, num_slots = views[0 if group is None else group.rank()]
-        for rank, (dp_rank, rank_digest, rank_slots) in enumerate(views):
+        _, digest, num_slots, _ = views[0 if group is None else group.rank()]
+        for rank, (dp_rank, rank_digest, rank_slots, _) in enumerate(views):
             if rank_slots != num_slots:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given num_slots={rank_slots}, not {num_slots}"
@@ -137,7 +138,8 @@ class Generator:
                 raise PipelineError(
                     f"rank {rank} of those that generate together was given other prompts, parameters or options"
                 )
-        return sequences
+        room = min((rank_room for *_, rank_room in views if rank_room is not None), default=None)
+        return sequences, options.shape(len(sequences) - len(options.skip), pipeline.layout.pp, room)
 
     def _check_first_stage(self) -> None:
         """Check that the first stage lies on the rank that takes requests. Raises: ValueError."""
@@ -147,7 +149,9 @@ class Generator:
                 "give that rank's process the number 0"
             )
 
-    def _begin(self, sequences: list[schedule.Sequence], options: GenerateOptions, listeners: Listeners) -> Generation:
+    def _begin(
+        self, sequences: list[schedule.Sequence], shape: RingShape, options: GenerateOptions, listeners: Listeners
+    ) -> Generation:
         ring, grid, layout = self.ring, self._pipeline.grid, self._pipeline.layout
         interrupt = listeners.interrupt
         interrupts: Callable[[], object] | None = interrupt
@@ -155,7 +159,6 @@ class Generator:
             # Among ranks that share layers the first asks for all.
             asked_here = interrupt if grid.tp_rank == grid.cp_rank == 0 else None
             interrupts = AgreedInterrupt(asked_here, unique_number(grid.batch_control), ring.alarm)
-        shape = options.shape(len(sequences) - len(options.skip), layout.pp)
         if ring.rank > 0:
             return Generation(sequences, shape)
 
@@ -179,8 +182,7 @@ class Generator:
         pipeline = self._pipeline
         pipeline.set_training(False)
         with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
-            longest = max((len(s.prompt_tokens) + s.params.max_new_tokens for s in generation.sequences), default=1)
-            loop = self._run(generation, options, longest)
+            loop = self._run(generation, options, _longest(generation.sequences))
             group = pipeline.grid.pp_control
             with pipeline.recorder.collective("hand out the sequences", group):
                 loop.share_answers(group)
@@ -278,3 +280,8 @@ class Generator:
         self.release()
         if "ring" in vars(self):
             self.ring.host.close()
+
+
+def _longest(sequences: Sequence[schedule.Sequence]) -> int:
+    """The most tokens that a row may hold."""
+    return max((len(s.prompt_tokens) + s.params.max_new_tokens for s in sequences), default=1)

@@ -12,6 +12,8 @@ from penstock.runtime import DecodeForm
 from penstock.schedule import RingShape
 from penstock.settings import RingConfig
 
+_USUAL_ROWS = 16
+
 
 @dataclass(frozen=True)
 class GenerateOptions(RingConfig):
@@ -23,7 +25,8 @@ class GenerateOptions(RingConfig):
     Args:
         num_slots: groups of sequences under way at the same time; None for one per pipeline rank.
         rows_per_slot: sequences of a slot; None for all sequences, at most `max_rows_per_slot`.
-        max_rows_per_slot: limit of `rows_per_slot`; each row has a place in the KV cache.
+        max_rows_per_slot: limit of `rows_per_slot`; each row has a place in the KV cache. None for 16 on a CPU, and for
+            as many as the free memory of a GPU has room for.
         prefill_tokens: prompt tokens that a slot reads in a round; prompts are cut at multiples of it.
         refill: gives a free row to the next sequence at once; False waits until all rows of the slot are free.
         packed: copies fp32 weights on a CPU for the time of the call, in the order in which they are read fastest.
@@ -52,8 +55,9 @@ class GenerateOptions(RingConfig):
     def form(self, device: torch.device) -> DecodeForm:
         return DecodeForm(self.decode or ("graphs" if device.type == "cuda" else "live-rows"))
 
-    def shape(self, num_sequences: int, num_ranks: int) -> RingShape:
-        """Slots and rows for this number of sequences."""
+    def shape(self, num_sequences: int, num_ranks: int, room: int | None = None) -> RingShape:
+        """Slots and rows for this number of sequences. room: the rows that memory has room for, where it is known."""
         num_slots = self.num_slots or num_ranks
         even = max(1, -(-num_sequences // num_slots))
-        return RingShape(num_slots, self.rows_per_slot or min(even, self.max_rows_per_slot), self.prefill_tokens)
+        most = self.max_rows_per_slot or (_USUAL_ROWS if room is None else max(1, room // num_slots))
+        return RingShape(num_slots, self.rows_per_slot or min(even, most), self.prefill_tokens)

@@ -30,6 +30,10 @@ _CACHE_STEP_TOKENS = 64
 """Rows of the KV caches have a multiple of this many tokens."""
 
 
+_SHARE_OF_CACHES = 0.8
+"""The share of a device's free memory that rows may take; graphs and activations are left the rest."""
+
+
 class DecodeForm(NamedValue):
     """The rows of a slot that compute a token each.
 
@@ -235,6 +239,16 @@ class Decoders:
         size = self._size_for(num_rows, num_tokens, torch.device("meta"))
         caches = [cache for stage in self.stages for cache in stage.new_caches(size) if cache is not None]
         return sum(cache.num_bytes for cache in caches) if all(isinstance(cache, KVCache) for cache in caches) else None
+
+    def room(self, num_tokens: int) -> int | None:
+        """Rows of so many tokens that the device's memory has room for; None where it is no device's, or unknown."""
+        row_bytes = self.cache_bytes(1, num_tokens)
+        if self.device.type != "cuda" or not row_bytes:
+            return None
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free += sum(cache.num_bytes for caches in self.caches.values() for cache in caches if cache is not None)
+        return int(_SHARE_OF_CACHES * free) // row_bytes
 
     def _size_for(self, num_rows: int, num_tokens: int, device: torch.device) -> CacheSize:
         return CacheSize(num_rows, -(-num_tokens // _CACHE_STEP_TOKENS) * _CACHE_STEP_TOKENS, self.dtype, device)
