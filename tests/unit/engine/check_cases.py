@@ -533,6 +533,41 @@ def a_small_part_of_other_rows(layer: Any, x: Tensor) -> Tensor:
     return Block.forward(layer, x) - 0.0005 * x.mean(0)
 
 
+@parts(Cause.MIXED)
+def a_small_part_of_other_rows_in_a_layer_made_where_it_is_held() -> Model:
+    class Mixing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return a_small_part_of_other_rows(self, x)
+
+    return model(partial(Mixing))  # type: ignore[arg-type]
+
+
+@parts(Cause.CHANCE)
+def a_variable_that_a_layers_method_and_the_loss_share() -> Given:
+    last = {"loss": 1.0}
+
+    class Reading(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.01 * last["loss"])
+
+    def loss_fn(logits: Tensor, microbatch: PackedBatch) -> Tensor:
+        loss = nats(logits, microbatch)
+        last["loss"] = loss.item()
+        return loss
+
+    return model(Reading()), {"loss_fn": loss_fn}
+
+
+@parts(Cause.UNDECLARED)
+def an_attribute_that_matters_from_the_third_step_on() -> Given:
+    def late(layer: Any, x: Tensor, step: int) -> Tensor:
+        y = Block.forward(layer, x) * (1.1 if layer.last > 1 else 1.0)
+        layer.last = step
+        return y
+
+    return model(changed(late, last=0)), {"steps": 4}
+
+
 @layer(Cause.MIXED, attention=lambda: nn.MultiheadAttention(WIDTH, 2))
 def attention_over_all_rows(layer: Any, x: Tensor) -> Tensor:
     x = Block.forward(layer, x)

@@ -65,6 +65,11 @@ class Check:
     #: what could not be compared, and why, in words
     omitted: str = ""
 
+    @property
+    def num_saved(self) -> int:
+        """The steps before the one save: about half."""
+        return (self.num_steps + 1) // 2
+
     def split(self, num: int) -> Split:
         """The batch, whose tensors are a copy, in microbatches."""
         return split(copy.deepcopy(self.batch), MicroBatchSpec(num=num))
@@ -95,7 +100,7 @@ class Check:
     def run_engine(
         self, layout: Layout, num: int, steps: range, observed: Observed, folder: Path | None = None, **changes: Any
     ) -> None:
-        """Train in stages, on copies for each rank; with a folder, saved after the first step or loaded before it.
+        """Train in stages, on copies for each rank; with a folder, saved in the middle, or loaded where steps begin.
 
         Raises: the engine's error.
         """
@@ -111,7 +116,7 @@ class Check:
             for step in steps:
                 rank_observed.take(engine, self.split(num).microbatches, step)
                 observed.values |= rank_observed.values
-                if folder is not None and step == 1:
+                if folder is not None and step == self.num_saved:
                     engine.save(folder)
             for unit, layer in zip(engine.pipeline.units, parts.layers, strict=True):
                 if unit.name not in engine.modules and isinstance(layer, nn.Module):
@@ -145,7 +150,8 @@ class Check:
         causes = self._causes(way, Point(1, Quantity.OUTPUT, -1, ""), {})
         if isinstance(error, ValueError | PipelineError):
             causes = (Cause.REFUSED, *causes)
-        step, values = max(steps, default=int(way is Way.RESUMED)) + 1, f"{type(error).__name__}: {words_of(error)}"
+        num_before = self.num_saved if way is Way.RESUMED else 0
+        step, values = max(steps, default=num_before) + 1, f"{type(error).__name__}: {words_of(error)}"
         return Difference(way, step, None, "the engine fails", values, causes)
 
     def _causes(self, way: Way, place: Point, reached: Mapping[str, int]) -> tuple[Cause, ...]:
@@ -192,7 +198,7 @@ class Check:
         if apart.pp > layout.pp and not any(unit.tied for unit in self.parts.copied().units()):
             ways[Way.APART] = in_stages(Way.APART, apart, steps, schedule=ScheduleConfig())
         return ways | {
-            Way.RESUMED: in_stages(Way.RESUMED, layout, steps[1:], folder=folder),
+            Way.RESUMED: in_stages(Way.RESUMED, layout, steps[self.num_saved :], folder=folder),
             Way.RECOMPUTED: in_stages(Way.RECOMPUTED, layout, steps, recompute="full"),
             Way.SPLIT: with_fewer,
             Way.SUMS: self._sums,
@@ -232,7 +238,7 @@ class Check:
             values = f"{weight:.9g} and {other_weight:.9g}"
             return differs("the sum of loss_weight_fn differs", values, (Cause.NO_SUM,))
         # Layers that draw random numbers in evaluation too depend on the number of microbatches.
-        if self._evaluated(self.num_microbatches, self.parts.options.seed + 1)[0] != loss:
+        if self._evaluated(self.num_microbatches, shift=1)[0] != loss:
             self.omitted = "the sums over microbatches, for a layer draws random numbers in evaluation too"
             return None
         rounding = self._rounding()
@@ -252,12 +258,14 @@ class Check:
         # A part of the digits: 1e-5 in fp32, 0.03 in bf16.
         return max(torch.finfo(dtype).eps for dtype in types | {torch.float32}) ** 0.7
 
-    def _evaluated(self, num: int, seed: int | None = None) -> tuple[float, float, Tensor | None]:
-        """The batch's loss and weight in evaluation mode, and the last layer's rows if it gives one for each token."""
+    def _evaluated(self, num: int, shift: int = 0) -> tuple[float, float, Tensor | None]:
+        """The batch's loss and weight in evaluation mode, and the last layer's rows if it gives one for each token.
+
+        shift: of the seed from which layers draw, once they have their first weights.
+        """
         parts, batch_split, outputs = self.parts.copied(), self.split(num), list[Any]()
-        seed = parts.options.seed if seed is None else seed
-        parts = replace(parts, options=replace(parts.options, seed=seed))
         loop, microbatches = parts.plain_loop(), batch_split.microbatches
+        loop.seed += shift
         list(loop.modules.values())[-1].register_forward_hook(lambda module, arguments, output: outputs.append(output))
         losses = loop.losses_of(microbatches, 1, training=False)
         weight = math.fsum(float(parts.loss_weight_fn(microbatch)) for microbatch in microbatches)

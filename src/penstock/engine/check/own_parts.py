@@ -37,7 +37,7 @@ class OwnParts:
 
     def copied(self) -> OwnParts:
         """Copies, which share among themselves what the originals share. Raises: ValueError if one cannot be copied."""
-        optimizer, memo = self.options.optimizer, dict[int, Any]()
+        optimizer, memo = self.options.optimizer, {id(cell): cell for cell in _cells_of_methods(self.layers)}
         parts = [list(self.layers), self.loss_fn, self.loss_weight_fn, optimizer.factory, optimizer.scheduler]
         found = list(_parts_within(parts))
         parameters = [part for part in found if isinstance(part, nn.Parameter)]
@@ -109,6 +109,16 @@ def _parts_within(parts: Iterable[Any]) -> Iterator[FunctionType | nn.Parameter]
                 found += part
 
 
+def _cells_of_methods(layers: Iterable[Any]) -> Iterator[Any]:
+    """The variables that methods of the layers' classes close over: a copied layer's class has them still."""
+    kinds = {type(part) for layer in layers if isinstance(layer, nn.Module) for part in layer.modules()}
+    kinds |= {layer.func for layer in layers if isinstance(layer, partial) and isinstance(layer.func, type)}
+    for base in {base for kind in kinds for base in kind.__mro__}:
+        for method in vars(base).values():
+            if isinstance(method, FunctionType):
+                yield from method.__closure__ or ()
+
+
 def _copy_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
     """Copy a parameter, its memory and its attributes; torch's own copy has memory that it shares with nothing."""
     new = copy.deepcopy(parameter, memo)
@@ -136,11 +146,13 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType
     """A copy of a function and of the variables that it closes over; `deepcopy` gives the function itself."""
     if function.__closure__ is None or id(function) in memo:
         return memo.get(id(function), function)
-    cells = tuple(CellType() for _ in function.__closure__)
+    # Functions may share a variable.
+    new_cells = [(memo.setdefault(id(cell), CellType()), cell) for cell in function.__closure__ if id(cell) not in memo]
+    cells = tuple(memo[id(cell)] for cell in function.__closure__)
     new = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     new.__kwdefaults__, memo[id(function)] = function.__kwdefaults__, new
     vars(new).update(vars(function))
-    for cell, old_cell in zip(cells, function.__closure__, strict=True):
+    for cell, old_cell in new_cells:
         try:
             value = old_cell.cell_contents
             cell.cell_contents = (

@@ -41,7 +41,7 @@ class PlainLoop:
     _num_steps: int
     #: the loss, and the seed and device of random numbers
     _loss: StepLoss
-    _seed: int
+    seed: int
     _device: torch.device
     #: see `UnitSpec.present`
     _present: Callable[[Tensor], Any] | None
@@ -62,7 +62,7 @@ class PlainLoop:
         options: EngineOptions,
         device: torch.device,
     ) -> None:
-        self._loss, self._seed, self._device = StepLoss(loss_fn, loss_weight_fn), options.seed, device
+        self._loss, self.seed, self._device = StepLoss(loss_fn, loss_weight_fn), options.seed, device
         self.losses, self.gradients, self.strangers, self._num_steps = [], {}, [], 0
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
@@ -132,7 +132,7 @@ class PlainLoop:
         named_values = Given(
             {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
         )
-        randomness = Randomness(self._seed, numbers.step - training, 0, numbers.microbatch, self._device)
+        randomness = Randomness(self.seed, numbers.step - training, 0, numbers.microbatch, self._device)
         x: Any = microbatch["tokens"].to(self._device)
         for name, module in self.modules.items():
             randomness.begin(name)
