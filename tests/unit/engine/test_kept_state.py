@@ -162,6 +162,16 @@ def test_an_optimizers_step_that_fails_is_as_if_it_had_not_been_tried(
     assert [name for name, own in engine.parameters().items() if not torch.equal(own, theirs[name])] == []
 
 
+def test_state_that_was_read_before_a_step_is_not_loaded_after_it() -> None:
+    engine, plain = (engine_of(optimizer=OptimizerConfig(factory=partial(Fallible, where="state"))) for _ in range(2))
+    for number in range(3):
+        engine.state()
+        assert engine.train_batch(BATCH).loss == plain.train_batch(BATCH).loss, f"step {number + 1}"
+        engine.load_progress(engine.progress())
+    engine.close()
+    plain.close()
+
+
 def kept_by(engine: Engine, where: str) -> Any:
     """The value that an engine's optimizer keeps there."""
     optimizer = next(own for own in engine.trainer.optimizer._steppers if isinstance(own, TorchStepper))._optimizer
