@@ -231,12 +231,17 @@ class RunConfig(Settings):
             settings["optimizer.num_warmup_steps"] = rate.warmup(self.train.steps)
         settings["data.tokenizer"] = self.data.tokenizer or self.model.pretrained or "bytes"
         settings["train.precision"] = settings["train.precision"] or Precision.FP32.value
-        free = MAY_CHANGE if self.train.normalize is Normalize.GLOBAL else MAY_CHANGE - _FREE_IF_GLOBAL
+        fixed = frozenset[str]() if self.train.normalize is Normalize.GLOBAL else _FREE_IF_GLOBAL
         added = {name for name, own in SETTINGS.items() if own.is_newer and settings[name] == plain(own.default)}
         if settings["data.special_tokens"] == (settings["data.tokenizer"] == "bytes"):
             # As it was before there was such a setting: bytes have none, and those of other tokenizers were left out.
             added.add("data.special_tokens")
-        return {name: value for name, value in settings.items() if not (free | added) & {name, name.partition(".")[0]}}
+        free = MAY_CHANGE | added
+        return {
+            name: value
+            for name, value in settings.items()
+            if name in fixed or not free & {name, name.partition(".")[0]}
+        }
 
     def digest(self) -> str:
         """A hash of `identity`, sixteen hex digits."""
@@ -268,29 +273,8 @@ SETTINGS: Mapping[str, Setting] = {own.name: own for own in walk_settings(RunCon
 # Settings, or whole sections, that a continued run may change.
 _FREE_IF_GLOBAL = frozenset({"parallel.dp", "parallel.cp", "train.num_microbatches", "train.max_microbatch_tokens"})
 MAY_CHANGE = _FREE_IF_GLOBAL | {
-    "output",
-    "log",
-    "watch",
-    "checkpoint",
-    "validation",
-    "schedule",
-    "train.steps",
-    "train.epochs",
-    "data.cache",
-    "data.corpus",
-    "data.validation_corpus",
-    "parallel.pp",
-    "parallel.tp",
-    "parallel.ep",
-    "parallel.order",
-    "parallel.attention",
-    "optimizer.zero",
-    "parallel.device",
-    "parallel.transport",
-    "parallel.elastic",
-    "parallel.num_threads",
-    "parallel.timeout_s",
-    "parallel.shutdown_timeout_s",
+    *("output", "log", "watch", "checkpoint", "validation", "schedule", "parallel", "optimizer.zero"),
+    *("train.steps", "train.epochs", "data.cache", "data.corpus", "data.validation_corpus"),
 }
 
 
