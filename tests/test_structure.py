@@ -12,9 +12,6 @@ from tests.package_source import FILES, PACKAGE, imports_of, room_of, tree_of
 MAX_LINES = 60
 MAX_PARAMETERS = 6
 
-# Longer functions and longer lists of parameters, each with its reason; five at most.
-EXCEPTIONS: dict[str, str] = {}
-
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -75,20 +72,14 @@ def test_functions_are_short() -> None:
     functions = [function for path in FILES for function in functions_of(path)]
     assert functions
     lengths = [(name, (node.end_lineno or node.lineno) - node.lineno + 1) for name, node in functions]
-    assert not {name: n for name, n in lengths if n > MAX_LINES and name not in EXCEPTIONS}
+    assert not {name: n for name, n in lengths if n > MAX_LINES}
 
 
 def test_functions_take_few_parameters() -> None:
     functions = [function for path in FILES for function in functions_of(path)]
     assert functions
     counts = [(name, num_parameters(node)) for name, node in functions]
-    assert not {name: n for name, n in counts if n > MAX_PARAMETERS and name not in EXCEPTIONS}
-
-
-def test_exceptions_are_few_and_stand() -> None:
-    names = {name for path in FILES for name, _ in functions_of(path)}
-    assert len(EXCEPTIONS) <= 5
-    assert set(EXCEPTIONS) <= names, "an exception for a function that is gone"
+    assert not {name: n for name, n in counts if n > MAX_PARAMETERS}
 
 
 def test_the_engines_face_is_imported_by_nobody_in_its_room() -> None:

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.data import split
-from penstock.engine import EngineOptions
+from penstock import Layout
 from penstock.model import (
     ModelGroups,
     Sequences,
@@ -27,7 +25,7 @@ from penstock.parallel.collectives import Collectives, Handle
 from penstock.parallel.tensor_slice import Shard
 from penstock.runtime import Boundary, Message, Stage, Tape
 from penstock.schedule.recording import CollectiveKind
-from penstock.settings import ModelConfig, OptimizerConfig, Precision
+from penstock.settings import ModelConfig
 from tests.dist.launch import run_ranks
 
 # Sums of a few hundred terms of size one, in another order.
@@ -180,60 +178,6 @@ def test_losses_of_shared_logits_are_those_of_the_whole_which_are_never_gathered
         assert len(errors) == 16
         for what, error in errors.items():
             assert error <= tolerances[what.partition(",")[0]], (what, error)
-
-
-# ---- in a pipeline
-
-
-def documents() -> PackedBatch:
-    generator = torch.Generator().manual_seed(2)
-    return PackedBatch.from_documents([torch.randint(0, 41, (n,), generator=generator) for n in (7, 2, 9, 4, 3, 6)])
-
-
-def engine_of(schedule: str, precision: Precision = Precision.FP32, recompute: str = "none") -> Engine:
-    config = replace(CONFIG, num_layers=3)
-    options = EngineOptions(
-        schedule=schedule,
-        precision=precision,
-        recompute=recompute,
-        optimizer=OptimizerConfig(clip_norm=0.5),
-        timeout_s=30.0,
-    )
-    return Engine(lambda groups: decoder_units(config, groups=groups), 16, Layout(pp=2, tp=2), options)
-
-
-def trained(rank: int) -> dict[str, list[Any]]:
-    """Losses, norms and weights of three steps, and the shapes of what was sent, by schedule."""
-    found = {}
-    for schedule, recompute in (("1f1b", "none"), ("1f1b", "full"), ("combined-1f1b", "none"), ("zb-h1", "full")):
-        engine = engine_of(schedule, recompute=recompute)
-        sent, send = [], engine.pipeline.transport.send
-
-        def spy(channel: Any, message: Message, sent: list[Any] = sent, send: Any = send) -> None:
-            sent.append(message.header.parts[0][0])
-            send(channel, message)
-
-        engine.pipeline.transport.send = spy  # type: ignore[method-assign]
-        results = [engine.train_batch(documents(), micro_batches=MicroBatchSpec(num=3)) for _ in range(3)]
-        weights = {name: p.detach().clone() for name, p in engine.parameters().items()}
-        found[f"{schedule}, {recompute}"] = [[(r.loss, r.grad_norm) for r in results], weights, sorted(set(sent))]
-        engine.close()
-        engine.grid.close()
-    return found
-
-
-@pytest.mark.shows(41, 85)
-def test_schedules_recompute_and_overlap_change_no_bit_and_ranks_send_their_own_tokens() -> None:
-    by_rank = run_ranks(4, trained)
-    for rank, by_schedule in enumerate(by_rank):
-        (numbers, weights, sent), *others = by_schedule.values()
-        assert len(others) == 3
-        for other_numbers, other_weights, other_sent in others:
-            assert other_numbers == numbers == by_rank[0]["1f1b, none"][0]
-            assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items()), rank
-            assert other_sent == sent
-        parts = split(documents(), MicroBatchSpec(num=3)).microbatches
-        assert sent == sorted({(-(-part.num_tokens // 2), 16) for part in parts})
 
 
 # ---- what a rank holds

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.subject(
 ROOT = Path(__file__).parents[2]
 SIZE = {"ranks": 4, "microbatches": 8}
 COSTS = {"backward_weight": "0.5", "transfer": "0.25", "microbatch_bytes": "1000"}
-LOOKS_FINE = (ROOT / "examples" / "looks-fine.csv").read_text()
 NOTE = "getComputedStyle(document.getElementById('own')).display"
 TAB, ENTER, RIGHT = ("Tab", 9), ("Enter", 13, "\r"), ("ArrowRight", 39)
 

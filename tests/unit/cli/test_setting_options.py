@@ -1,16 +1,14 @@
 """Options of commands that are settings have the type, default, help and bounds of the declaration, and one check."""
 
-import argparse
 import re
-from typing import Any
 
 import pytest
 
 from penstock.cli import doctor
 from penstock.cli.main import main
 from penstock.cli.models import generate, score, session
-from penstock.cli.options import Options, add_options, values_of
-from penstock.settings import ConfigError, ParallelConfig, RingConfig, Setting
+from penstock.cli.options import Options
+from penstock.settings import ConfigError, ParallelConfig, Setting
 from penstock.settings.declare import possible
 
 COMMANDS: dict[str, tuple[tuple[Options, ...], list[str]]] = {
@@ -69,18 +67,3 @@ def test_help_and_default_are_those_of_the_setting(
     assert said in re.sub(r"\s+", "", told)
     for value in (own.default, *possible(own.type)):
         assert value is None or str(value) in told
-
-
-def test_values_reach_the_settings() -> None:
-    parser = argparse.ArgumentParser()
-    options: Options = {**generate.Generate.layout, **session.RING_OPTIONS}
-    add_options(parser, options)
-    usual: dict[str, Any] = values_of(parser.parse_args([]), options)
-    assert {**usual, "max_rows_per_slot": 16}.items() >= vars(RingConfig()).items()
-    words = {"pp": "2", "tp": "3", "device": "cpu", "threads": "4", "timeout": "5", "slots": "6", "rows": "7"}
-    given = parser.parse_args([f"--{name}={word}" for name, word in words.items()])
-    found = values_of(given, options)
-    assert ParallelConfig(**{own.path[-1]: found[own.path[-1]] for own in generate.Generate.layout.values()}) == (
-        ParallelConfig(pp=2, tp=3, device="cpu", num_threads=4, timeout_s=5.0)
-    )
-    assert (found["num_slots"], found["rows_per_slot"], found["prefill_tokens"]) == (6, 7, 512)

@@ -123,21 +123,6 @@ def test_nothing_depends_on_buckets_stages_or_their_order(dtype: torch.dtype, nu
 
 
 @pytest.mark.shows(93)
-def test_a_step_is_torchs_fused_one_bit_for_bit_on_whole_cache_lines(num_threads: int) -> None:
-    config = OptimizerConfig(CONFIG.learning_rate, weight_decay=CONFIG.weight_decay, clip_norm=0)
-    ours = _train([_stage(list(LARGE), torch.float32)], config)
-    parameter = nn.Parameter(_values(0, LARGE)["b.weight"].float())
-    adamw = torch.optim.AdamW(
-        [parameter], betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.3, fused=True
-    )
-    for step in range(4):
-        parameter.grad = _values(100 + step, LARGE)["b.weight"].float()
-        adamw.param_groups[0]["lr"] = config.learning_rate(step + 1)  # pyright: ignore[reportCallIssue, reportOptionalCall]
-        adamw.step()
-    assert parameter.numel() % 16 == 0 and torch.equal(ours["b.weight"], parameter)
-
-
-@pytest.mark.shows(93)
 def test_the_norm_is_exact_to_float64_also_for_large_parameters() -> None:
     stage = GradientBuckets([("large", nn.Parameter(torch.zeros(1000, 2000)))])
     optimizer = Optimizer([stage], OptimizerConfig())
@@ -171,29 +156,6 @@ def test_16_bit_parameters_are_rounded_copies_of_fp32_masters(dtype: torch.dtype
     for name in SHAPES:
         assert torch.equal(seen[f"optimizer.master.{name}"], expected[name])
         assert torch.equal(seen[name], expected[name].to(dtype))
-
-
-@pytest.mark.shows(91)
-def test_masters_follow_parameters_that_were_set_from_elsewhere() -> None:
-    stage = _stage(list(SHAPES), torch.bfloat16)
-    optimizer = Optimizer([stage], CONFIG)
-    with torch.no_grad():
-        for parameter in stage.parameters.values():
-            parameter.fill_(2.0)
-    optimizer.take_edits()
-    assert all(bool((_state(optimizer)[f"optimizer.master.{name}"] == 2.0).all()) for name in SHAPES)
-
-
-@pytest.mark.shows(163)
-def test_a_step_begins_with_what_was_written_past_any_counter_of_versions() -> None:
-    stage, untouched = _stage(list(SHAPES), torch.bfloat16), OptimizerConfig(weight_decay=WeightDecay(0.0))
-    optimizer = Optimizer([stage], untouched)
-    for parameter in stage.parameters.values():
-        parameter.data.fill_(2.0)
-    stage.zero_()
-    assert optimizer.step().success
-    assert all(bool((_state(optimizer)[f"optimizer.master.{name}"] == 2.0).all()) for name in SHAPES)
-    assert all(bool((parameter == 2.0).all()) for parameter in stage.parameters.values())
 
 
 @pytest.mark.shows(92, 93)

@@ -72,11 +72,3 @@ def test_a_schedule_of_more_actions_than_fit_is_refused(command: str, capsys: py
     name = [] if command == "compare" else ["1f1b"]
     assert main(["schedule", command, *name, "--ranks", "1000000000"]) == 2
     assert "1000000000 ranks of 1 stages and" in capsys.readouterr().err
-
-
-def test_only_schedules_that_train_are_offered_for_training() -> None:
-    with pytest.raises(ConfigError, match="there is no schedule '1b1f'; did you mean '1f1b'"):
-        check_run(from_dict({"schedule": {"name": "1b1f"}}))
-    assert "inference" in builders.names()
-    for name in builders.names():
-        assert builders.build(name, ranks=2, microbatches=8).training == builders.trains(name)

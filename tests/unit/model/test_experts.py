@@ -292,27 +292,6 @@ class TestStack:
         torch.testing.assert_close(totals[0], totals[1], rtol=limit, atol=limit)
         assert totals[0, 1].eq(1).all()
 
-    def test_a_gradient_that_waited_has_the_same_bits(self) -> None:
-        stack, groups = GroupedLinear(3, 4, 6, GroupedMatmul()), RowGroups(torch.tensor([2, 0, 3]), 5)
-        nn.init.normal_(stack.weight)
-        found = []
-        for waits in (False, True):
-            owner, queue = WeightGradients(), []
-            stack.weight.grad = None
-            defer(stack, owner)
-            for seed in range(2):
-                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-                if waits:
-                    with owner.deferred_to(queue):
-                        stack(x, groups).square().sum().backward()
-                    assert stack.weight.grad is None or seed
-                    WeightGradients.drain(queue)
-                else:
-                    stack(x, groups).square().sum().backward()
-            found.append(stack.weight.grad)
-        assert found[0] is not None and found[0].any()
-        assert torch.equal(found[0], found[1])
-
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (7, 4), (5, 5), (9, 2)])
 def test_experts_are_shared_as_evenly_as_can_be(num_experts: int, num_ranks: int) -> None:

@@ -1,6 +1,5 @@
 """Weight gradients that wait are bit for bit those that do not."""
 
-import itertools
 import re
 import weakref
 from functools import partial
@@ -16,33 +15,14 @@ from penstock.model import (
     Driven,
     Linear,
     PendingGradient,
-    Sequences,
     WeightCasts,
     WeightGradients,
-    decoder_units,
     defer,
     share_casts,
 )
 from penstock.model.cpu import onednn
 from penstock.model.cpu.onednn import OneDnnMatmul, PaddedMatmul, fastest_matmul
-from penstock.model.lanes import recomputed
 from penstock.model.linear import TORCH, Matmul, switch_linears
-from penstock.settings import ModelConfig
-
-MODEL = ModelConfig(33, 16, 24, 2, 4, num_kv_heads=2, qkv_bias=True)
-LENGTHS = (5, 1, 7)
-
-
-class Foreign(nn.Module):
-    """Somebody else's layers, which know nothing of Penstock; one of them is used twice."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 24, bias), nn.GELU(), nn.Linear(24, 8, bias))
-        self.twice = nn.Linear(8, 8, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(x + self.inner(self.twice(x)))
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -56,53 +36,6 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
-
-
-def decoder(recompute: bool, seed: int = 3):
-    """A small decoder's modules, and its forward over packed tokens."""
-    units = decoder_units(MODEL)
-    modules = nn.ModuleList(unit.build() for unit in units)
-    for unit, module in zip(units, modules, strict=True):
-        unit.initialise(module, seed)
-    sequences = Sequences.from_lengths(LENGTHS)
-
-    def forward(tokens: Tensor) -> Tensor:
-        x = tokens
-        for module in modules:
-            x = recomputed(module, x, sequences) if recompute else module(x, sequences)
-        return x.square().sum()
-
-    return modules, forward
-
-
-@pytest.mark.parametrize(("bias", "shape"), list(itertools.product([False, True], [(7, 8), (2, 5, 8), (3, 2, 5, 8)])))
-@pytest.mark.parametrize("turned", [False, True])
-def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape: tuple[int, ...], turned: bool) -> None:
-    torch.manual_seed(0)
-    module = Foreign(bias)
-    batches = [torch.randn(shape) for _ in range(3)]
-    if turned:
-        batches = [x.transpose(0, -2) for x in batches]
-    for x in batches:
-        module(x).square().sum().backward()
-    plain = gradients(module)
-    module.zero_grad()
-
-    owner = WeightGradients()
-    assert switch_linears(module) == 3
-    assert defer(module, owner) == 3
-    queues: list[list[PendingGradient]] = [[] for _ in batches]
-    for x, queue in zip(batches, queues, strict=True):
-        loss = module(x).square().sum()
-        with owner.deferred_to(queue):
-            loss.backward()
-    assert all(p.grad is None for p in module.parameters())
-    for queue in queues:
-        assert len(queue) == 4
-        owner.drain(queue)
-        assert not queue
-    # A gradient that waits is added use by use to a sum of its own: the same order as autograd's.
-    assert_same_bits(gradients(module), plain)
 
 
 def test_nothing_is_kept_of_weights_that_are_computed() -> None:
@@ -142,29 +75,6 @@ def test_inputs_of_another_dtype_are_refused_as_torch_does(dtype: torch.dtype, l
         engine = Engine.from_layers([nn.Embedding(8, 8, dtype=dtype), plain], hidden_size=8)
         with pytest.raises(RuntimeError, match=re.escape(expected)):
             engine.train_batch(PackedBatch.from_documents([torch.arange(3)]))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_decoder_gives_the_same_bits_whether_its_gradients_wait_or_not(recompute: bool, attached: bool) -> None:
-    batches = [torch.arange(13) % 33, (torch.arange(13) * 7) % 33]
-    modules, forward = decoder(recompute=False)
-    for tokens in batches:
-        forward(tokens).backward()
-    plain = gradients(modules)
-
-    modules, forward = decoder(recompute)
-    owner = WeightGradients()
-    if attached:
-        assert defer(modules, owner) == 15
-    queue: list[PendingGradient] = []
-    for tokens in batches:
-        loss = forward(tokens)
-        with owner.deferred_to(queue):
-            loss.backward()
-        assert len(queue) == (15 if attached else 0)
-        owner.drain(queue)
-    assert_same_bits(gradients(modules), plain)
 
 
 def test_an_owner_that_does_not_defer_changes_nothing() -> None:

@@ -237,22 +237,6 @@ def test_an_error_keeps_its_type_and_says_where_it_happened() -> None:
     assert "1F1" in caught.value.__notes__[-1]
 
 
-@pytest.mark.shows(34)
-def test_a_step_after_a_failed_one_runs_as_if_nothing_had_been() -> None:
-    layers = [Layer(), Layer(fail_at=1)]
-    pipeline = Pipeline("1f1b", 2, 3, layers)
-    with pytest.raises(ZeroDivisionError):
-        pipeline.run([2, 3, 4])
-    layers[1].fail_at = None
-    fresh = Pipeline("1f1b", 2, 3)
-    for layer in layers:
-        layer.weight.grad = None
-    assert torch.stack(pipeline.run([2, 3, 4])[1]).tolist() == torch.stack(fresh.run([2, 3, 4])[1]).tolist()
-    for mine, theirs in zip(layers, fresh.layers, strict=True):
-        assert mine.weight.grad is not None and theirs.weight.grad is not None
-        assert torch.equal(mine.weight.grad, theirs.weight.grad)
-
-
 class Spoilt(Stage):
     """A stage that gives something else than it should: its outputs, or its gradients, as `spoil` leaves them."""
 
