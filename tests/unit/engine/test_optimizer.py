@@ -158,6 +158,18 @@ def test_16_bit_parameters_are_rounded_copies_of_fp32_masters(dtype: torch.dtype
         assert torch.equal(seen[name], expected[name].to(dtype))
 
 
+@pytest.mark.shows(163)
+def test_a_step_begins_with_what_was_written_past_any_counter_of_versions() -> None:
+    stage, untouched = _stage(list(SHAPES), torch.bfloat16), OptimizerConfig(weight_decay=WeightDecay(0.0))
+    optimizer = Optimizer([stage], untouched)
+    for parameter in stage.parameters.values():
+        parameter.data.fill_(2.0)
+    stage.zero_()
+    assert optimizer.step().success
+    assert all(bool((_state(optimizer)[f"optimizer.master.{name}"] == 2.0).all()) for name in SHAPES)
+    assert all(bool((parameter == 2.0).all()) for parameter in stage.parameters.values())
+
+
 @pytest.mark.shows(92, 93)
 @pytest.mark.parametrize("clip_norm", [0.0, 0.7])
 def test_the_loss_scale_changes_nothing_but_the_gradients_before_the_step(clip_norm: float) -> None:
