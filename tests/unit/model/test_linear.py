@@ -1,5 +1,6 @@
 """Weight gradients that wait are bit for bit those that do not."""
 
+import itertools
 import re
 import weakref
 from functools import partial
@@ -25,6 +26,18 @@ from penstock.model.cpu.onednn import OneDnnMatmul, PaddedMatmul, fastest_matmul
 from penstock.model.linear import TORCH, Matmul, switch_linears
 
 
+class Foreign(nn.Module):
+    """Somebody else's layers, which know nothing of Penstock; one of them is used twice."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 24, bias), nn.GELU(), nn.Linear(24, 8, bias))
+        self.twice = nn.Linear(8, 8, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(x + self.inner(self.twice(x)))
+
+
 def gradients(module: nn.Module) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     assert len(found) == len(list(module.parameters()))
@@ -36,6 +49,36 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize(("bias", "shape"), list(itertools.product([False, True], [(7, 8), (2, 5, 8), (3, 2, 5, 8)])))
+@pytest.mark.parametrize("turned", [False, True])
+def test_switched_linears_of_a_foreign_module_keep_their_bits(bias: bool, shape: tuple[int, ...], turned: bool) -> None:
+    torch.manual_seed(0)
+    module = Foreign(bias)
+    batches = [torch.randn(shape) for _ in range(3)]
+    if turned:
+        batches = [x.transpose(0, -2) for x in batches]
+    for x in batches:
+        module(x).square().sum().backward()
+    plain = gradients(module)
+    module.zero_grad()
+
+    owner = WeightGradients()
+    assert switch_linears(module) == 3
+    assert defer(module, owner) == 3
+    queues: list[list[PendingGradient]] = [[] for _ in batches]
+    for x, queue in zip(batches, queues, strict=True):
+        loss = module(x).square().sum()
+        with owner.deferred_to(queue):
+            loss.backward()
+    assert all(p.grad is None for p in module.parameters())
+    for queue in queues:
+        assert len(queue) == 4
+        owner.drain(queue)
+        assert not queue
+    # A gradient that waits is added use by use to a sum of its own: the same order as autograd's.
+    assert_same_bits(gradients(module), plain)
 
 
 def test_nothing_is_kept_of_weights_that_are_computed() -> None:
