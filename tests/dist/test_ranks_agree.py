@@ -24,7 +24,7 @@ from penstock.settings import ScheduleConfig
 from tests.dist.grid_cases import SPARSE
 from tests.dist.launch import run_ranks
 
-LAYOUTS = [Layout(pp=2), Layout(dp=2), Layout(pp=2, dp=2)]
+LAYOUTS = [Layout(dp=2), Layout(pp=2, dp=2)]
 BATCH = PackedBatch.from_documents([[1, 2, 3], [4, 5]])
 
 
