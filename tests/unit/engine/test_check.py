@@ -216,6 +216,11 @@ def test_a_parameter_that_is_nan_is_refused_with_its_name() -> None:
         check(layers, given)
 
 
-def test_an_error_of_ones_own_in_a_plain_loop_is_raised_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+def test_an_error_of_ones_own_in_a_plain_loop_names_its_layer() -> None:
+    with pytest.raises(RuntimeError, match=r"^layers\.1 \(Linear\): mat1 and mat2"):
         check([nn.Embedding(16, 4), nn.Linear(8, 16)], batch())
+
+
+def test_a_loss_that_is_no_tensor_is_refused_as_an_engine_refuses_it() -> None:
+    with pytest.raises(ValueError, match=r"^loss_fn gave a float; a step learns from"):
+        check(model(), batch(), loss_fn=lambda logits, microbatch: float(logits.sum()))

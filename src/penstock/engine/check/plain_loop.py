@@ -18,7 +18,7 @@ from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import Ties
-from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss
+from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss, scalar_loss
 from penstock.model import Given, Numbers, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
 from penstock.runtime import UnitCall
@@ -119,7 +119,8 @@ class PlainLoop:
         with kept_random_state(self._device), torch.set_grad_enabled(training):
             for index, microbatch in enumerate(microbatches):
                 numbers = Numbers(index, len(microbatches), step)
-                loss = self._loss(self._output(microbatch, numbers, training), microbatch, numbers) * factor
+                loss = self._loss(self._output(microbatch, numbers, training), microbatch, numbers)
+                loss = (scalar_loss(loss) if training else loss) * factor
                 losses.append(loss.detach())
                 if training:
                     self.strangers = [leaf for leaf in _leaves(loss) if not any(leaf is p for p in parameters)]
@@ -129,17 +130,12 @@ class PlainLoop:
     def _output(self, microbatch: PackedBatch, numbers: Numbers, training: bool) -> Any:
         """The last layer's output for a microbatch. Raises: ValueError naming a key that the batch lacks."""
         sequences = Sequences.from_lengths(microbatch.sequence_lengths("tokens"), self._device)
-        named_values = Given(
-            {key: microbatch[key].to(self._device) for key in microbatch.keys}, None, numbers._asdict()
-        )
         randomness = Randomness(self.seed, numbers.step - training, 0, numbers.microbatch, self._device)
-        x: Any = microbatch["tokens"].to(self._device)
-        for name, module in self.modules.items():
-            randomness.begin(name)
-            args, named = self._calls[name].parameters.arguments(x, sequences, named_values)
-            if isinstance(x, Tensor) and (lacks := self._calls[name].lacking(microbatch.keys)):
-                raise ValueError(lacks)
-            x = module(*args, **named)
+        keys = {key: microbatch[key].to(self._device) for key in microbatch.keys}
+        given, x = Given(keys, randomness, numbers._asdict()), keys["tokens"]
+        for call in self._calls.values():
+            call.lacks = call.lacking(microbatch.keys)
+            x = call.run(x, sequences, given)
         return x if self._present is None else self._present(x)
 
 
