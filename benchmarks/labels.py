@@ -65,7 +65,7 @@ def _prepare(side: str, rank: int, tuning: Tuning) -> Turn:
     engine = Engine(units, tuning.hidden_size, Layout(pp=2), options)
     batches = {_ALL: tuning.batch(1.0), _FEW: tuning.batch(tuning.share)}
     spec = MicroBatchSpec(num=tuning.num_microbatches)
-    head = engine.pipeline.stages[1].units[-1][1] if rank else None
+    head = engine.pipeline.model.stages[1].units[-1][1] if rank else None
     jobs: dict[str, Callable[[], object]] = {
         name: lambda batch=batch: engine.train_batch(batch, micro_batches=spec) for name, batch in batches.items()
     }

@@ -197,7 +197,7 @@ def train(rank: int, kind: str, case: Case) -> Found:
         if case.evaluates:
             losses.append(float(engine.evaluate([batch(9)], micro_batches=SPLIT)))
         losses.append(engine.train_batch(batch(step), micro_batches=SPLIT).loss)
-    own = {name: module for stage in engine.pipeline.stages.values() for name, module in stage.units}
+    own = {name: module for stage in engine.pipeline.model.stages.values() for name, module in stage.units}
     found = losses, *state(own)
     assert engine.pipeline.transport.num_pending() == 0
     engine.close()

@@ -222,7 +222,7 @@ def note(engine: Engine) -> list[str]:
     """Have all expert halves of a rank's stages tell of their segments, and the stages of weight gradients."""
     log: list[str] = []
     owners: dict[int, str] = {}
-    for stage in engine.pipeline.stages.values():
+    for stage in engine.pipeline.model.stages.values():
         for name, module in stage.units:
             layer = name.split(".")[1] if name.startswith("layers") else name
             if isinstance(module, ExpertBlock):

@@ -81,7 +81,7 @@ def train(rank: int, model: str, case: Case, compiles: bool, folder: Path) -> Tr
     if compiles:
         compiled = [
             m
-            for s in engine.pipeline.stages.values()
+            for s in engine.pipeline.model.stages.values()
             for _, m in s.units
             if any(part._compiled_call_impl is not None for part in m.modules())
         ]

@@ -387,7 +387,7 @@ def calls_that_fail(rank: int, layout: Layout, with_listeners: bool) -> tuple[li
 
     calls = [lambda: engine.forward(batch_of(engine), hook), lambda: engine.evaluate([batch_of(engine)] * 2, loss)]
     messages = [heard(StepError, call)[0] for call in calls]
-    stage = max(engine.pipeline.stages.items())[1]
+    stage = max(engine.pipeline.model.stages.items())[1]
     decode, num_calls = stage.decode, 0
 
     def decode_twice(*arguments: Any, **named: Any) -> Any:

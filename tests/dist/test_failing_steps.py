@@ -103,7 +103,7 @@ def break_step(engine: Engine, place: int, kind: str, times: list[float]) -> Cal
 
     def halfway(waiting: Any) -> Generator[Any, None, None]:
         """Fail in the middle of a stage: its units have run in part, and collectives may be under way."""
-        mended = [break_stage(stage, times) for stage in engine.pipeline.stages.values()]
+        mended = [break_stage(stage, times) for stage in engine.pipeline.model.stages.values()]
         try:
             yield from waiting
         finally:
@@ -167,7 +167,7 @@ def train(rank: int, case: Case, fails: bool) -> dict[str, Any]:
     state = {name: p.detach().clone() for name, p in engine.parameters().items()}
     state |= {
         f"{n}.{name}": buffer.clone()
-        for n, stage in engine.pipeline.stages.items()
+        for n, stage in engine.pipeline.model.stages.items()
         for _, unit in stage.units
         for name, buffer in unit.named_buffers()
     }

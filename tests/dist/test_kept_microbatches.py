@@ -67,7 +67,7 @@ def called(rank: int, pp: int) -> list[tuple[Any, ...]]:
             losses = [engine.train_batch(batch(num), micro_batches=spec).loss for _ in range(2)]
             layers = {
                 module.number: stage.index
-                for stage in engine.pipeline.stages.values()
+                for stage in engine.pipeline.model.stages.values()
                 for _, module in stage.units
                 if isinstance(module, Noting)
             }
@@ -77,7 +77,7 @@ def called(rank: int, pp: int) -> list[tuple[Any, ...]]:
                 for action in flatten(engine.pipeline.program(num).ranks[rank])
                 if action.op is Op.F and action.keeps
             ]
-            own.append((list(CALLS), layers, kept, len(engine.pipeline.stages), losses, weights))
+            own.append((list(CALLS), layers, kept, len(engine.pipeline.model.stages), losses, weights))
             engine.close()
             engine.grid.close()
         found.append(tuple(own))

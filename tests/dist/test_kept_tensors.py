@@ -168,7 +168,7 @@ def kept(rank: int, runs: list[Run], layout: Layout) -> list[Found]:
         # What is made for the first time here may stay.
         engine.train_batch(first, micro_batches=spec)
         end = engine.recorder.end
-        for stage in engine.pipeline.stages.values():
+        for stage in engine.pipeline.model.stages.values():
             watching.watch(stage)
 
         def at_end(record: Record, end: Any = end, watching: Kept = watching) -> None:

@@ -69,7 +69,7 @@ DEFAULT_AND_OWN: list[list[Any]] = [[], [of_all_rows]]
 def counted(engine: Engine) -> list[int]:
     """The numbers of rows that enter the projection from now on, where this rank has it."""
     seen: list[int] = []
-    for stage in engine.pipeline.stages.values():
+    for stage in engine.pipeline.model.stages.values():
         name, unit = stage.units[-1]
         if name == "head":
             assert isinstance(unit.projection, Linear)

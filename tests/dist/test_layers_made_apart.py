@@ -59,7 +59,7 @@ def train(rank: int, layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
     tokens = torch.arange(24) % VOCAB
     batch = PackedBatch.from_documents(list(tokens.split(6)))
     losses = [engine.train_batch(batch, micro_batches=MicroBatchSpec(num=4)).loss for _ in range(2)]
-    held = {name for stage in engine.pipeline.stages.values() for name, _ in stage.units}
+    held = {name for stage in engine.pipeline.model.stages.values() for name, _ in stage.units}
     found = {"losses": losses, "first": first, "state": state_of(engine), "held": held, "made": sorted(MADE)}
     engine.close()
     return found

@@ -78,7 +78,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
 
 def set_modes(engine: Engine, outer: bool, inner: bool) -> None:
     """Put the layers into training mode or not, and the modules in them into a mode of their own."""
-    for stage in engine.pipeline.stages.values():
+    for stage in engine.pipeline.model.stages.values():
         for _, module in stage.units:
             module.train(inner)
             module.training = outer

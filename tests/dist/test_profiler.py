@@ -31,7 +31,7 @@ def profiled(rank: int, layout: Layout, own_layers: bool, schedule: str) -> set[
         engine.train_batch(batch, micro_batches=SPLIT)
     names = {event.name for event in found.events() or ()}
     expected = {str(record.action) for record in engine.recorder.records()} - {"STEP"}
-    expected |= {name for stage in engine.pipeline.stages.values() for name, _ in stage.units}
+    expected |= {name for stage in engine.pipeline.model.stages.values() for name, _ in stage.units}
     assert len(expected) > 4
     assert expected <= names, expected - names
     engine.close()

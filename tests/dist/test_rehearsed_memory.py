@@ -10,13 +10,15 @@ import torch
 
 from penstock.data import MicroBatchSpec, PackedBatch
 from penstock.engine import EngineOptions
-from penstock.engine.pipeline import Pipeline
+from penstock.engine.pipeline import Pipeline, Surroundings
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.step import MeteredRecorder, RehearsedBatch, claim_state, rehearse
+from penstock.engine.rehearsal.place import MeteredRecorder
+from penstock.engine.rehearsal.step import RehearsedBatch, claim_state, rehearse
 from penstock.engine.training.loss import num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.model.layers.router import Router
+from penstock.parallel import Grid
 from penstock.runtime import Header, Message, Recorder, Transport
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
@@ -113,19 +115,17 @@ class PatientRecorder(MeteredRecorder):
         super().end(record)
 
 
-class MeteredPipeline(Pipeline):
-    """A pipeline that reports the end of each action, and its messages' memory, to a meter."""
+@dataclass(frozen=True, eq=False)
+class MeteredSurroundings(Surroundings):
+    """Real surroundings that report the end of each action, and its messages' memory, to a meter."""
 
-    def __init__(self, meter: Meter, case: Case) -> None:
-        self.meter = meter
-        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
-        super().__init__(units, case.model.hidden_size, case.layout, case.engine_options)
+    meter: Meter
 
-    def _make_recorder(self, coordinates: str | None) -> Recorder:
-        return PatientRecorder(self.meter, self.grid.pp_rank, coordinates)
+    def recorder(self, grid: Grid, coordinates: str | None) -> Recorder:
+        return PatientRecorder(self.meter, grid.pp_rank, coordinates)
 
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return MeteredTransport(super().open_transport(lines, device), self.meter)
+    def transport(self, pipeline: Pipeline, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return MeteredTransport(super().transport(pipeline, lines, device), self.meter)
 
 
 def even_choice(router: Router, scores_TE: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,9 @@ def measured(rank: int, case: Case) -> Sequence[MemoryPoint]:
     meter = Meter()
     batch = PackedBatch.from_documents([torch.arange(length) % 96 for length in LENGTHS])
     with meter:
-        pipeline = MeteredPipeline(meter, case)
+        units = lambda groups: decoder_units(case.model, groups=groups)  # noqa: E731
+        surroundings = MeteredSurroundings(meter)
+        pipeline = Pipeline(units, case.model.hidden_size, case.layout, case.engine_options, surroundings)
         trainer = Trainer(pipeline)
         run = pipeline.run
 

@@ -151,7 +151,7 @@ def test_of_data_parallel_ranks_the_first_ones_extra_state_is_saved_and_each_one
 @pytest.mark.shows(102)
 def test_an_engine_goes_back_to_the_extra_state_that_it_was_saved_with_and_keeps_attributes(tmp_path: Path) -> None:
     engine = opened((Layout(), "1f1b"))
-    counts = next(part for part in engine.pipeline.stages[0].units[2][1].modules() if isinstance(part, Counts))
+    counts = next(part for part in engine.pipeline.model.stages[0].units[2][1].modules() if isinstance(part, Counts))
     engine.save(tmp_path / "new")
     first = [train(engine, step) for step in range(2)]
     engine.save(tmp_path / "later")
@@ -296,7 +296,7 @@ def test_a_layer_that_keeps_to_a_mode_of_its_own_does_so_from_the_first_step_on(
     if evaluates:
         engine.evaluate(documents(5))
     train(engine, 0)
-    (mean,) = (value for name, value in engine.pipeline.buffers().items() if name.endswith("running_mean"))
+    (mean,) = (value for name, value in engine.pipeline.model.buffers().items() if name.endswith("running_mean"))
     closed(engine)
     assert torch.equal(mean, torch.zeros(WIDTH))
 

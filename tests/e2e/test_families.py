@@ -175,9 +175,9 @@ def test_a_pretrained_run_keeps_tokenizer_end_tokens_and_dtype(dtype: torch.dtyp
 def test_a_folder_runs_in_its_dtype_unless_told_otherwise(native: bool, tmp_path: Path) -> None:
     folder = pretrained(tmp_path, torch.bfloat16)
     engine = Engine.from_hf(folder, native=native)
-    assert {parameter.dtype for parameter in engine.pipeline.parameters().values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in engine.pipeline.model.parameters().values()} == {torch.bfloat16}
     told = Engine.from_hf(folder, native=native, precision="fp32")
-    assert {parameter.dtype for parameter in told.pipeline.parameters().values()} == {torch.float32}
+    assert {parameter.dtype for parameter in told.pipeline.model.parameters().values()} == {torch.float32}
     engine.save_hf(tmp_path / "written")
     assert {tensor.dtype for tensor in stored_tensors(tmp_path / "written").values()} == {torch.bfloat16}
     run = RunConfig(

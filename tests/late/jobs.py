@@ -166,7 +166,7 @@ def saved(job: Job, engine: Engine, folder: Path) -> Any:
     other = job.engine(seed=1)
     checkpointer.load(info, other.state())
     other.pipeline.continue_from(info.step)
-    other.pipeline.casts.renew()
+    other.pipeline.model.casts.renew()
     weights = copies(other)
     again = other.train_batch(batch, micro_batches=spec(job)).loss
     other.close()

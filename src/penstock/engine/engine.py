@@ -424,7 +424,7 @@ class Engine(ModelState, WeightEndpoint):
         `forward`, `evaluate` and `generate` each enter such a context; one of your own may span several calls. After a
         training step within it, the weights are cast again.
         """
-        return self.pipeline.casts.kept()
+        return self.pipeline.model.casts.kept()
 
     def close(self) -> None:
         """Stop helper threads; process groups belong to torch.distributed."""
@@ -440,6 +440,6 @@ class Engine(ModelState, WeightEndpoint):
         slices: dict[str, list[tuple[TensorSlice, Tensor]]] = {}
         for name, local in self.state(optimizer=False).items():
             # A tied copy counts under its original's name.
-            if name not in self.pipeline.loans and (parts := local_slices(local)):
+            if name not in self.pipeline.model.loans and (parts := local_slices(local)):
                 slices.setdefault(self.ties.get(name, name), []).extend(parts.items())
         return slices

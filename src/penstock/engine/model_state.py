@@ -46,20 +46,20 @@ class ModelState:
     def ties(self) -> Mapping[str, str]:
         """Copies among parameters and buffers: full name -> the original's, under which checkpoints store both."""
         copies = {name: name.removesuffix(SECOND_COPY) for name in self.buffers() if name.endswith(SECOND_COPY)}
-        return {**self.pipeline.ties.originals, **copies}
+        return {**self.pipeline.model.ties.originals, **copies}
 
     @property
     def shards(self) -> Mapping[str, Shard]:
         """The parts of divided parameters that this rank holds, by full name."""
-        return self.pipeline.sharding.shards
+        return self.pipeline.model.sharding.shards
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name."""
-        return self.pipeline.parameters()
+        return self.pipeline.model.parameters()
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by full name, such as BatchNorm's statistics; the first rank's of each dp."""
-        return self.pipeline.buffers()
+        return self.pipeline.model.buffers()
 
     def extra_state(self) -> dict[str, Any]:
         """The extra state of this rank's modules (`get_extra_state`), by its name in the whole model's state dict."""
@@ -162,7 +162,7 @@ class ModelState:
 
         reader.restore(info, go_on)
         self.trainer.trained.rebuild_as_loaded()
-        self.pipeline.casts.renew()
+        self.pipeline.model.casts.renew()
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's parameters, gradients and optimizer state, each storage counted once."""

@@ -125,6 +125,85 @@ class ContextShards:
         return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)
 
 
+@dataclass(frozen=True, eq=False)
+class LocalModel:
+    """The part of a model that this rank holds."""
+
+    #: stage -> its modules
+    stages: dict[int, Stage]
+    #: casts of the weights, kept while no weight changes
+    casts: WeightCasts
+    #: parameters of the model that are copies of others
+    ties: Ties
+    #: tied copies on this rank -> the original beside them, whose storage they use
+    loans: dict[str, str]
+    #: the part of each parameter that this rank has, and the ranks over which its gradient is summed
+    sharding: Sharding
+    #: the optimizer's groups of parameters
+    parameter_groups: ParameterGroups
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by full name, once values that other ranks step have arrived."""
+        for stage in self.stages.values():
+            stage.weights_ready()
+        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+
+    def lend_weights(self) -> None:
+        """Let tied copies use the storage of the original beside them; called again when originals have moved."""
+        parameters = self.parameters()
+        for copy, original in self.loans.items():
+            parameters[copy].data = parameters[original].data
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers by full name."""
+        return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
+
+    def set_training(self, training: bool) -> None:
+        """Put all modules into training or evaluation mode, whatever was done to them before."""
+        for stage in self.stages.values():
+            stage.set_training(training)
+
+
+class Surroundings:
+    """The other ranks of a rank: processes that torch.distributed connects.
+
+    In a rehearsal they are missing (engine/rehearsal/place.py), in the check they are threads of this process
+    (engine/check/ranks_in_turn.py).
+    """
+
+    #: True if tensors have values, which all ranks' can be compared by
+    hold_values: bool = True
+    #: makes the rank's stages
+    stages = staticmethod(build_stages)
+    #: the cut and the schedule for measured times; None for those of the options
+    timed_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+
+    def grid(self, layout: Layout, options: EngineOptions) -> Grid:
+        grid = connect(layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
+        if grid.device.type == "cpu":
+            keep_freed_memory()
+        return grid
+
+    def failure_group(self, grid: Grid) -> dist.ProcessGroup | None:
+        """The ranks that end a step together when one of them fails."""
+        return grid.control
+
+    def recorder(self, grid: Grid, coordinates: str | None) -> Recorder:
+        """The recorder of the rank; `coordinates` name its pipeline where there are several."""
+        recorder = DeviceRecorder if grid.device.type == "cuda" else Recorder
+        return recorder(grid.pp_rank, coordinates=coordinates)
+
+    def transport(self, pipeline: Pipeline, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        """A transport among the ranks of the pipeline, which a failed step does not outlast."""
+        if (group := pipeline.grid.pp_control) is None:
+            return InProcessTransport(InProcessHub(), 0)
+        is_staged = pipeline.grid.is_staged and device == pipeline.device
+        is_open = pipeline.boundary.is_open and isinstance(lines, Placement)
+        transport = DistributedTransport(lines, group, device, pipeline.options.timeout_s, is_staged, is_open)
+        pipeline.recovery.covers(transport)
+        return transport
+
+
 class Pipeline:
     """This rank's part of a model that is cut into stages, with all that running a program on it takes.
 
@@ -134,8 +213,12 @@ class Pipeline:
 
     #: the caller's options, with `quantize = auto` decided
     options: EngineOptions
+    #: packs quantized weights; None if none are
+    pack: Pack | None
 
     # -- the grid
+    #: this rank's other ranks, or what stands in their place
+    surroundings: Surroundings
     #: sizes of the grid's axes
     layout: Layout
     #: the device on which this rank computes
@@ -160,18 +243,8 @@ class Pipeline:
     choice: ScheduleChoice
     #: shape and dtype of the messages between stages
     boundary: Boundary
-    #: packs quantized weights; None if none are
-    pack: Pack | None
-    #: stage -> its modules, for the stages of this rank
-    stages: dict[int, Stage]
-    #: parameters of the model that are copies of others
-    ties: Ties
-    #: tied copies on this rank -> the original beside them, whose storage they use
-    loans: dict[str, str]
-    #: the part of each parameter that this rank has, and the ranks over which its gradient is summed
-    sharding: Sharding
-    #: the optimizer's groups of parameters
-    parameter_groups: ParameterGroups
+    #: the part of the model that this rank holds
+    model: LocalModel
     #: state of this rank's layers beside parameters and buffers
     extra_state: ExtraState
     #: True if this rank holds that end of the model
@@ -179,8 +252,6 @@ class Pipeline:
     holds_last_stage: bool
     #: True on the rank of its pipeline that gets the results of `forward`
     gives_results: bool
-    #: casts of the weights, kept while no weight changes
-    casts: WeightCasts
     #: the context in which layers compute: that of deterministic kernels, or nothing
     kernels: Callable[[], AbstractContextManager[Any]]
 
@@ -206,101 +277,77 @@ class Pipeline:
         hidden_size: int,
         layout: Layout | None = None,
         options: EngineOptions | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        self.layout, self.options = layout or Layout(), options or EngineOptions()
+        self.layout, self.surroundings = layout or Layout(), surroundings or Surroundings()
         check_count("hidden_size", int(hidden_size))
-        self.grid = self._make_grid()
+        options = options or EngineOptions()
+        self.grid = self.surroundings.grid(self.layout, options)
         self.device = self.grid.device
-        self.kernels = deterministic_if(self.options.deterministic, self.device)
-        if self.grid.rank == 0 and (warning := slow_precision_warning(self.options.precision, self.device)):
+        self.kernels = deterministic_if(options.deterministic, self.device)
+        if self.grid.rank == 0 and (warning := slow_precision_warning(options.precision, self.device)):
             _logger.warning(warning)
         self.context = ContextShards(self.grid.cp_group) if self.grid.cp_group is not None else None
-        model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, self.options.attention)
+        model_groups = ModelGroups(self.grid.tp_group, self.grid.cp_group, self.grid.ep_group, options.attention)
         self.units = build_on_all_ranks(lambda: units_for(units, model_groups, self.layout), self.grid.control)
         is_open = all(unit.is_own for unit in self.units)
-        self.boundary = Boundary(hidden_size, stream_dtype(self.units, self.options.precision), self.layout.tp, is_open)
+        self.boundary = Boundary(hidden_size, stream_dtype(self.units, options.precision), self.layout.tp, is_open)
         # Of a user's own layers; those of the package may be sharded.
-        model = {f"the parameters of {unit.name}": unit.num_parameters for unit in self.units if unit.is_own}
-        model |= {"the message between stages": self.boundary}
-        check_alike(self.options, model, self.grid.control)
-        self.placement = self.options.choice.placement(self.layout.pp)
-        self.cut, self.choice = self._choose_cut(units, hidden_size)
+        facts = {f"the parameters of {unit.name}": unit.num_parameters for unit in self.units if unit.is_own}
+        facts |= {"the message between stages": self.boundary}
+        check_alike(options, facts, self.grid.control)
+        self.options, self.pack = with_quantization(options, self.device, self.grid)
+        self.placement = options.choice.placement(self.layout.pp)
+        self.cut, self.choice = self.surroundings.timed_cut or self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
         self.has_callbacks = self.has_callbacks_anywhere = False
         place = "" if self.layout.world_size == self.layout.pp else str(self.grid.place)
-        self.recorder = self._make_recorder(place or None)
-        self.options, self.pack = with_quantization(self.options, self.device, self.grid)
-        build_on_all_ranks(self._build_stages, self.grid.control)
-        self.holds_first_stage = any(map(self.placement.is_first, self.stages))
-        self.holds_last_stage = any(map(self.placement.is_last, self.stages))
+        self.recorder = self.surroundings.recorder(self.grid, place or None)
+        self.model = build_on_all_ranks(self._build_model, self.grid.control)
+        self.holds_first_stage = any(map(self.placement.is_first, self.model.stages))
+        self.holds_last_stage = any(map(self.placement.is_last, self.model.stages))
         output_rank = self.placement.output_rank
         self.gives_results = self.grid.pp_rank == output_rank
         self.output_ranks = tuple(self.layout.rank_of(dp=dp, pp=output_rank) for dp in range(self.layout.dp))
         self.ranks_by_batch = self.layout.groups("pp", "cp", "tp")
-        self.extra_state = ExtraState(self.stages.values())
-        self._check_whole_model()
+        self.extra_state = ExtraState(self.model.stages.values())
+        if self.surroundings.hold_values:
+            self._check_whole_model()
         # Only now: the check computes the last layer for all tokens.
-        for stage in self.stages.values():
+        for stage in self.model.stages.values():
             read_sampled_alone([module for _, module in stage.units])
-        step_state = StepState(self.stages.values(), self.device)
-        self.recovery = Recovery(self._failure_group(), self.recorder, step_state, place)
+        step_state = StepState(self.model.stages.values(), self.device)
+        self.recovery = Recovery(self.surroundings.failure_group(self.grid), self.recorder, step_state, place)
         for process_group in self.grid.renewable():
             self.recovery.covers(process_group)
-        self.transport = self.open_transport(self.placement, self.device)
+        self.transport = self.surroundings.transport(self, self.placement, self.device)
 
-    def _build_stages(self) -> None:
+    def _build_model(self) -> LocalModel:
         """Build this rank's stages, and find their parameters' ties and shards."""
-        indices = self.placement.stages_of(self.grid.pp_rank)
-        self.stages = self._make_stages({index: self.cut[self.placement.original_of(index)] for index in indices})
-        self.casts = WeightCasts()
-        for index, stage in self.stages.items():
-            stage.suffix = SECOND_COPY if self.placement.route_of(index) else stage.suffix
+        placement, grid, options, casts = self.placement, self.grid, self.options, WeightCasts()
+        own = {index: self.cut[placement.original_of(index)] for index in placement.stages_of(grid.pp_rank)}
+        stages = self.surroundings.stages(self.units, own, self.boundary, options, self.device, self.pack)
+        for index, stage in stages.items():
+            stage.suffix = SECOND_COPY if placement.route_of(index) else stage.suffix
             for _, module in stage.units:
-                share_casts(module, self.casts)
+                share_casts(module, casts)
                 attributes = [value for part in module.modules() for value in vars(part).values()]
                 for collectives in (value for value in attributes if isinstance(value, Collectives)):
                     collectives.observer = self.recorder
-        parameters = self.parameters()
-        self.ties = Ties.of(self.units, parameters, self.placement.num_routes)
-        self.loans = self.ties.loans(parameters)
-        self.sharding = Sharding.of(self.units, parameters, self.grid).lending(self.loans)
-        self.parameter_groups = ParameterGroups(self.options.optimizer, self.ties.originals)
-        if self.options.learns:
-            freeze(parameters, self.parameter_groups)
-            whole = stepped_whole(parameters, self.parameter_groups, self.sharding.shards)
-            if self.options.optimizer.zero:
-                self.sharding = self.sharding.with_zero(self.ties.originals, self.grid, whole)
-        self.lend_weights()
-
-    # ---- replaced where the other ranks are missing, in a rehearsal (engine/rehearsal/step.py), or are threads of this
-    # process, in the check (engine/check/ranks_in_turn.py)
-
-    def _make_grid(self) -> Grid:
-        options = self.options
-        grid = connect(self.layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
-        if grid.device.type == "cpu":
-            keep_freed_memory()
-        return grid
-
-    def _failure_group(self) -> dist.ProcessGroup | None:
-        """The ranks that end a step together when one of them fails."""
-        return self.grid.control
-
-    def _make_recorder(self, coordinates: str | None) -> Recorder:
-        """The recorder of this rank; `coordinates` name its pipeline where there are several."""
-        recorder = DeviceRecorder if self.device.type == "cuda" else Recorder
-        return recorder(self.grid.pp_rank, coordinates=coordinates)
-
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        """A transport among the ranks of the pipeline, which a failed step does not outlast."""
-        if (group := self.grid.pp_control) is None:
-            return InProcessTransport(InProcessHub(), 0)
-        is_staged = self.grid.is_staged and device == self.device
-        is_open = self.boundary.is_open and isinstance(lines, Placement)
-        transport = DistributedTransport(lines, group, device, self.options.timeout_s, is_staged, is_open)
-        self.recovery.covers(transport)
-        return transport
+        parameters = dict(pair for stage in stages.values() for pair in stage.named_parameters())
+        ties = Ties.of(self.units, parameters, placement.num_routes)
+        loans = ties.loans(parameters)
+        sharding = Sharding.of(self.units, parameters, grid).lending(loans)
+        parameter_groups = ParameterGroups(options.optimizer, ties.originals)
+        if options.learns:
+            freeze(parameters, parameter_groups)
+            whole = stepped_whole(parameters, parameter_groups, sharding.shards)
+            if options.optimizer.zero:
+                sharding = sharding.with_zero(ties.originals, grid, whole)
+        model = LocalModel(stages, casts, ties, loans, sharding, parameter_groups)
+        model.lend_weights()
+        return model
 
     def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
         """The units of each stage, and the schedule, which may depend on the units' measured times."""
@@ -317,17 +364,15 @@ class Pipeline:
         times = measure_units(whole_units, hidden_size, lengths, self.options, self.grid)
         return timed_cut(whole_units, self.placement, self.options, times)
 
-    def _make_stages(self, units_by_stage: Mapping[int, range]) -> dict[int, Stage]:
-        return build_stages(self.units, units_by_stage, self.boundary, self.options, self.device, self.pack)
-
     def _check_whole_model(self) -> None:
-        tensors = {name: x for name, x in (self.parameters() | self.buffers()).items() if name not in self.loans}
+        model = self.model
+        tensors = {name: x for name, x in (model.parameters() | model.buffers()).items() if name not in model.loans}
         parameter_groups = self.options.optimizer.groups if self.options.learns else ()
-        check_whole_model(tensors, self.sharding.shards, self.grid, parameter_groups)
+        check_whole_model(tensors, model.sharding.shards, self.grid, parameter_groups)
         if self.options.reproducible:
-            units = [unit for stage in self.stages.values() for unit in stage.units]
+            units = [unit for stage in model.stages.values() for unit in stage.units]
             build_on_all_ranks(
-                lambda: check_reproducible(units, self.boundary.hidden_size, self.casts), self.grid.control
+                lambda: check_reproducible(units, self.boundary.hidden_size, model.casts), self.grid.control
             )
 
     def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
@@ -340,24 +385,8 @@ class Pipeline:
     @cached_property
     def own_layers(self) -> OwnLayers | None:
         """This rank's layers that are called by the names of their parameters; None if all take the plain stream."""
-        own_layers = OwnLayers(self.units[0].name, self.stages)
+        own_layers = OwnLayers(self.units[0].name, self.model.stages)
         return None if own_layers.are_plain else own_layers
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by full name, once values that other ranks step have arrived."""
-        for stage in self.stages.values():
-            stage.weights_ready()
-        return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
-
-    def lend_weights(self) -> None:
-        """Let tied copies use the storage of the original beside them; called again when originals have moved."""
-        parameters = self.parameters()
-        for copy, original in self.loans.items():
-            parameters[copy].data = parameters[original].data
-
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's persistent buffers by full name."""
-        return {name: buffer for stage in self.stages.values() for name, buffer in stage.named_buffers()}
 
     def gradient_buckets(self, num_missed: Mapping[str, int]) -> dict[int, GradientBuckets]:
         """Gradient buckets by stage, into which the stages' parameters move; empty for an engine that does not learn.
@@ -366,7 +395,7 @@ class Pipeline:
         """
         if not self.options.learns:
             return {}
-        reductions = dict(self.sharding.reductions)
+        model, reductions = self.model, dict(self.model.sharding.reductions)
         for name in reductions.keys() & num_missed.keys():
             # Parameters with another number of updates have buckets of their own.
             reductions[name] = replace(reductions[name], alone=f"{reductions[name].alone} {num_missed[name]}")
@@ -376,9 +405,9 @@ class Pipeline:
                 self.grid.dp_cp_group,
                 reductions=reductions,
                 observer=self.recorder,
-                group_of=self.parameter_groups.number,
+                group_of=model.parameter_groups.number,
             )
-            for index, stage in self.stages.items()
+            for index, stage in model.stages.items()
         }
 
         def settle_all() -> None:
@@ -387,14 +416,9 @@ class Pipeline:
 
         for index, buckets in buckets_by_stage.items():
             # The original of a lent weight may lie in any stage of this rank.
-            if self.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
-                self.stages[index].weights_ready = settle_all if self.loans else buckets.settle
+            if model.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
+                model.stages[index].weights_ready = settle_all if model.loans else buckets.settle
         return buckets_by_stage
-
-    def set_training(self, training: bool) -> None:
-        """Put all modules into training or evaluation mode, whatever was done to them before."""
-        for stage in self.stages.values():
-            stage.set_training(training)
 
     # ---- running a program
 
@@ -492,7 +516,7 @@ class Pipeline:
             program = self.program(num_microbatches, training=reduce is not None)
             executor = Executor(
                 program,
-                {index: stage for index, stage in self.stages.items() if index < program.placement.num_stages},
+                {index: stage for index, stage in self.model.stages.items() if index < program.placement.num_stages},
                 self.transport,
                 self.recorder,
                 reduce,

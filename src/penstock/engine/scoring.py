@@ -64,7 +64,7 @@ def forward(
     collector: OutputCollector,
 ) -> Any:
     """Run the batch through the model; see `Engine.forward`."""
-    pipeline.set_training(False)
+    pipeline.model.set_training(False)
     hook = collector.post_hook
 
     def source() -> MicrobatchSource:
@@ -73,7 +73,7 @@ def forward(
         collector.check(batch)
         return made
 
-    with pipeline.recovery.joined(), pipeline.casts.kept():
+    with pipeline.recovery.joined(), pipeline.model.casts.kept():
         pipeline.recorder.begin_step(pipeline.step)
         call = f"forward(broadcast={collector.broadcast})"
         with agree_on_microbatches(pipeline, call, source) as microbatches:
@@ -110,14 +110,14 @@ def evaluate(
     # Anything else is refused on all ranks alike, as if there were no batch.
     remaining = iter(batches if are_batches else ())
     feed = partial(pipeline.feed, output_fn=step_loss, labelled=reads_labelled_rows(loss_fn))
-    pipeline.set_training(False)
+    pipeline.model.set_training(False)
 
     def source_from(batch: Any) -> MicrobatchSource:
         if not are_batches:
             raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
         return source_of(pipeline, batch, micro_batches, step_loss)
 
-    with pipeline.casts.kept():
+    with pipeline.model.casts.kept():
         while True:
             with recovery.joined():
                 with recovery.announcing():

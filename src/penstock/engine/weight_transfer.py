@@ -117,7 +117,7 @@ class WeightEndpoint:
         if to._local is not None:
             to._local.extra_state.take_values(extra)
             to._local.continue_from(version)
-            to._local.casts.renew()
+            to._local.model.casts.renew()
         return version
 
     def weights_wait(self, to: WeightEndpoint) -> bool:

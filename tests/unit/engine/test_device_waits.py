@@ -13,9 +13,11 @@ from penstock.engine import EngineOptions
 from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.listeners import Listeners
 from penstock.engine.generation.options import GenerateOptions
-from penstock.engine.rehearsal import units
-from penstock.engine.rehearsal.step import RehearsedBatch, RehearsedPipeline, microbatches_of
-from penstock.engine.rehearsal.units import RehearsedPlace, even_counts, without_values
+from penstock.engine.pipeline import Pipeline
+from penstock.engine.rehearsal import place as places
+from penstock.engine.rehearsal.place import RehearsedPlace, even_counts
+from penstock.engine.rehearsal.step import RehearsedBatch, microbatches_of
+from penstock.engine.rehearsal.units import without_values
 from penstock.engine.training import trainer as training
 from penstock.engine.training.loss import StepLoss, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
@@ -74,7 +76,7 @@ def one_rank(waits: DeviceWaits, batch: RehearsedBatch) -> Iterator[None]:
         return even_counts(*counts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "even_counts", read)
+        patch.setattr(places, "even_counts", read)
         patch.setattr(Executor, "run", watched)
         patch.setattr(training, "agree_on_microbatches", agreed)
         yield
@@ -91,9 +93,8 @@ def waits_of_a_step(
     # Labels have values, of which rows are chosen.
     assert batch.parts.microbatches
     with without_values(), one_rank(waits, batch):
-        pipeline = RehearsedPipeline(
-            place, batch, lambda groups: decoder_units(config, groups=groups), config.hidden_size, layout, given
-        )
+        units = lambda groups: decoder_units(config, groups=groups)  # noqa: E731
+        pipeline = Pipeline(units, config.hidden_size, layout, given, place)
         trainer = Trainer(pipeline)
         with waits.watch():
             trainer.train_batch(batch.data, token_cross_entropy, num_loss_tokens, batch.micro_batches)
@@ -158,12 +159,11 @@ def waits_of_a_token(params: SamplingParams, config: ModelConfig = DENSE, **sett
     """Kind -> how often in a batch of one token for each row."""
 
     def waits_of(num_new_tokens: int) -> DeviceWaits:
-        place, waits, batch = RehearsedPlace.of("cuda"), DeviceWaits(), RehearsedBatch((8,), MicroBatchSpec(num=1))
+        place, waits = RehearsedPlace.of("cuda"), DeviceWaits()
         options = EngineOptions("1f1b", precision=Precision.BF16, device="cuda", learns=False)
         with without_values(), waits.watch():
-            pipeline = RehearsedPipeline(
-                place, batch, lambda groups: decoder_units(config, groups=groups), config.hidden_size, Layout(), options
-            )
+            units = lambda groups: decoder_units(config, groups=groups)  # noqa: E731
+            pipeline = Pipeline(units, config.hidden_size, Layout(), options, place)
             prompts = [list(range(row + 2)) for row in range(NUM_ROWS)]
             own = replace(params, max_new_tokens=num_new_tokens)
             listeners, form = Listeners(), GenerateOptions(decode="live-rows", **settings)

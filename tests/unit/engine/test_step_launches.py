@@ -13,8 +13,9 @@ from penstock.data import MicroBatchSpec
 from penstock.engine import EngineOptions
 from penstock.engine.optimizer.steppers import AdamW, Block
 from penstock.engine.rehearsal.meter import Meter
+from penstock.engine.rehearsal.place import RehearsedPlace
 from penstock.engine.rehearsal.step import RehearsedBatch, rehearse
-from penstock.engine.rehearsal.units import RehearsedPlace, without_values
+from penstock.engine.rehearsal.units import without_values
 from penstock.model import ModelGroups, UnitSpec, decoder_units
 from penstock.schedule import Action, Op
 from penstock.settings import Layout, LearningRate, ModelConfig, OptimizerConfig, Precision

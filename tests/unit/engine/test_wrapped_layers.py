@@ -100,7 +100,7 @@ def test_keys_reach_the_layers_inside_wrappers(make: Callable[[], nn.Module]) ->
     by_hand = copy.deepcopy(layer).eval()
     engine = engine_of(layer)
     logits = engine.forward(given, micro_batches=MicroBatchSpec(num=1))
-    embedding, head = (next(iter(stage.units[i][1] for stage in engine.pipeline.stages.values())) for i in (0, 2))
+    embedding, head = (next(iter(stage.units[i][1] for stage in engine.pipeline.model.stages.values())) for i in (0, 2))
     with torch.no_grad():
         x = outer(by_hand, Sequences.from_lengths(LENGTHS), given["mask"], given["types"], embedding(given["tokens"]))
         torch.testing.assert_close(logits, head(x))

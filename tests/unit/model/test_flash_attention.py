@@ -15,7 +15,7 @@ from penstock import Engine, SamplingParams
 from penstock.engine import EngineOptions
 from penstock.engine.generation import generator
 from penstock.engine.generation.options import GenerateOptions
-from penstock.engine.rehearsal.units import RehearsedPlace
+from penstock.engine.rehearsal.place import RehearsedPlace
 from penstock.model import CachedRows, CacheSize, Sequences, SlotRows, decoder_units, devices, spare_position
 from penstock.model.attention.kernels import AttentionKernel
 from penstock.model.cpu.blocked_cache import BlockedAttention
@@ -279,7 +279,8 @@ def test_a_rehearsal_runs_the_kernels_of_its_device(
     config = ModelConfig(32, 32, 64, 2, 4)
     options = EngineOptions(device=device, reproducible=is_reproducible)
     units, boundary = decoder_units(config), Boundary(config.hidden_size, torch.float32)
-    stages = RehearsedPlace.of(device).stages(units, {0: range(len(units))}, boundary, options)
+    place = RehearsedPlace.of(device)
+    stages = place.stages(units, {0: range(len(units))}, boundary, options, place.device)
     blocks = [module for _, module in stages[0].units if isinstance(module, AttentionBlock)]
     assert [type(module.attention) for module in blocks] == [kind] * 2
 

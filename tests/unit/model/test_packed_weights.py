@@ -40,7 +40,7 @@ def answers(engine: Engine, packed: bool = True) -> list[tuple[Any, ...]]:
 
 
 def layers_with(engine: Engine, part: str) -> list[Any]:
-    return [module for _, module in engine.pipeline.stages[0].units if hasattr(module, part)]
+    return [module for _, module in engine.pipeline.model.stages[0].units if hasattr(module, part)]
 
 
 def num_packed(casts: WeightCasts) -> int:
@@ -91,7 +91,7 @@ def test_a_step_between_two_generations_is_seen_also_where_both_are_one_pass() -
     found, expected = [answers(engine)], [answers(plain, packed=False)]
     with engine.fixed_weights():
         found.append(answers(engine))
-        assert num_packed(engine.pipeline.casts) == 0, "the generation has given the memory back"
+        assert num_packed(engine.pipeline.model.casts) == 0, "the generation has given the memory back"
         engine.train_batch(batch(1), micro_batches=MicroBatchSpec(num=1))
         found.append(answers(engine))
     expected.append(answers(plain, packed=False))
@@ -249,7 +249,7 @@ def test_nothing_but_generation_packs() -> None:
     with engine.fixed_weights():
         engine.forward(batch(1))
         engine.train_batch(batch(2), micro_batches=MicroBatchSpec(num=1))
-        assert num_packed(engine.pipeline.casts) == 0
+        assert num_packed(engine.pipeline.model.casts) == 0
 
 
 def test_on_a_gpu_nothing_is_looked_at_for_packing() -> None:
@@ -260,7 +260,7 @@ def test_on_a_gpu_nothing_is_looked_at_for_packing() -> None:
 
 def test_a_stage_packs_the_weights_of_layers_that_read_one_input_together() -> None:
     engine = make()
-    stage, casts = engine.pipeline.stages[0], engine.pipeline.casts
+    stage, casts = engine.pipeline.model.stages[0], engine.pipeline.model.casts
     with torch.inference_mode(), casts.kept():
         stage.pack_weights(casts)
         # Each layer has one for q, k and v, output, gate and up, and down; the head one.

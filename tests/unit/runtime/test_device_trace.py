@@ -16,7 +16,7 @@ from penstock.cli.main import main
 from penstock.data import MicroBatchSpec
 from penstock.draw.layers import RecordedStep, write_recorded_step
 from penstock.engine.generation.answers import GenerateResult
-from penstock.engine.pipeline import Pipeline
+from penstock.engine.pipeline import Surroundings
 from penstock.parallel.collectives import Handle
 from penstock.runtime import Awaited, Recorder, device_trace
 from penstock.runtime.device_trace import DeviceRecorder
@@ -108,7 +108,9 @@ def test_decoding_is_not_timed() -> None:
 @pytest.mark.shows(214)
 def test_a_steps_idle_share_and_timeline_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(Pipeline, "_make_recorder", lambda self, place: DeviceRecorder(0, place, event=device.event))
+    monkeypatch.setattr(
+        Surroundings, "recorder", lambda self, grid, place: DeviceRecorder(0, place, event=device.event)
+    )
     engine = Engine.from_layers([torch.nn.Embedding(32, 8), torch.nn.Linear(8, 32)], hidden_size=8)
     batch = PackedBatch.from_documents([torch.arange(5), torch.arange(3)])
     result = engine.train_batch(batch, micro_batches=MicroBatchSpec(num=2))
@@ -127,8 +129,8 @@ def test_a_steps_idle_share_and_timeline_are_the_devices(monkeypatch: pytest.Mon
 @pytest.mark.shows(214)
 @pytest.mark.parametrize("device, recorder", [("cuda", DeviceRecorder), ("cpu", Recorder)])
 def test_a_pipeline_on_a_device_records_so(device: str, recorder: type[Recorder]) -> None:
-    pipeline: Any = SimpleNamespace(device=torch.device(device), grid=SimpleNamespace(pp_rank=0))
-    assert type(Pipeline._make_recorder(pipeline, None)) is recorder
+    grid: Any = SimpleNamespace(device=torch.device(device), pp_rank=0)
+    assert type(Surroundings().recorder(grid, None)) is recorder
 
 
 class Done(Handle[object]):

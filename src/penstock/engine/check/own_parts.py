@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from penstock.engine.check.plain_loop import PlainLoop
-from penstock.engine.check.ranks_in_turn import EngineInTurn, PipelineInTurn, RanksInTurn
+from penstock.engine.check.ranks_in_turn import EngineInTurn, RankInTurn, RanksInTurn
 from penstock.engine.options import EngineOptions
 from penstock.engine.own_layers import units_of_layers
+from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.model import UnitSpec
 from penstock.parallel.device import agree_on_device
@@ -75,7 +76,7 @@ class OwnParts:
 
     def engine(self, ranks: RanksInTurn, rank: int, hidden_size: int, changes: Mapping[str, Any]) -> EngineInTurn:
         options = replace(self.options, **changes)
-        pipeline = PipelineInTurn(ranks, rank, self.units(), hidden_size, options)
+        pipeline = Pipeline(self.units(), hidden_size, ranks.layout, options, RankInTurn(ranks, rank))
         return EngineInTurn(pipeline, self.loss_fn, self.loss_weight_fn)
 
 

@@ -21,15 +21,15 @@ from penstock.engine.callbacks import Callbacks
 from penstock.engine.checkpoint.manifest import random_state, set_random_state
 from penstock.engine.engine import Engine
 from penstock.engine.model_state import ModelState
-from penstock.engine.options import EngineOptions, UnitSource
-from penstock.engine.pipeline import Pipeline
+from penstock.engine.options import EngineOptions
+from penstock.engine.pipeline import Pipeline, Surroundings
 from penstock.engine.rehearsal.counted import Done, GroupHere
 from penstock.engine.training.aux_losses import AuxNotes
 from penstock.engine.training.loss import LossFn, LossWeightFn
 from penstock.engine.training.trainer import Trainer
 from penstock.parallel import Grid
 from penstock.parallel.grid import mirrored
-from penstock.runtime import Executor, Feed, InProcessHub, InProcessTransport, Transport
+from penstock.runtime import Feed, InProcessHub, InProcessTransport, Transport
 from penstock.runtime.message import Header, Message
 from penstock.runtime.transport import Line, Receipt
 from penstock.schedule import Placement
@@ -216,58 +216,47 @@ class RanksInTurn:
         return GroupHere(index, len(ranks), name, _CallsInTurn(self.turns, ranks, index, self._values[name]))
 
 
-class PipelineInTurn(Pipeline):
-    """The pipeline of one of the ranks that share this process."""
+@dataclass(frozen=True, eq=False)
+class RankInTurn(Surroundings):
+    """The surroundings of one of the ranks that share this process."""
 
     #: all of the ranks, and this one
-    _ranks: RanksInTurn
-    _rank: int
-    #: losses of the last step by microbatch, on the last stage
-    losses: list[Tensor]
+    ranks: RanksInTurn
+    rank: int
 
-    def __init__(
-        self, ranks: RanksInTurn, rank: int, units: UnitSource, hidden_size: int, options: EngineOptions
-    ) -> None:
-        self._ranks, self._rank = ranks, rank
-        super().__init__(units, hidden_size, ranks.layout, options)
+    def grid(self, layout: Layout, options: EngineOptions) -> Grid:
+        return self.ranks.grid(self.rank)
 
-    def _make_grid(self) -> Grid:
-        return self._ranks.grid(self._rank)
-
-    def _failure_group(self) -> None:
+    def failure_group(self, grid: Grid) -> None:
         """No group: an error of one rank ends the turns of all."""
 
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return LinkInTurn(self._ranks.hub, self._rank, self._ranks.turns)
-
-    def run(self, executor: Executor, feeds: Iterable[Feed]) -> list[Tensor]:
-        self.losses = super().run(executor, feeds)
-        return self.losses
+    def transport(self, pipeline: Pipeline, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
+        return LinkInTurn(self.ranks.hub, self.rank, self.ranks.turns)
 
 
 class TrainerInTurn(Trainer):
-    """A trainer that notes the gradients that the program of its last step has left, before ties are summed."""
+    """A trainer that notes what the program of its last step has left, before ties are summed."""
 
-    #: gradients by full name
-    program_gradients: dict[str, Tensor]
+    #: losses by microbatch, on the last stage; gradients by full name
+    losses: Sequence[Tensor]
+    gradients: dict[str, Tensor]
 
-    def finish(self, *arguments: Any) -> tuple[float, float, AuxNotes | None]:
+    def finish(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
         views = (view for buckets in self.buckets.values() for view in buckets.gradients.items())
-        self.program_gradients = {name: view.clone() for name, view in views}
-        return super().finish(*arguments)
+        self.losses, self.gradients = losses, {name: view.clone() for name, view in views}
+        return super().finish(losses, feeds)
 
 
 class EngineInTurn(Engine):
     """The engine of one of the ranks that share this process, with the step of a `PlainLoop`."""
 
-    #: note the losses and gradients of a step
-    pipeline: PipelineInTurn
+    #: notes the losses and gradients of a step
     trainer: TrainerInTurn
     # As of any engine.
     grid: Grid
     callbacks: Callbacks
     #: losses and gradients of the last step
-    losses: list[Tensor]
+    losses: Sequence[Tensor]
     gradients: dict[str, Tensor]
     #: the loss, and its weight
     _loss_fn: LossFn
@@ -276,15 +265,15 @@ class EngineInTurn(Engine):
     def __new__(cls, *arguments: Any) -> Self:
         return object.__new__(cls)
 
-    def __init__(self, pipeline: PipelineInTurn, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> None:
+    def __init__(self, pipeline: Pipeline, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> None:
         ModelState.__init__(self, pipeline, TrainerInTurn(pipeline))
         self.grid, self.callbacks = pipeline.grid, Callbacks(pipeline)
         self._loss_fn, self._loss_weight_fn = loss_fn, loss_weight_fn
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        return dict(unit for stage in self.pipeline.stages.values() for unit in stage.units)
+        return dict(unit for stage in self.pipeline.model.stages.values() for unit in stage.units)
 
     def take_step(self, microbatches: Sequence[PackedBatch]) -> None:
         self.train_batch(microbatches, self._loss_fn, self._loss_weight_fn)
-        self.losses, self.gradients = self.pipeline.losses, self.trainer.program_gradients
+        self.losses, self.gradients = self.trainer.losses, self.trainer.gradients

@@ -123,7 +123,7 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
     """This rank's parameters and persistent buffers, without those of second copies and of adapters."""
     grid = state.pipeline.grid
     is_written_here = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
-    for stage in state.pipeline.stages.values():
+    for stage in state.pipeline.model.stages.values():
         stage.weights_ready()
         for unit, module in stage.units if not stage.suffix else ():
             for key, tensor in module.state_dict().items():

@@ -54,7 +54,7 @@ class Generator:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline, self._loop, self._interrupted = pipeline, None, None
         # In a bidirectional model the stages of the first copy generate.
-        stages = [stage for n, stage in sorted(pipeline.stages.items()) if n < pipeline.placement.stages_per_route]
+        stages = [stage for n, stage in sorted(pipeline.model.stages.items()) if not pipeline.placement.route_of(n)]
         # Under autocast weights are read from casts, which do not outlive a call, so nothing is captured.
         is_autocast = pipeline.options.precision is Precision.BF16_AUTOCAST
         captures = pipeline.device.type == "cuda" and not is_autocast
@@ -68,7 +68,7 @@ class Generator:
     def ring(self) -> Ring:
         """The links to the other ranks; all ranks open the channels of headers and tokens at the first call."""
         pipeline, cpu = self._pipeline, torch.device("cpu")
-        host = pipeline.open_transport(host_channels(pipeline.placement), cpu)
+        host = pipeline.surroundings.transport(pipeline, host_channels(pipeline.placement), cpu)
         return Ring(
             pipeline.placement,
             pipeline.transport,
@@ -105,7 +105,7 @@ class Generator:
             check_argument("options", options, GenerateOptions)
             listeners.check(pipeline.layout)
             self._check_first_stage()
-            stages, limits = list(pipeline.stages.values()), pipeline.units[0].limits
+            stages, limits = list(pipeline.model.stages.values()), pipeline.units[0].limits
             token_lists, samplings = read_prompts(prompts, params, stages, limits)
             num_answers = sum(sampling.num_samples for sampling in samplings)
             for number in sorted(options.skip):
@@ -180,8 +180,8 @@ class Generator:
     def _decode(self, generation: Generation, options: GenerateOptions) -> GenerateResult:
         """Decode until the end of a call or its next interruption."""
         pipeline = self._pipeline
-        pipeline.set_training(False)
-        with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
+        pipeline.model.set_training(False)
+        with pipeline.recovery.announcing(), pipeline.model.casts.kept(), pipeline.kernels(), torch.inference_mode():
             loop = self._run(generation, options, _longest(generation.sequences))
             group = pipeline.grid.pp_control
             with pipeline.recorder.collective("hand out the sequences", group):
@@ -214,7 +214,7 @@ class Generator:
         pipeline.recorder.begin_step(pipeline.step)
         self.decoders.reserve(generation.shape.num_rows, longest)
         if options.packed:
-            self.decoders.pack_weights(pipeline.casts)
+            self.decoders.pack_weights(pipeline.model.casts)
         if generation.scheduler is not None:
             generation.scheduler.version = pipeline.step
         shape = generation.shape
@@ -258,11 +258,12 @@ class Generator:
             raise ValueError(f"{layout} has more ranks than pipeline ranks; a queue of requests takes pp alone")
         with pipeline.recovery.joined():
             self._check_first_stage()
-            for stage in pipeline.stages.values():
+            for stage in pipeline.model.stages.values():
                 stage.check_cached()
-            pipeline.set_training(False)
+            pipeline.model.set_training(False)
             pipeline.recorder.keep(_KEPT_RECORDS)
-            with pipeline.recovery.announcing(), pipeline.casts.kept(), pipeline.kernels(), torch.inference_mode():
+            casts = pipeline.model.casts
+            with pipeline.recovery.announcing(), casts.kept(), pipeline.kernels(), torch.inference_mode():
                 generation = Generation((), shape)
                 if requests is not None:
                     scheduler = Scheduler((), shape, late=self.ring.late(shape))

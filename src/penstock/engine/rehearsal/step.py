@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,22 +23,19 @@ from penstock.engine.folders.runs import tokenizer_of
 from penstock.engine.optimizer.groups import ParameterGroups
 from penstock.engine.options import EngineArguments, EngineOptions, UnitSource, units_for
 from penstock.engine.pipeline import Pipeline
-from penstock.engine.rehearsal.counted import CountedArena, CountedGroup, CountedTransport
+from penstock.engine.rehearsal.counted import CountedArena
 from penstock.engine.rehearsal.meter import Meter
-from penstock.engine.rehearsal.units import RehearsedPlace, rehearsed_costs, without_values
+from penstock.engine.rehearsal.place import RehearsedPlace
+from penstock.engine.rehearsal.units import rehearsed_costs, without_values
 from penstock.engine.training.loss import LossFn, StepLoss, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.microbatches import MicrobatchList, MicrobatchSource
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups
-from penstock.parallel import Grid
-from penstock.parallel.grid import device_groups
-from penstock.runtime import Feed, Recorder, Stage, Transport
-from penstock.runtime.transport import Line
-from penstock.schedule import Action, Op, Placement
+from penstock.runtime import Feed, Recorder
+from penstock.schedule import Action, Op
 from penstock.schedule.choice import ScheduleChoice
-from penstock.schedule.recording import Record
 from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
-from penstock.settings import ConfigError, Division, Groups, Layout, Normalize, Precision, RunConfig, read_config
+from penstock.settings import ConfigError, Division, Layout, Normalize, Precision, RunConfig, read_config
 from penstock.settings.declare import checked, words_of
 
 # ---- Guards against values that the host reads back within a step, for which a device would wait
@@ -113,7 +110,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
         raise RehearsalError(f"{recorder.doing}: {type(error).__name__}: {words_of(error)}{places}") from error
 
 
-# ---- The batch of a step, and the pipeline of a rank that is rehearsed alone
+# ---- The batch of a step
 
 
 @dataclass(frozen=True)
@@ -137,69 +134,6 @@ class RehearsedBatch:
     @cached_property
     def parts(self) -> Split:
         return split(self.data, self.micro_batches)
-
-
-class RehearsedPipeline(Pipeline):
-    """The pipeline of one rank without the other ranks; its groups and transport count what they would send."""
-
-    #: the rank, its device, and what measures it
-    place: RehearsedPlace
-    #: the batch of the rehearsed step
-    batch: RehearsedBatch
-
-    def __init__(
-        self,
-        place: RehearsedPlace,
-        batch: RehearsedBatch,
-        units: UnitSource,
-        hidden_size: int,
-        layout: Layout,
-        options: EngineOptions,
-    ) -> None:
-        self.place, self.batch = place, batch
-        super().__init__(units, hidden_size, layout, options)
-
-    def _make_recorder(self, coordinates: str | None) -> Recorder:
-        return MeteredRecorder(self.place.meter, self.grid.pp_rank, coordinates)
-
-    def _choose_cut(self, units: UnitSource, hidden_size: int) -> tuple[tuple[range, ...], ScheduleChoice]:
-        return self.batch.timed_cut or super()._choose_cut(units, hidden_size)
-
-    def _make_grid(self) -> Grid:
-        layout, rank = self.layout, self.place.rank
-
-        def group(groups: Groups, axis: str) -> CountedGroup | None:
-            ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
-            return CountedGroup(rank, ranks, axis, self.place.traffic) if len(ranks) > 1 else None
-
-        return Grid(layout, self.place.device, rank, **device_groups(layout, group))
-
-    def open_transport(self, lines: Placement | Sequence[Line], device: torch.device) -> Transport:
-        return CountedTransport(self.grid.pp_rank, device, self.place.meter, self.place.traffic)
-
-    def _check_whole_model(self) -> None:
-        """Nothing to compare: there are no values, and no other rank."""
-
-    def _make_stages(self, units_by_stage: Mapping[int, range]) -> dict[int, Stage]:
-        return self.place.stages(self.units, units_by_stage, self.boundary, self.options)
-
-
-class MeteredRecorder(Recorder):
-    """A recorder that also reports the end of each action to a meter."""
-
-    #: told of each action's end
-    _meter: Meter
-
-    def __init__(self, meter: Meter, rank: int, coordinates: str | None) -> None:
-        super().__init__(rank, coordinates=coordinates)
-        self._meter = meter
-
-    def end(self, record: Record) -> None:
-        super().end(record)
-        self._meter.point(str(record.action))
-
-    def _ranks_of(self, group: object) -> tuple[int, ...]:
-        return group.ranks if isinstance(group, CountedGroup) else super()._ranks_of(group)  # type: ignore[arg-type]
 
 
 # ---- The rehearsal of one rank's training step
@@ -331,10 +265,10 @@ def rehearse(
         )
     # Without data there are no times to measure.
     options = replace(options, measure_lengths=None, compile=False)
-    place, parts = RehearsedPlace.of(device, rank), batch.parts
+    place, parts = replace(RehearsedPlace.of(device, rank), timed_cut=batch.timed_cut), batch.parts
     meter = place.meter
     with without_values() as mode, meter, meter.guarded(read_by_design):
-        pipeline = RehearsedPipeline(place, batch, units, hidden_size, layout, options)
+        pipeline = Pipeline(units, hidden_size, layout, options, place)
         trainer = Trainer(pipeline)
         if pipeline.own_layers is not None:
             pipeline.own_layers.prepare_for(batch.data)
@@ -342,7 +276,7 @@ def rehearse(
         fakes = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
         meter.claim(MemoryKind.OTHER, fakes)
         step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
-        feeds = _take_step(trainer, microbatches_of(pipeline, parts, step_loss), step_loss)
+        feeds = _take_step(trainer, place, parts, step_loss)
         program, traffic = pipeline.program(len(feeds)), place.traffic
         step = Rehearsal(
             rank=rank,
@@ -357,7 +291,7 @@ def rehearse(
             launches=tuple(traffic.launches),
         )
         # Last, because this restarts the meter.
-        costs = rehearsed_costs(pipeline.units, pipeline.stages, options, feeds[0], place)
+        costs = rehearsed_costs(pipeline.units, pipeline.model.stages, options, feeds[0], place)
     return replace(step, units=costs)
 
 
@@ -367,18 +301,17 @@ def claim_state(trainer: Trainer, meter: Meter) -> None:
     buckets = [bucket for stage_buckets in trainer.buckets.values() for bucket in stage_buckets.buckets]
     states = optimizer.owned_state()
     masters = {name for name in states if name.startswith("optimizer.master.")}
-    meter.claim(MemoryKind.OTHER, pipeline.buffers().values())
+    meter.claim(MemoryKind.OTHER, pipeline.model.buffers().values())
     meter.claim(MemoryKind.OPTIMIZER, [state.values for name, state in states.items() if name not in masters])
     meter.claim(MemoryKind.MASTERS, [states[name].values for name in masters])
-    meter.claim(MemoryKind.PARAMETERS, pipeline.parameters().values())
+    meter.claim(MemoryKind.PARAMETERS, pipeline.model.parameters().values())
     meter.claim(MemoryKind.GRADIENTS, [bucket.gradients for bucket in buckets])
 
 
-def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: StepLoss) -> list[Feed]:
+def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, step_loss: StepLoss) -> list[Feed]:
     """The lines of `Trainer.train_batch` that concern one rank, in their order; returns the feeds."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
-    loss_scale = optimizer.loss_scale
-    assert isinstance(pipeline, RehearsedPipeline)
+    microbatches, loss_scale = microbatches_of(pipeline, parts, step_loss), optimizer.loss_scale
     with explained(pipeline.recorder):
         executor = pipeline.executor(microbatches.num, trainer.start_reduction)
         executor.arena = CountedArena()
@@ -386,10 +319,10 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
         if optimizer.may_fail:
             # An optimizer of torch makes its state in the first step; a later one is rehearsed.
             optimizer.update(optimizer.take_edits_and_norm()[0], 1, optimizer.rates.at(1))
-        claim_state(trainer, pipeline.place.meter)
-        pipeline.place.meter.restart()
-        pipeline.place.traffic.restart()
-        with pipeline.place.meter.guarded(never_read):
+        claim_state(trainer, place.meter)
+        place.meter.restart()
+        place.traffic.restart()
+        with place.meter.guarded(never_read):
             trainer.prepare()
             losses = pipeline.run(executor, feeds)
         record = pipeline.recorder.begin(Action(Op.STEP))
@@ -399,7 +332,7 @@ def _take_step(trainer: Trainer, microbatches: MicrobatchSource, step_loss: Step
     return feeds
 
 
-def microbatches_of(pipeline: RehearsedPipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
+def microbatches_of(pipeline: Pipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
     """The microbatches on which all ranks would agree if each had this batch."""
     weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
     return MicrobatchList(

@@ -4,100 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.engine.build import build_stages, recomputes
+from penstock.engine.build import recomputes
 from penstock.engine.options import EngineOptions
-from penstock.engine.precision import autocast_of
-from penstock.engine.rehearsal.counted import TrafficCount
-from penstock.engine.rehearsal.meter import Meter
+from penstock.engine.rehearsal.place import RehearsedPlace
 from penstock.model import UnitSpec, drain
 from penstock.model.attention.tiles import forget_masks
-from penstock.model.devices import use_kernels_of
-from penstock.model.layers.experts import ExpertBlock
-from penstock.parallel.gradients import in_place_of
-from penstock.runtime import Boundary, Feed, Message, Stage, Tape
+from penstock.runtime import Feed, Message, Stage, Tape
 from penstock.schedule import Op
 from penstock.schedule.rehearsal import ActionCost, UnitCost
-from penstock.settings import ConfigError
-
-
-@dataclass(frozen=True, eq=False)
-class RehearsedPlace:
-    """A rank of a layout, the device that it is rehearsed on, and the counters of its memory and traffic."""
-
-    rank: int
-    device: torch.device
-    meter: Meter = field(default_factory=Meter)
-    #: counts what the rank sends
-    traffic: TrafficCount = field(default_factory=TrafficCount)
-
-    @classmethod
-    def of(cls, device: str, rank: int = 0) -> RehearsedPlace:
-        """The place for an engine's option `device`."""
-        # The meta device is on every machine, and its operations take the paths of a GPU's.
-        return cls(rank, torch.device("cpu" if device == "cpu" else "meta"))
-
-    def stages(
-        self,
-        units: Sequence[UnitSpec],
-        units_by_stage: Mapping[int, range],
-        boundary: Boundary,
-        options: EngineOptions,
-    ) -> dict[int, Stage]:
-        """As `build_stages`, but with tensors without values and the plain stream between stages.
-
-        Raises: ConfigError for a user's own layers that have values, which a rehearsal would destroy.
-        """
-        for unit in units:
-            module = unit.build() if unit.is_own else nn.Module()
-            if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                raise ConfigError(
-                    f"a rehearsal runs layers without data, and {unit.name} has values that it would lose; make your "
-                    'layers for it under torch.device("meta")'
-                )
-        boundary = replace(boundary, is_open=False)
-        units = [replace(unit, initialise=lambda module, seed: None) for unit in units]
-        with _disable_current_modes():
-            stages = build_stages(units, units_by_stage, boundary, options, torch.device("meta"))
-        for stage in stages.values():
-            stage.autocast = autocast_of(options.precision, self.device)
-            for _, module in stage.units:
-                _allocate(module, self.device)
-                if not options.reproducible:  # The only kernels for that are chosen already.
-                    use_kernels_of(self.device, module)
-                for part in module.modules():
-                    if isinstance(part, ExpertBlock):
-                        part.read_counts = even_counts
-        return stages
-
-
-def even_counts(num_rows: int, counts_E: Tensor, *received: Tensor) -> Sequence[int]:
-    """Numbers of rows in place of `read_counts`: equally many for each expert, and all ranks send alike."""
-    whole, longer = divmod(num_rows, len(counts_E))
-    sizes = [whole + (expert < longer) for expert in range(len(counts_E))]
-    return [*sizes, *(size for counts_RE in received for size in sizes[: counts_RE.shape[1]] * len(counts_RE))]
-
-
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Move a module's meta tensors to a device, where they get memory."""
-    moved: dict[Tensor, Tensor] = {}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in moved:
-                    new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    moved[tensor] = in_place_of(tensor, new) if isinstance(tensor, nn.Parameter) else new
-                tensors[name] = moved[tensor]  # type: ignore[assignment]
 
 
 @contextmanager

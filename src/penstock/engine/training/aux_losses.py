@@ -70,7 +70,7 @@ class AuxLossTracker:
         self.pipeline = pipeline
         self._routers = {
             f"{unit}.{name}{stage.suffix}": part
-            for stage in pipeline.stages.values()
+            for stage in pipeline.model.stages.values()
             for unit, module in stage.units
             for name, part in module.named_modules()
             if isinstance(part, Balance)

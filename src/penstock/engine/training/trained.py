@@ -41,7 +41,7 @@ class TrainedParameters:
     _num_missed: Mapping[str, int]
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self.parameters = pipeline, pipeline.parameters()
+        self._pipeline, self.parameters = pipeline, pipeline.model.parameters()
         self._compare_ranks()
         self._build({})
 
@@ -91,7 +91,7 @@ class TrainedParameters:
                         f"{name} requires a gradient on rank {rank if value else other} and none on rank "
                         f"{other if value else rank}; freeze it on every rank that holds it, or on none"
                     )
-        for copy, owner in sorted(pipeline.ties.originals.items()):
+        for copy, owner in sorted(pipeline.model.ties.originals.items()):
             if copy in trained and owner in trained and trained[copy][1] != trained[owner][1]:
                 frozen, other = (owner, copy) if trained[copy][1] else (copy, owner)
                 raise ValueError(
@@ -105,18 +105,18 @@ class TrainedParameters:
         pipeline, self._num_missed = self._pipeline, num_missed
         self.buckets = build_on_all_ranks(lambda: pipeline.gradient_buckets(num_missed), pipeline.grid.control)
         # Parameters have moved into their buckets.
-        pipeline.lend_weights()
-        pipeline.casts.renew()
+        pipeline.model.lend_weights()
+        pipeline.model.casts.renew()
         options, grid = pipeline.options, pipeline.grid
 
         def make_optimizer() -> Optimizer:
             optimizer = Optimizer(
                 list(self.buckets.values()),
-                pipeline.parameter_groups,
+                pipeline.model.parameter_groups,
                 grid.control if options.optimizer.zero else grid.model_control,
-                pipeline.ties.originals,
+                pipeline.model.ties.originals,
                 LossScaler() if options.precision is Precision.FP16 else None,
-                pipeline.sharding.norm_names,
+                pipeline.model.sharding.norm_names,
             )
             frozen = {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
             optimizer.aside.parameters = frozen

@@ -252,7 +252,7 @@ class Trainer:
         Raises: PipelineError naming a tied parameter that has parted from its original beside it.
         """
         parameters = self.trained.parameters
-        for copy, original in self.pipeline.loans.items():
+        for copy, original in self.pipeline.model.loans.items():
             if parameters[copy].untyped_storage()._cdata != parameters[original].untyped_storage()._cdata:
                 raise PipelineError(
                     f"{copy} is tied to {original}, but one of them was given other memory, so that they are no longer "
@@ -260,7 +260,7 @@ class Trainer:
                 )
         for buckets in self.buckets.values():
             buckets.zero_()
-        self.pipeline.set_training(True)
+        self.pipeline.model.set_training(True)
 
     def start_reduction(self, stage: int) -> None:
         """Start summing the gradients of a local stage over ranks, without waiting; an action of the program."""
@@ -291,7 +291,7 @@ class Trainer:
         with pipeline.recovery.announcing(stepping=True):
             with pipeline.recorder.collective("gather the weights"):
                 self._gather_weights()
-            pipeline.casts.renew()
+            pipeline.model.casts.renew()
             if self.aux_losses is not None and aux_notes is not None:
                 aux_losses = self.aux_losses.report(aux_notes, loss_scale, learns=update.success)
         return update, aux_losses
@@ -307,10 +307,10 @@ class Trainer:
             for buckets in self.buckets.values():
                 buckets.wait()
                 gradients |= buckets.owned_gradients
-            for ties in (pipeline.ties.copies, pipeline.ties.tied):
+            for ties in (pipeline.model.ties.copies, pipeline.model.ties.tied):
                 sum_tied(ties, gradients, pipeline.grid.mirror_group)
             if pipeline.grid.dp_cp_group is not None:
-                share_buffers(pipeline.buffers().values(), pipeline.grid.dp_cp_group)
+                share_buffers(pipeline.model.buffers().values(), pipeline.grid.dp_cp_group)
             return self.optimizer.take_edits_and_norm(beside)
 
     def _update(self, norm: float, step: int, rates: Sequence[Values]) -> Update:
