@@ -61,23 +61,6 @@ def test_inference_brings_microbatch_m_to_stage_s_at_step_m_plus_s():
         assert result.peak_live_microbatches == (1,) * p
 
 
-PUBLISHED_1F1B = [
-    (24, 18.522, 18.086, 9.337, 0.601, 0.2431),
-    (32, 18.513, 18.086, 9.331, 0.626, 0.1985),
-    (64, 18.546, 18.097, 9.321, 0.762, 0.1240),
-    (24, 29.718, 29.444, 19.927, 0.527, 0.2347),
-    (32, 29.802, 29.428, 19.530, 0.577, 0.1898),
-    (64, 29.935, 29.621, 19.388, 0.535, 0.1091),
-]
-
-
-@pytest.mark.parametrize(("microbatches", "forward", "inputs", "weights", "transfer", "bubble"), PUBLISHED_1F1B)
-def test_the_published_bubbles_of_1f1b(microbatches, forward, inputs, weights, transfer, bubble):
-    """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 9, eight ranks."""
-    result = timeline("1f1b", 8, microbatches, Costs(forward, inputs, weights, transfer))
-    assert round(result.bubble_rate, 4) == bubble
-
-
 def reference_ends(program: Program, costs: Costs) -> dict[Action, float]:
     """The end of every compute action, by raising all ends until no dependency asks for more."""
     placement, training = program.placement, program.schedule.training
