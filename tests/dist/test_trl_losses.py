@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSE = 1e-5
 BETAS = (0.1, 0.7)
+# of the answers' draws
+TEMPERATURE = 0.8
 CLIPS = ((0.2, 0.2, 0.0), (0.1, 0.28, 0.04), (0.02, 0.3, 0.5))
 CENTRES = (0.0, 0.2)
 LENGTHS = ((3, 5, 2), (1, 4, 9), (7, 1, 1), (2, 6, 3), (4, 2, 8), (1, 1, 6))
@@ -80,10 +82,11 @@ def losses_of_engine(rank: int, folder: Path, layout: Layout) -> dict[str, list[
     rewards = Engine.from_hf(folder / "reward", layout, still, native="auto")
     parts = MicroBatchSpec(num=3)
     dpo, grpo, reward_model = map(example, ("dpo", "grpo", "reward_model"))
+    grpo.TEMPERATURE = TEMPERATURE
 
     pairs = dpo.with_reference(reference, dpo.batch_of([dpo.Pair(*three) for three in texts()]))
     answers = grpo.batch_of([grpo.Answer(p, a, *known(len(a))) for p, *both in texts() for a in both])
-    scores = reference.forward(answers, token_scores(), micro_batches=parts, broadcast=True)
+    scores = reference.forward(answers, token_scores(TEMPERATURE), micro_batches=parts, broadcast=True)
     answers = answers.with_key("reference", scores["log_probs"])
     margins = [0.1 * number for number in range(len(LENGTHS))]
     compared = reward_model.batch_of([(p + a, p + b) for p, a, b in texts()], margins)
@@ -155,7 +158,7 @@ def of_grpo(folder: Path, tokenizer: Any) -> list[Found]:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     model, reference = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference"))
-    config = GRPOConfig(**arguments(folder), per_device_train_batch_size=8, num_generations=2)
+    config = GRPOConfig(**arguments(folder), per_device_train_batch_size=8, num_generations=2, temperature=TEMPERATURE)
     data = Dataset.from_list([{"prompt": "the cat"}] * 8)
     trainer: Any = GRPOTrainer(
         model, lambda completions, **_: [0.0] * len(completions), config, data, processing_class=tokenizer
@@ -174,7 +177,8 @@ def of_grpo(folder: Path, tokenizer: Any) -> list[Found]:
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
     ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
     with torch.no_grad():
-        log_probs = reference(ids, mask).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        logits = reference(ids, mask).logits[:, :-1] / TEMPERATURE
+        log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     inputs["ref_per_token_logps"] = log_probs[:, -inputs["completion_ids"].shape[1] :]
     found = []
     for trainer.epsilon_low, trainer.epsilon_high, trainer.beta in CLIPS:
