@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch, ScheduleConfig
 from penstock.engine.checkpoint.checkpointer import Checkpointer
 from penstock.engine.checkpoint.manifest import random_state
+from penstock.runtime import PipelineError
 from tests.dist.launch import run_ranks
 
 WIDTH, VOCAB = 8, 16
@@ -344,10 +345,14 @@ def test_state_that_cannot_be_put_back_hides_no_error_and_lets_no_rank_wait(worl
 
 
 class RefusesOnOneRank(Keeps):
-    """Takes no extra state on the second rank."""
+    """Takes no extra state on the second rank, until it does."""
+
+    takes = False
 
     def set_extra_state(self, state: Any) -> None:
-        raise OverflowError("it does not fit")
+        if not self.takes:
+            raise OverflowError("it does not fit")
+        super().set_extra_state(state)
 
 
 def refused_load(rank: int, folder: Path) -> list[str]:
@@ -360,6 +365,11 @@ def refused_load(rank: int, folder: Path) -> list[str]:
         with pytest.raises(ValueError) as raised:
             engine.load(folder)
         errors.append(str(raised.value))
+        with pytest.raises(PipelineError, match="not loaded whole: load it again, or another"):
+            train(engine, 1)
+    RefusesOnOneRank.takes = True
+    engine.load(folder)
+    train(engine, 1)
     closed(engine)
     return errors
 

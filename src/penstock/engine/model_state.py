@@ -160,7 +160,12 @@ class ModelState:
             self.load_progress(values["engine"])
             restore_random_state([of_rank["random"] for of_rank in info.rank_values], grid.rank, grid.world_size)
 
-        reader.restore(info, go_on)
+        try:
+            reader.restore(info, go_on)
+        except Exception:
+            # Tensors are loaded, and counters of other ranks perhaps.
+            self.pipeline.recovery.uncertain = "a checkpoint was not loaded whole: load it again, or another"
+            raise
         self.trainer.trained.rebuild_as_loaded()
         self.pipeline.model.casts.renew()
 
