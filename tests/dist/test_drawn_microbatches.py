@@ -237,8 +237,8 @@ def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
     sentences = [
         "the iterator ended before microbatch 6 of 9; let it give as many",
         "the iterator failed at microbatch 3 of 9: OSError: the disk is gone",
-        "microbatch 4 differs between ranks that share a batch: the iterator of rank 0 gave",
-        "the iterator of rank 0 gave the same lengths and ids, but other values",
+        "microbatch 4 differs between ranks that share a batch: the iterators of ranks 0 and 1 gave",
+        "the iterators of ranks 0 and 1 gave the same lengths and ids, but other values",
         "microbatch 2 of 9: batch: an int; give a PackedBatch",
         "tokens, but micro_batches allows 3",
         "no loss",

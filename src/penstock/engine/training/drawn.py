@@ -143,11 +143,12 @@ class Draws:
         lengths, contents, num_tokens, _ = row.tolist()
         lengths_here, contents_here = _digests(microbatch)
         if lengths != lengths_here or (contents and contents_here and contents != contents_here):
-            what = "the same lengths and ids, but other values" if lengths == lengths_here else f"{num_tokens} tokens"
-            first, this = self.ranks[self.leader], self.pipeline.grid.rank
+            what = f"{num_tokens} and {microbatch.num_tokens} tokens"
+            if lengths == lengths_here:
+                what = "the same lengths and ids, but other values"
             raise PipelineError(
-                f"microbatch {number} differs between ranks that share a batch: the iterator of rank {first} gave "
-                f"{what}, that of rank {this} {microbatch.num_tokens} tokens; give all the same"
+                f"microbatch {number} differs between ranks that share a batch: the iterators of ranks "
+                f"{self.ranks[self.leader]} and {self.pipeline.grid.rank} gave {what}; give all the same"
             )
         return microbatch
 
