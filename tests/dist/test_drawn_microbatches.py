@@ -252,6 +252,17 @@ def test_a_source_that_cannot_be_used_is_named_and_leaves_no_trace() -> None:
 
 
 @pytest.mark.shows(176)
+@pytest.mark.parametrize("wrong", [0, 4, NUM - 1])
+def test_a_step_that_fails_takes_its_microbatches_and_no_other(wrong: int) -> None:
+    microbatches: list[Any] = known(num=NUM + 2)
+    microbatches[wrong] = "no batch"
+    source = iter(microbatches)
+    with pytest.raises(ValueError, match=f"microbatch {wrong} of {NUM}"):
+        engine_of(1, "1f1b").train_batch(source, micro_batches=SPEC, normalize=DIVISOR)
+    assert [left.num_tokens for left in source] == [left.num_tokens for left in microbatches[NUM:]]
+
+
+@pytest.mark.shows(176)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

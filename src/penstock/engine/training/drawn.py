@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class Draws:
         has_iterator: Sequence[bool],
     ) -> None:
         """has_iterator: of each rank, whether it has one."""
-        self.pipeline, self.iterator, self.num, self.check = pipeline, iterator, num, check
+        self.pipeline, self.num, self.check = pipeline, num, check
+        self.iterator = None if iterator is None else islice(iterator, num)
         self.ranks = next(ranks for ranks in pipeline.ranks_by_batch if pipeline.grid.rank in ranks)
         have_one = [has_iterator[rank] for rank in self.ranks]
         self.leader, self.tells_all = have_one.index(True), not all(have_one)
@@ -87,8 +89,7 @@ class Draws:
         if self.iterator is None:
             return
         with suppress(Exception), self.pipeline.recovery.asking("drawing what is left of a call that failed"):
-            for _ in range(len(self.drawn), self.num):
-                next(self.iterator)
+            deque(self.iterator, maxlen=0)
 
     def _draw(self) -> PackedBatch:
         number = len(self.drawn)
