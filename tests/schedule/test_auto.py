@@ -9,10 +9,9 @@ import pytest
 from penstock.schedule import Costs, Op, Placement, PlacementKind, Schedule, build, flatten, lower, simulate, verify
 from penstock.schedule.search import bound
 from tests.covering import EVERY, pairs_of
-
-# The same numbers wherever it runs.
 from tests.schedule.families import NAMES, PUBLISHED, Published, lowered
 
+# The same numbers wherever it runs.
 pytestmark = pytest.mark.subject("src/penstock/schedule/**/*.py")
 
 # Spans and peaks of V-Min, V-Half and ZB-V (arXiv 2405.15362), F, I and W of a stage taking 1: ranks, microbatches.
