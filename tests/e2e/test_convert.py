@@ -17,29 +17,19 @@ from tests.e2e.training import CORPUS, run
 from tests.hugging_face import CLOSE, make_model, make_sequences, reference_logits, stored_tensors
 
 RUN = """
-output = "{output}"
-
-[model]
-pretrained = "{pretrained}"
-{more}
-[data]
-corpus = "{corpus}"
-tokenizer = "bytes"
-cache = "{cache}"
-sequence_length = 32
-num_sequences = 4
-
-[parallel]
-pp = 2
-timeout_s = 60
-
-[train]
-steps = 2
-num_microbatches = 2
-
-[log]
-tensorboard = false
-timeline = false
+output = "{folder}/run"
+model.pretrained = "{pretrained}"
+data.corpus = "{folder}/corpus.py"
+data.tokenizer = "bytes"
+data.cache = "{folder}/cache"
+data.sequence_length = 32
+data.num_sequences = 4
+parallel.pp = 2
+parallel.timeout_s = 60
+train.steps = 2
+train.num_microbatches = 2
+log.tensorboard = false
+log.timeline = false
 """
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,12 +51,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_run(folder: Path, pretrained: Path, more: str = "") -> Path:
-    corpus = folder / "corpus.py"
-    corpus.write_text(CORPUS)
+def write_run(folder: Path, pretrained: Path) -> Path:
+    (folder / "corpus.py").write_text(CORPUS)
     path = folder / "run.toml"
-    text = RUN.format(output=folder / "run", pretrained=pretrained, more=more, corpus=corpus, cache=folder / "cache")
-    path.write_text(text)
+    path.write_text(RUN.format(folder=folder, pretrained=pretrained))
     return path
 
 

@@ -17,45 +17,25 @@ from tests.hugging_face import SIZES, make_model, stored_tensors
 
 RUN_FILE = """
 output = "{folder}/out"
-
-[model]
-pretrained = "{folder}/base"
-
-[data]
-corpus = "{folder}/corpus.txt"
-cache = "{folder}/cache"
-sequence_length = 32
-num_sequences = 8
-
-[parallel]
-pp = 2
-timeout_s = 60
-
-[optimizer]
-name = "sgd"
-learning_rate = 0.5
-decay = "constant"
-arguments = {{ momentum = 0.5 }}
-
-[[optimizer.groups]]
-pattern = "*.lora_B.*"
-name = "muon"
-learning_rate = 0.02
-
-[adapter]
-rank = 4
-target_modules = ["q_proj", "up_proj"]
-
-[train]
-steps = {steps}
-num_microbatches = 4
-
-[checkpoint]
-every = 2
-
-[log]
-tensorboard = false
-timeline = false
+model.pretrained = "{folder}/base"
+data.corpus = "{folder}/corpus.txt"
+data.cache = "{folder}/cache"
+data.sequence_length = 32
+data.num_sequences = 8
+parallel.pp = 2
+parallel.timeout_s = 60
+optimizer.name = "sgd"
+optimizer.learning_rate = 0.5
+optimizer.decay = "constant"
+optimizer.arguments = {{ momentum = 0.5 }}
+optimizer.groups = [{{ pattern = "*.lora_B.*", name = "muon", learning_rate = 0.02 }}]
+adapter.rank = 4
+adapter.target_modules = ["q_proj", "up_proj"]
+train.steps = {steps}
+train.num_microbatches = 4
+checkpoint.every = 2
+log.tensorboard = false
+log.timeline = false
 """
 
 
