@@ -124,7 +124,7 @@ def command_of_two_ranks(folder: Path, steps: int) -> Iterator[tuple[str, list[H
 def small_engine(folder: Path) -> Engine:
     """An engine of one process, with a vocabulary of bytes."""
     file = write_run(folder, "engine", 10**6)
-    file.write_text(file.read_text().replace("pp = 2", "pp = 1").replace("[data]", "vocab_size = 256\n\n[data]"))
+    file.write_text(file.read_text().replace("pp = 2", "pp = 1") + "model.vocab_size = 256\n")
     return Engine.from_config(file)
 
 

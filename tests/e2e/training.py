@@ -19,42 +19,26 @@ CORPUS = "".join(f"def f{i}(x):\n    return x * {i * i} + {i}\n\n\n" for i in ra
 
 RUN_FILE = """
 output = "{output}"
-
-[model]
-hidden_size = 16
-intermediate_size = 32
-num_layers = 2
-num_heads = 2
-tie_embeddings = true
-
-[data]
-corpus = "{corpus}"
-cache = "{cache}"
-sequence_length = 32
-num_sequences = 8
-
-[parallel]
-pp = 2
-timeout_s = 60
-
-[optimizer]
-num_warmup_steps = 5
-
-[train]
-steps = {steps}
-num_microbatches = 4
-
-[validation]
-every = 20
-num_sequences = 8
-
-[checkpoint]
-every = 5
-keep = 100
-
-[log]
-tensorboard = false
-timeline = false
+model.hidden_size = 16
+model.intermediate_size = 32
+model.num_layers = 2
+model.num_heads = 2
+model.tie_embeddings = true
+data.corpus = "{corpus}"
+data.cache = "{cache}"
+data.sequence_length = 32
+data.num_sequences = 8
+parallel.pp = 2
+parallel.timeout_s = 60
+optimizer.num_warmup_steps = 5
+train.steps = {steps}
+train.num_microbatches = 4
+validation.every = 20
+validation.num_sequences = 8
+checkpoint.every = 5
+checkpoint.keep = 100
+log.tensorboard = false
+log.timeline = false
 """
 
 # What must be the same, however often the run was interrupted; the rest of the metrics are times.
