@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.data import MicroBatchSpec, PackedBatch, Split, check_lengths, merge, take_apart
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.loss import (
+    BoundLoss,
     EvaluationLoss,
     LossFn,
     LossWeightFn,
@@ -103,7 +104,7 @@ def evaluate(
 ) -> EvaluationLoss:
     """Run forwards alone, and add up their losses; see `Engine.evaluate`."""
     loss, weight, num_rounds, num_metrics = 0.0, 0.0, 0, 0
-    step_loss, outputs = StepLoss(loss_fn, loss_weight_fn), list[Any]()
+    step_loss, outputs = StepLoss(BoundLoss(loss_fn, loss_weight_fn)), list[Any]()
     recovery, num_dp = pipeline.recovery, pipeline.layout.dp
     batches = [batches] if isinstance(batches, PackedBatch) else batches
     are_batches = isinstance(batches, Iterable) and not isinstance(batches, str | bytes | Mapping)
@@ -115,7 +116,7 @@ def evaluate(
     def source_from(batch: Any) -> MicrobatchSource:
         if not are_batches:
             raise ValueError(f"batches={batches!r} is {type_in_words(batches)}; give a PackedBatch or a list of such")
-        return source_of(pipeline, batch, micro_batches, step_loss)
+        return source_of(pipeline, batch, micro_batches, step_loss.bound)
 
     with pipeline.model.casts.kept():
         while True:

@@ -19,7 +19,7 @@ from penstock.engine.rehearsal.place import RehearsedPlace, even_counts
 from penstock.engine.rehearsal.step import RehearsedBatch, microbatches_of
 from penstock.engine.rehearsal.units import without_values
 from penstock.engine.training import trainer as training
-from penstock.engine.training.loss import StepLoss, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import BoundLoss, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.trainer import Trainer
 from penstock.model import decoder_units
 from penstock.runtime import Executor
@@ -61,7 +61,7 @@ def one_rank(waits: DeviceWaits, batch: RehearsedBatch) -> Iterator[None]:
 
     @contextmanager
     def agreed(pipeline: Any, *arguments: Any) -> Iterator[Any]:
-        loss = StepLoss(token_cross_entropy, num_loss_tokens, Normalize.GLOBAL)
+        loss = BoundLoss(token_cross_entropy, num_loss_tokens, Normalize.GLOBAL)
         yield microbatches_of(pipeline, batch.parts, loss)
 
     def watched(executor: Executor, feeds: Any) -> Any:

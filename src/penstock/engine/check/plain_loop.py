@@ -18,7 +18,7 @@ from penstock.engine.optimizer.groups import ParameterGroups, freeze
 from penstock.engine.optimizer.optimizer import Optimizer
 from penstock.engine.options import EngineOptions
 from penstock.engine.sharding import Ties
-from penstock.engine.training.loss import LossFn, LossWeightFn, StepLoss, scalar_loss
+from penstock.engine.training.loss import BoundLoss, LossFn, LossWeightFn, StepLoss, scalar_loss
 from penstock.model import Given, Numbers, Randomness, Sequences, UnitSpec, kept_random_state
 from penstock.parallel import GradientBuckets, sum_tied
 from penstock.runtime import UnitCall
@@ -62,7 +62,7 @@ class PlainLoop:
         options: EngineOptions,
         device: torch.device,
     ) -> None:
-        self._loss, self.seed, self._device = StepLoss(loss_fn, loss_weight_fn), options.seed, device
+        self._loss, self.seed, self._device = StepLoss(BoundLoss(loss_fn, loss_weight_fn)), options.seed, device
         self.losses, self.gradients, self.strangers, self._num_steps = [], {}, [], 0
         self.modules = {unit.name: build_unit(unit, options, self._device) for unit in units}
         self.parameters = {
@@ -111,7 +111,7 @@ class PlainLoop:
 
     def losses_of(self, microbatches: Sequence[PackedBatch], step: int, training: bool = True) -> list[Tensor]:
         """Each microbatch's share of the loss of a step; in training their gradients are accumulated."""
-        factor = 1.0 / sum(float(self._loss.loss_weight_fn(microbatch)) for microbatch in microbatches)
+        factor = 1.0 / sum(float(self._loss.bound.loss_weight_fn(microbatch)) for microbatch in microbatches)
         losses = list[Tensor]()
         parameters = list(self.parameters.values())
         for module in self.modules.values():

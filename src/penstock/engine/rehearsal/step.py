@@ -27,7 +27,7 @@ from penstock.engine.rehearsal.counted import CountedArena
 from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.place import RehearsedPlace
 from penstock.engine.rehearsal.units import rehearsed_costs, without_values
-from penstock.engine.training.loss import LossFn, StepLoss, num_loss_tokens, token_cross_entropy
+from penstock.engine.training.loss import BoundLoss, LossFn, StepLoss, num_loss_tokens, token_cross_entropy
 from penstock.engine.training.microbatches import MicrobatchList, MicrobatchSource
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups
@@ -275,8 +275,8 @@ def rehearse(
         # The batch keeps its values, which the host may read; the mode uses these fakes wherever it meets its tensors.
         fakes = [mode.from_tensor(microbatch[key]) for microbatch in parts.microbatches for key in batch.data.keys]
         meter.claim(MemoryKind.OTHER, fakes)
-        step_loss = StepLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
-        feeds = _take_step(trainer, place, parts, step_loss)
+        loss = BoundLoss(batch.loss_fn, num_loss_tokens, Normalize.GLOBAL)
+        feeds = _take_step(trainer, place, parts, loss)
         program, traffic = pipeline.program(len(feeds)), place.traffic
         step = Rehearsal(
             rank=rank,
@@ -308,14 +308,14 @@ def claim_state(trainer: Trainer, meter: Meter) -> None:
     meter.claim(MemoryKind.GRADIENTS, [bucket.gradients for bucket in buckets])
 
 
-def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, step_loss: StepLoss) -> list[Feed]:
+def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, loss: BoundLoss) -> list[Feed]:
     """The lines of `Trainer.train_batch` that concern one rank, in their order; returns the feeds."""
     pipeline, optimizer = trainer.pipeline, trainer.optimizer
-    microbatches, loss_scale = microbatches_of(pipeline, parts, step_loss), optimizer.loss_scale
+    microbatches, loss_scale = microbatches_of(pipeline, parts, loss), optimizer.loss_scale
     with explained(pipeline.recorder):
         executor = pipeline.executor(microbatches.num, trainer.start_reduction)
         executor.arena = CountedArena()
-        feeds = list(trainer.feeds(microbatches, step_loss, loss_scale, 1, executor.program))
+        feeds = list(trainer.feeds(microbatches, StepLoss(loss), loss_scale, 1, executor.program))
         if optimizer.may_fail:
             # An optimizer of torch makes its state in the first step; a later one is rehearsed.
             optimizer.update(optimizer.take_edits_and_norm()[0], 1, optimizer.rates.at(1))
@@ -332,13 +332,13 @@ def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, step_loss:
     return feeds
 
 
-def microbatches_of(pipeline: Pipeline, parts: Split, step_loss: StepLoss) -> MicrobatchSource:
+def microbatches_of(pipeline: Pipeline, parts: Split, loss: BoundLoss) -> MicrobatchSource:
     """The microbatches on which all ranks would agree if each had this batch."""
     weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
     return MicrobatchList(
         pipeline,
         parts.microbatches,
-        loss=step_loss,
+        loss=loss,
         split=parts,
         weights=weights if pipeline.holds_last_stage else [],
         num=len(parts.microbatches),

@@ -172,8 +172,8 @@ def divisor_of(normalize: Normalize | str | float) -> Normalize | float:
 
 
 @dataclass(eq=False)
-class StepLoss:
-    """A loss function, read once for all steps taken with it, and what it gives beside losses in one of them."""
+class BoundLoss:
+    """A loss function with its weight and divisor, read once for all steps taken with them."""
 
     #: gives a microbatch's loss, or that and anything else
     loss_fn: LossFn
@@ -181,15 +181,6 @@ class StepLoss:
     loss_weight_fn: LossWeightFn
     #: the divisor, or how it follows from the weights; None where losses are only added up
     normalize: Normalize | str | float | None = None
-    #: name -> the microbatches' parts, on this rank
-    metrics: dict[str, list[Metric]] = field(default_factory=dict)
-    #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
-    _outputs: dict[int, Any] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        """Forget what a step has left that failed."""
-        self.metrics.clear()
-        self._outputs.clear()
 
     @cached_property
     def divisor(self) -> Normalize | float | None:
@@ -227,11 +218,8 @@ class StepLoss:
     def _reduction(self) -> str | None:
         return reduction_of_labels(self.loss_fn)
 
-    def __call__(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
-        """The microbatch's loss alone.
-
-        Raises: ValueError where the loss function gives a tuple that is no pair, or `Metric`s without names.
-        """
+    def __call__(self, output: Any, microbatch: Any, numbers: Numbers) -> tuple[Any, Any]:
+        """The microbatch's loss, and what is given beside it. Raises: ValueError for a tuple that is no pair."""
         loss_fn = partial(self.loss_fn, **{name: getattr(numbers, name) for name in self._numbers_asked})
         if self._reduction is None:
             result = loss_fn(output, microbatch)
@@ -244,22 +232,7 @@ class StepLoss:
                 f"loss_fn gave a tuple of ({kinds}); possible are the loss, or the loss and one more value, such as a "
                 "dict"
             )
-        if isinstance(beside, Mapping):
-            metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
-            note_metrics(self.metrics, metrics)
-            beside = {name: value for name, value in beside.items() if name not in metrics} or None
-        self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
-        return loss
-
-    def with_warning(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
-        """The microbatch's loss alone, of which one line says where it is a mean that would be divided once more."""
-        loss, is_divided = self(output, microbatch, numbers), isinstance(self.divisor, Normalize)
-        if numbers.microbatch == 0 and is_divided and self.loss_weight_fn is num_loss_tokens and _is_mean(loss):
-            _logger.warning(
-                "loss_fn gives the mean of a microbatch's losses, which the number of tokens with a label divides once "
-                "more: let it give their sum, or let loss_weight_fn say what its value weighs"
-            )
-        return loss
+        return loss, beside
 
     def _of_labels(self, loss_fn: LossFn, output: Any, microbatch: PackedBatch) -> Any:
         """The sum of the losses of a microbatch's tokens, by a loss of (logits, labels), and what it gives beside.
@@ -288,6 +261,38 @@ class StepLoss:
             )
         total = loss.to(dtype_of_sums(loss)) * num if self._reduction == "mean" else loss
         return (total, *beside) if beside else total
+
+
+@dataclass(eq=False)
+class StepLoss:
+    """The losses of one step or evaluation, and what their function gives beside them."""
+
+    #: the loss function
+    bound: BoundLoss
+    #: name -> the microbatches' parts, on this rank
+    metrics: dict[str, list[Metric]] = field(default_factory=dict)
+    #: microbatch -> what was given that is no `Metric`, None for nothing; of the running step or batch
+    _outputs: dict[int, Any] = field(default_factory=dict)
+
+    def __call__(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
+        """The microbatch's loss alone. Raises: ValueError as `BoundLoss` does, or for `Metric`s without names."""
+        loss, beside = self.bound(output, microbatch, numbers)
+        if isinstance(beside, Mapping):
+            metrics = {name: value for name, value in beside.items() if isinstance(value, Metric)}
+            note_metrics(self.metrics, metrics)
+            beside = {name: value for name, value in beside.items() if name not in metrics} or None
+        self._outputs[numbers.microbatch] = tree_map_only(Tensor, Tensor.detach, beside)
+        return loss
+
+    def with_warning(self, output: Any, microbatch: Any, numbers: Numbers) -> Any:
+        """The microbatch's loss alone, of which one line says where it is a mean that would be divided once more."""
+        loss, is_divided = self(output, microbatch, numbers), isinstance(self.bound.divisor, Normalize)
+        if numbers.microbatch == 0 and is_divided and self.bound.loss_weight_fn is num_loss_tokens and _is_mean(loss):
+            _logger.warning(
+                "loss_fn gives the mean of a microbatch's losses, which the number of tokens with a label divides once "
+                "more: let it give their sum, or let loss_weight_fn say what its value weighs"
+            )
+        return loss
 
     def outputs(self) -> tuple[Any, ...]:
         """All that was given beside losses since the last call, in the order of microbatches; empty for nothing."""

@@ -24,7 +24,7 @@ from penstock.data import NO_LABEL, BatchError, MicroBatchSpec, PackedBatch, Spl
 from penstock.data.split import SplitCounts
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.drawn import Draws
-from penstock.engine.training.loss import StepLoss, check_total
+from penstock.engine.training.loss import BoundLoss, check_total
 from penstock.model import Limits, Numbers
 from penstock.parallel.host import gather_on_all_ranks, gather_rows
 from penstock.runtime import Feed, PipelineError
@@ -176,7 +176,7 @@ def source_of(
     pipeline: Pipeline,
     batch: Any,
     spec: MicroBatchSpec | None,
-    loss: StepLoss | None = None,
+    loss: BoundLoss | None = None,
     reads_labels: bool = False,
 ) -> MicrobatchSource:
     """The source of a call's microbatches, of whatever was given as its batch; see `MicrobatchSource`.
@@ -237,7 +237,7 @@ class MicrobatchSource:
     #: how many there are, and the most tokens of each
     spec: MicroBatchSpec = BY_DEFAULT
     #: the loss, which weighs them; None where there is none
-    loss: StepLoss | None = None
+    loss: BoundLoss | None = None
     #: True if labels are token ids, which a loss or a score reads
     reads_labels: bool = False
     #: this rank's microbatches as far as they are known, and where their items stand in the batch

@@ -20,6 +20,7 @@ from penstock.engine.optimizer.steppers import Values
 from penstock.engine.pipeline import Pipeline
 from penstock.engine.training.aux_losses import AuxLossReport, AuxLossTracker, AuxNotes
 from penstock.engine.training.loss import (
+    BoundLoss,
     LossFn,
     LossWeightFn,
     StepLoss,
@@ -102,13 +103,13 @@ class Trainer:
     aux_losses: AuxLossTracker | None
     #: True if this rank was asked to end after the next step
     stop_requested: bool
-    #: the loss of the last step, which the next one mostly has too
-    _loss: StepLoss | None
+    #: the loss function of the last step, which the next one mostly has too
+    _bound: BoundLoss | None
     #: undoes the optimizer's step, while some rank may still fail in it
     _put_back: Callable[[], None] | None
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.stop_requested, self._loss, self._put_back = pipeline, False, None, None
+        self.pipeline, self.stop_requested, self._bound, self._put_back = pipeline, False, None, None
         self.trained = TrainedParameters(pipeline)
         has_aux_losses = any(unit.has_aux_losses for unit in pipeline.units)
         self.aux_losses = AuxLossTracker(pipeline) if has_aux_losses else None
@@ -141,8 +142,8 @@ class Trainer:
         # and the others have to hear of it; outside of it all ranks fail alike. A call from within a loss ends at
         # `joined`, which leaves the running step's loss and record as they are.
         with recovery.joined():
-            loss_scale, step_loss = self.optimizer.loss_scale, self._step_loss(loss_fn, loss_weight_fn, normalize)
-            source = partial(self._source, batch, micro_batches, step_loss, step)
+            loss_scale, bound = self.optimizer.loss_scale, self._bind(loss_fn, loss_weight_fn, normalize)
+            source, step_loss = partial(self._source, batch, micro_batches, bound, step), StepLoss(bound)
             required = [parameter.requires_grad for parameter in self.trained.parameters.values()]
             report = BatchReport(stop=self.stop_requested, rebuild=required != self.trained.required)
             pipeline.recorder.begin_step(step)
@@ -185,29 +186,26 @@ class Trainer:
 
     # ---- the parts of a step, in order
 
-    def _step_loss(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str | float) -> StepLoss:
+    def _bind(self, loss_fn: LossFn, loss_weight_fn: LossWeightFn, normalize: Normalize | str | float) -> BoundLoss:
         """The loss of the last step where it is the same one, so that it is read once; else a new one."""
-        last = self._loss
+        last = self._bound
         if not (
             last is not None
             and last.loss_fn is loss_fn
             and last.loss_weight_fn is loss_weight_fn
             and last.normalize is normalize
         ):
-            self._loss = last = StepLoss(loss_fn, loss_weight_fn, normalize)
-        last.begin()
+            self._bound = last = BoundLoss(loss_fn, loss_weight_fn, normalize)
         return last
 
-    def _source(
-        self, batch: Any, micro_batches: MicroBatchSpec | None, step_loss: StepLoss, step: Any
-    ) -> MicrobatchSource:
+    def _source(self, batch: Any, micro_batches: MicroBatchSpec | None, loss: BoundLoss, step: Any) -> MicrobatchSource:
         """The source of a step's microbatches. Raises: ValueError for what no step can be taken with."""
         if not self.pipeline.options.learns:
             raise ValueError("this engine was made with learns=False, to score and generate; make one that learns")
-        source = source_of(self.pipeline, batch, micro_batches, step_loss)
+        source = source_of(self.pipeline, batch, micro_batches, loss)
         if not (isinstance(step, int) and not isinstance(step, bool) and 1 <= step <= _LAST):
             raise ValueError(f"step = {step!r} is not the number of a step; steps are counted from 1 to {_LAST}")
-        divisor = step_loss.divisor
+        divisor = loss.divisor
         by_parts = divisor is Normalize.MICROBATCH_MEAN and self.pipeline.context is not None
         needs_counts = divisor in (Normalize.GLOBAL, Normalize.DP) or by_parts or self.aux_losses is not None
         if needs_counts and not source.knows_counts:
@@ -241,7 +239,7 @@ class Trainer:
             loss = scalar_loss(loss_of(output, microbatch, numbers))
             return loss * (microbatches.factor(numbers.microbatch) * loss_scale)
 
-        labelled = step_loss.reads_labelled_rows
+        labelled = step_loss.bound.reads_labelled_rows
         feed = partial(self.pipeline.feed, output_fn=scaled_loss, training=True, labelled=labelled)
         feeds = microbatches.feeds(feed, step, program)
         return feeds if self.aux_losses is None else self.aux_losses.attached_to(feeds, microbatches, loss_scale)
