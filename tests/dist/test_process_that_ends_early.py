@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from penstock import Engine, Layout
@@ -16,7 +17,11 @@ TIMEOUT_S = 60.0
 LIMIT_S = 10.0
 
 
-def make(rank: int, folder: Path | None, others_are_late: bool) -> str:
+def make(rank: int, folder: Path | None, others_are_late: bool, store: Path | None = None) -> str:
+    if store is not None:
+        # As torchrun's scripts on GPUs have it, with NCCL in the second place.
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:gloo,meta:gloo", init_method=store.as_uri(), rank=rank, world_size=2)
     if rank == 1:
         raise OSError("shard 7 cannot be read")
     if others_are_late:
@@ -33,13 +38,17 @@ def make(rank: int, folder: Path | None, others_are_late: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("pretrained", "others_are_late"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("pretrained", "others_are_late", "is_mixed"),
+    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
+)
 def test_a_process_that_ends_before_its_engine_is_named(
-    pretrained: bool, others_are_late: bool, tmp_path: Path
+    pretrained: bool, others_are_late: bool, is_mixed: bool, tmp_path: Path
 ) -> None:
     if pretrained:
         make_model("llama").save_pretrained(tmp_path)
-    first, second = run_outcomes(2, make, tmp_path if pretrained else None, others_are_late)
+    folder, store = tmp_path if pretrained else None, tmp_path / "store" if is_mixed else None
+    first, second = run_outcomes(2, make, folder, others_are_late, store)
     assert first.value == (
         "rank 1 has ended, or has not reached the construction of the engine in time; its own output says why"
     )

@@ -124,21 +124,23 @@ def _refuse_other_layouts(layout: Layout, control: dist.ProcessGroup | None) -> 
 
 
 def wait_for_all(timeout: datetime.timedelta | None = None) -> None:
-    """Wait until all processes have come here, as far as their first group is on gloo: it sees one that has ended.
+    """Wait until all processes have come here, where gloo carries their first group's host memory: it sees one's end.
 
     Making another group would wait for that one until the time is up. All come here equally often.
 
     Raises: ProcessEnded naming a rank that has ended, or has not come in time.
     """
-    if dist.get_backend() != "gloo":
+    if "cpu:gloo" not in dist.get_backend_config():
         return
+    group = dist.distributed_c10d._get_default_group()
     store = dist.distributed_c10d._get_default_store()
     meeting = store.add(f"{_MEETINGS}/{dist.get_rank()}", 1)
     try:
-        dist.monitored_barrier(timeout=timeout)
+        # Torch's function of that name refuses a group that has NCCL beside gloo.
+        group.monitored_barrier(timeout or dist.default_pg_timeout, False)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError as error:
         # The first rank alone sees at once that another has ended; the rest wait for its word, as long as it lives.
-        cut_backends([dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))])
+        cut_backends([group._get_backend(torch.device("cpu"))])
         late = "another rank"
         # The store ends with the process that holds it.
         with contextlib.suppress(RuntimeError):
