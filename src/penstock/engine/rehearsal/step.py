@@ -28,7 +28,7 @@ from penstock.engine.rehearsal.meter import Meter
 from penstock.engine.rehearsal.place import RehearsedPlace
 from penstock.engine.rehearsal.units import rehearsed_costs, without_values
 from penstock.engine.training.loss import BoundLoss, LossFn, StepLoss, num_loss_tokens, token_cross_entropy
-from penstock.engine.training.microbatches import MicrobatchList, MicrobatchSource
+from penstock.engine.training.microbatches import BatchReport, MicrobatchList, MicrobatchSource
 from penstock.engine.training.trainer import Trainer
 from penstock.model import ModelGroups
 from penstock.runtime import Feed, Recorder
@@ -334,14 +334,10 @@ def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, loss: Boun
 
 def microbatches_of(pipeline: Pipeline, parts: Split, loss: BoundLoss) -> MicrobatchSource:
     """The microbatches on which all ranks would agree if each had this batch."""
-    weights = [float(microbatch.num_tokens) for microbatch in parts.microbatches]
-    return MicrobatchList(
-        pipeline,
-        parts.microbatches,
-        loss=loss,
-        split=parts,
-        weights=weights if pipeline.holds_last_stage else [],
-        num=len(parts.microbatches),
-        rank_totals=[sum(weights)] * pipeline.layout.dp,
-        num_tokens=int(sum(weights)) * pipeline.layout.dp,
-    )
+    source = MicrobatchList(pipeline, parts.microbatches, loss=loss)
+    # Labels have values, which the host may read.
+    with _disable_current_modes():
+        report = source.divide_and_report(BatchReport(), None)
+    reports = [replace(report, weight=float(report.num_tokens))] * pipeline.layout.world_size
+    source.begin(report.num_microbatches, reports)
+    return source
