@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock import Engine, Layout, MicroBatchSpec, PackedBatch
-from penstock.engine import EngineOptions
+from penstock.engine import EngineOptions, token_cross_entropy
 from penstock.model import decoder_units
 from penstock.runtime import PipelineError, StepError
 from penstock.runtime.errors import TransportError
@@ -267,6 +267,21 @@ def test_an_error_of_one_ranks_device_is_announced_since_no_connection_closes(na
         assert waited_s < LIMIT_S
         # CUDA takes no more of a process after such an error.
         assert goes_on is (name != "cuda")
+
+
+def test_a_rank_that_hears_of_a_failure_begins_no_further_action() -> None:
+    engine, num_losses = Case(Layout()).engine(), 0
+
+    def loss(logits: torch.Tensor, microbatch: PackedBatch) -> torch.Tensor:
+        nonlocal num_losses
+        num_losses += 1
+        engine.pipeline.recovery.alarm.failure = Failure(1, "rank 1 failed in 0B1, step 1: CUDA error")
+        return token_cross_entropy(logits, microbatch)
+
+    with pytest.raises(StepError, match="rank 1 failed in 0B1"):
+        engine.train_batch(batch_of(0, 0), loss, micro_batches=MicroBatchSpec(2))
+    assert num_losses == 1, "the second microbatch's forward was begun"
+    engine.close()
 
 
 @pytest.mark.shows(206)
