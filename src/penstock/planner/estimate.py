@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,6 +14,9 @@ from penstock.planner.links import wiring
 from penstock.planner.model_costs import MessageKind, RecomputedPart, Style, UnitCosts, UnitSize, unit_costs
 from penstock.planner.shape import GRADIENT_BYTES, ModelShape, value_bytes
 from penstock.planner.times import Clock, Constants, Order, SimulatedStep, simulate_step
+from penstock.schedule.placement import Placement
+from penstock.schedule.rehearsal import communicator_bytes
+from penstock.schedule.rules import channels_of
 from penstock.settings import Layout
 
 
@@ -60,8 +64,8 @@ class StageTransient:
 
 # Bytes of a parameter's two moments. With 16 bits there is an fp32 master too.
 _MOMENTS, _MASTER = 8, 4
-# What a device's context, its libraries and its communicators take; nothing on a CPU, whose memory is the process's.
-RESERVED_BYTES = 2 * 2**30
+# What a device's context and its libraries take; nothing on a CPU, whose memory is the process's.
+CONTEXT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -386,12 +390,20 @@ def state_bytes(workload: Workload, candidate: Candidate, dense: float, experts:
     )
 
 
+@lru_cache
+def _num_links(placement: Placement) -> Counter[int]:
+    """The links of each rank with its neighbours."""
+    return Counter(rank for channel in channels_of(placement) for rank in (channel.source, channel.destination))
+
+
 def fullest(
     workload: Workload, candidate: Candidate, cluster: Cluster, stages: StageCosts, step: SimulatedStep
 ) -> RankMemory:
     """The memory of the rank that needs the most of its device's."""
     placement, head, memories = candidate.order.placement, stages.units[-1][-1], []
     places = wiring(cluster, candidate.layout, candidate.style.folded_ep).places
+    layout, num_links = candidate.layout, _num_links(placement)
+    num_groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.cp, layout.tp, layout.ep))
     for rank, (tapes, splits) in enumerate(zip(step.peak_bytes, step.splits, strict=True)):
         local = [stages.units[stage % len(stages.units)] for stage in placement.stages_of(rank)]
         dense = sum(sum(unit.parameters for unit in units) for units in local)
@@ -400,7 +412,8 @@ def fullest(
         kept, transient = max((StageTransient.of(units, head).most_beside(tapes, splits) for units in local), key=sum)
         transient += sum(_gathered_bytes(workload, candidate, units) for units in local)
         device = places[rank].device
-        reserved = RESERVED_BYTES if device.memory_bandwidth > 1e12 else 0.0
+        is_gpu = device.memory_bandwidth > 1e12
+        reserved = CONTEXT_BYTES + communicator_bytes(num_links[rank], num_groups) if is_gpu else 0.0
         memories.append(replace(state, tapes=kept, transient=transient, reserved=reserved, device=device.memory_bytes))
     return max(memories, key=lambda memory: memory.total / memory.device)
 

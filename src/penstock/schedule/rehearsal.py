@@ -34,6 +34,16 @@ class MemoryKind(StrEnum):
     TRANSIENT = "transient"
 
 
+# A communicator of two ranks takes half a gigabyte for the network since NCCL 2.28 (NVIDIA/nccl#2363), and one of more
+# 12 MB for each of 32 channels (NVIDIA/nccl#1685).
+_LINK_BYTES, _GROUP_BYTES = 500_000_000, 400_000_000
+
+
+def communicator_bytes(num_links: int, num_groups: int) -> int:
+    """Memory of a GPU that NCCL takes for a rank's links to its neighbours and for groups, estimated from reports."""
+    return num_links * _LINK_BYTES + num_groups * _GROUP_BYTES
+
+
 STATE = (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.MASTERS, MemoryKind.OPTIMIZER)
 """The kinds that last throughout training."""
 

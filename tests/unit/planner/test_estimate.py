@@ -9,12 +9,13 @@ import torch
 from penstock.model import decoder_units
 from penstock.model.kv_cache import CacheSize
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import RESERVED_BYTES, Candidate, Workload, estimate, stage_costs, state_bytes
+from penstock.planner.estimate import CONTEXT_BYTES, Candidate, Workload, estimate, stage_costs, state_bytes
 from penstock.planner.links import wiring
 from penstock.planner.model_costs import MessageKind, RecomputedPart, Work
 from penstock.planner.search import settings_of
 from penstock.planner.shape import ModelShape, published_model
 from penstock.planner.times import Clock, Constants
+from penstock.schedule.rehearsal import communicator_bytes
 from penstock.settings import Layout, ModelConfig
 
 SHAPE = published_model("llama3-8b")
@@ -58,9 +59,17 @@ def test_tokens_of_a_device_and_mfu_count_every_device(layout: Layout):
     assert found.mfu == pytest.approx(flops / (layout.world_size * cluster.kinds[0].device.peak("bf16")))
 
 
-@pytest.mark.parametrize(("host", "reserved"), [("h100", RESERVED_BYTES), ("cpu", 0)])
-def test_the_fullest_rank_has_all_its_parts_and_on_a_gpu_what_the_driver_takes(host: str, reserved: int):
-    memory = estimate(Workload(SHAPE, 512, 8), _candidate(Layout(pp=2)), Cluster.named(host, 2), Constants()).memory
+@pytest.mark.parametrize(
+    ("host", "layout", "reserved"),
+    [
+        ("h100", Layout(pp=2), CONTEXT_BYTES + communicator_bytes(2, 0)),
+        ("h100", Layout(pp=2, dp=2, tp=2), CONTEXT_BYTES + communicator_bytes(2, 2)),
+        ("cpu", Layout(pp=2), 0),
+    ],
+)
+def test_the_fullest_rank_has_all_its_parts_and_on_a_gpu_what_others_take(host: str, layout: Layout, reserved: int):
+    cluster = Cluster.named(host, layout.world_size)
+    memory = estimate(Workload(SHAPE, 512, 8), _candidate(layout), cluster, Constants()).memory
     parts = (memory.parameters, memory.gradients, memory.optimizer, memory.tapes, memory.transient)
     assert all(part > 0 for part in parts)
     assert memory.total == sum(parts) + reserved
