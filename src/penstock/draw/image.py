@@ -312,6 +312,7 @@ _COLOURS = {
     MemoryKind.TAPE: "#2E8B57",
     MemoryKind.TRANSPORT: "#E0A030",
     MemoryKind.TRANSIENT: "#C8553D",
+    MemoryKind.COMMUNICATORS: "#8A6FA8",
 }
 _MEMORY_WIDTHS_IN, _INCHES_PER_ACTION, _HEIGHT_IN = (9.0, 16.0), 0.16, 4.6
 _MOST_NAMED = 64

@@ -402,8 +402,7 @@ def fullest(
     """The memory of the rank that needs the most of its device's."""
     placement, head, memories = candidate.order.placement, stages.units[-1][-1], []
     places = wiring(cluster, candidate.layout, candidate.style.folded_ep).places
-    layout, num_links = candidate.layout, _num_links(placement)
-    num_groups = sum(size > 1 for size in (layout.dp * layout.cp, layout.cp, layout.tp, layout.ep))
+    num_groups, num_links = candidate.layout.num_device_groups, _num_links(placement)
     for rank, (tapes, splits) in enumerate(zip(step.peak_bytes, step.splits, strict=True)):
         local = [stages.units[stage % len(stages.units)] for stage in placement.stages_of(rank)]
         dense = sum(sum(unit.parameters for unit in units) for units in local)

@@ -32,6 +32,8 @@ class MemoryKind(StrEnum):
     TRANSPORT = "transport"
     #: freed by the end of the action in which it was allocated
     TRANSIENT = "transient"
+    #: what NCCL takes on a GPU, estimated
+    COMMUNICATORS = "communicators"
 
 
 # A communicator of two ranks takes half a gigabyte for the network since NCCL 2.28 (NVIDIA/nccl#2363), and one of more

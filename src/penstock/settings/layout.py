@@ -110,6 +110,11 @@ class Layout(Settings, section="parallel"):
         return math.prod(self.sizes.values())
 
     @property
+    def num_device_groups(self) -> int:
+        """The groups of ranks, beside those of its pipeline, with which a rank exchanges tensors of its device."""
+        return sum(size > 1 for size in (self.dp * self.cp, self.cp, self.tp, self.ep))
+
+    @property
     def product(self) -> str:
         """The axes' sizes as settings: ``parallel.dp = 2 x parallel.pp = 4 x ...``."""
         return " x ".join(f"parallel.{axis} = {size}" for axis, size in self.sizes.items())

@@ -10,12 +10,12 @@ from penstock.cli.plan import _workload_of
 from penstock.engine.rehearsal.step import rehearse_run
 from penstock.planner.calibrate import candidate_of
 from penstock.planner.cluster import Cluster
-from penstock.planner.estimate import estimate, stage_costs
+from penstock.planner.estimate import CONTEXT_BYTES, estimate, stage_costs
 from penstock.planner.model_costs import UnitSize, unit_costs
 from penstock.planner.times import Constants
 from penstock.schedule import Op
 from penstock.schedule.recording import CollectiveKind
-from penstock.schedule.rehearsal import CollectiveTraffic, Rehearsal
+from penstock.schedule.rehearsal import CollectiveTraffic, MemoryKind, Rehearsal
 from penstock.settings.run import from_values
 
 RUN: dict[str, Any] = {
@@ -71,14 +71,22 @@ def _rehearsed(name: str, rank: int, cut: tuple[int, ...]) -> Rehearsal:
     return rehearse_run(from_values(RUN | CASES[name] | ({"schedule.cut": list(cut)} if cut else {})), rank)
 
 
+@pytest.mark.shows(216)
 @pytest.mark.parametrize("name", CASES)
 def test_a_plans_memory_is_that_of_a_rehearsal(name: str):
     config = from_values(RUN | CASES[name])
     layout = config.parallel
-    found = estimate(_workload_of(config), candidate_of(config), Cluster.named("h100", 8), Constants())
+    # A CPU's memory has no communicators in it.
+    found, on_gpus = (
+        estimate(_workload_of(config), candidate_of(config), Cluster.named(host, 8), Constants())
+        for host in ("cpu", "h100")
+    )
     cut = found.candidate.cut or () if layout.pp > 1 else ()
-    peak_bytes = max(rehearsed(name, rank, cut).peak_bytes for rank in range(layout.pp))
-    assert found.memory.total - found.memory.reserved == pytest.approx(peak_bytes, rel=0.06)
+    peaks = [rehearsed(name, rank, cut).fullest.at_peak for rank in range(layout.pp)]
+    communicators = [peak.get(MemoryKind.COMMUNICATORS, 0) for peak in peaks]
+    own = max(sum(peak.values()) - others for peak, others in zip(peaks, communicators, strict=True))
+    assert found.memory.total == pytest.approx(own, rel=0.06)
+    assert on_gpus.memory.reserved - CONTEXT_BYTES == max(communicators)
 
 
 OF_UNITS = ["one device", "tensor parallel", "a ring", "experts", "1f1b, recomputed", "one label in ten"]

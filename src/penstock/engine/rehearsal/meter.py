@@ -90,6 +90,11 @@ class Meter(TorchDispatchMode):
             if block is not None:
                 self._move(block, kind)
 
+    def reserve(self, kind: MemoryKind, num_bytes: int) -> None:
+        """Count memory that no tensor has, from now on."""
+        self._alive[kind] += num_bytes
+        self._interval = _MeteredInterval(dict(self._alive))
+
     def point(self, name: str) -> MemoryPoint:
         """End the interval, and add it to the timeline under that name."""
         interval = self._interval

@@ -34,7 +34,8 @@ from penstock.model import ModelGroups
 from penstock.runtime import Feed, Recorder
 from penstock.schedule import Action, Op
 from penstock.schedule.choice import ScheduleChoice
-from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError
+from penstock.schedule.rehearsal import MemoryKind, Rehearsal, RehearsalError, communicator_bytes
+from penstock.schedule.rules import channels_of
 from penstock.settings import ConfigError, Division, Layout, Normalize, Precision, RunConfig, read_config
 from penstock.settings.declare import checked, words_of
 
@@ -270,6 +271,8 @@ def rehearse(
     with without_values() as mode, meter, meter.guarded(read_by_design):
         pipeline = Pipeline(units, hidden_size, layout, options, place)
         trainer = Trainer(pipeline)
+        if device == "cuda" and options.transport != "host":
+            meter.reserve(MemoryKind.COMMUNICATORS, _communicator_bytes(pipeline))
         if pipeline.own_layers is not None:
             pipeline.own_layers.prepare_for(batch.data)
         # The batch keeps its values, which the host may read; the mode uses these fakes wherever it meets its tensors.
@@ -293,6 +296,13 @@ def rehearse(
         # Last, because this restarts the meter.
         costs = rehearsed_costs(pipeline.units, pipeline.model.stages, options, feeds[0], place)
     return replace(step, units=costs)
+
+
+def _communicator_bytes(pipeline: Pipeline) -> int:
+    """What NCCL takes for this rank's links and groups."""
+    layout, rank = pipeline.layout, pipeline.grid.pp_rank
+    num_links = sum(rank in channel[:2] for channel in channels_of(pipeline.placement))
+    return communicator_bytes(num_links, layout.num_device_groups)
 
 
 def claim_state(trainer: Trainer, meter: Meter) -> None:
