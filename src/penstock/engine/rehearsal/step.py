@@ -299,7 +299,7 @@ def rehearse(
 
 
 def _communicator_bytes(pipeline: Pipeline) -> int:
-    """What NCCL takes for this rank's links and groups."""
+    """The memory that NCCL takes for this rank's links and groups."""
     layout, rank = pipeline.layout, pipeline.grid.pp_rank
     num_links = sum(rank in channel[:2] for channel in channels_of(pipeline.placement))
     return communicator_bytes(num_links, layout.num_device_groups)
