@@ -301,7 +301,10 @@ def test_the_cut_knows_the_share_of_labels() -> None:
     whole, few = (EngineOptions(device="cpu", label_share=share) for share in (1.0, 0.05))
     assert len(cut_units(units, two, whole)[1]) < len(cut_units(units, two, few)[1])
     ends, cpu = (units[0], units[-1]), torch.device("cpu")
-    head = [times_here(ends, config.hidden_size, [512], own, cpu).totals[-1] for own in (whole, few)]
+    # The least of several, since the machine has other things to do.
+    head = [
+        min(times_here(ends, config.hidden_size, [512], own, cpu).totals[-1] for _ in range(3)) for own in (whole, few)
+    ]
     assert head[1] < 0.5 * head[0]
     run = {"output": "none", "model.vocab_size": 43, "data.label_share": 0.05}
     assert EngineOptions.of(from_values(run)).label_share == 0.05
