@@ -33,7 +33,7 @@ from penstock.runtime import (
     Tape,
     run_together,
 )
-from penstock.runtime.stage import ALONE, Finish
+from penstock.runtime.stage import ALONE, ResultFn
 
 NUM_TOKENS, HIDDEN_SIZE = 4, 8
 
@@ -53,7 +53,7 @@ class EmptyStage(Stage):
         tape: Tape | None,
         x: Message,
         sequences: Sequences,
-        finish: Finish | None = None,
+        result_fn: ResultFn | None = None,
         given: Given = NOTHING_GIVEN,
     ) -> Lane[Message]:
         return self._ready

@@ -21,7 +21,7 @@ from penstock.engine.precision import parameter_dtype
 from penstock.model import Sequences, UnitSpec, drain
 from penstock.parallel import Grid, gather_json
 from penstock.runtime import Boundary, Message, Stage, Tape
-from penstock.runtime.stage import Finish
+from penstock.runtime.stage import ResultFn
 from penstock.schedule import Costs, Placement, balanced_cut, costs_of_cut
 from penstock.schedule.choice import ScheduleChoice
 from penstock.settings import Quantize
@@ -111,12 +111,12 @@ def times_here(
     return Costs(forward, backward_input, backward_weight, recompute=recompute)
 
 
-def _least_times(stage: Stage, x: Tensor, sequences: Sequences, finish: Finish) -> list[float]:
+def _least_times(stage: Stage, x: Tensor, sequences: Sequences, result_fn: ResultFn) -> list[float]:
     """The shortest times of F, I and W after a warm-up: other work on the machine only ever adds."""
     runs = []
     for _ in range(NUM_RUNS + 1):
         tape, moments = Tape(), [_now(x.device)]
-        drain(stage.forward(tape, Message((x,)), sequences, finish))
+        drain(stage.forward(tape, Message((x,)), sequences, result_fn))
         moments.append(_now(x.device))
         drain(stage.backward(tape, None, split=True))
         moments.append(_now(x.device))

@@ -442,28 +442,28 @@ class Pipeline:
         # In training `numbers.step` is the step being taken, elsewhere the last one taken.
         num_steps_taken = numbers.step - 1 if training else numbers.step
         randomness = Randomness(self.options.seed, num_steps_taken, data_rank, numbers.microbatch, self.device)
-        present, read_part = self.units[-1].present, part
+        to_output, loss_part = self.units[-1].to_output, part
         # A user's own last layer computes all tokens.
         if labelled and self.holds_last_stage and self.units[-1].flops_if_read:
-            read_part, rows = labelled_part(part)
+            loss_part, rows = labelled_part(part)
             sequences = sequences.with_read_rows(rows)
         if training and self.holds_last_stage:
             sequences = replace(sequences, ahead=self._ahead(microbatch))
         entering = {"tokens": part["tokens"]} if self.holds_first_stage else {}
         named = {} if self.own_layers is None else self.own_layers.inputs(part)
-        read = _numbers_by_row(read_part) if self.holds_last_stage else {}
-        tables = in_one_copy([entering, named, read, *sequences.tables()], self.device)
-        (entering, named, read), sequences = tables[:3], sequences.with_tables(tables[3:])
-        read_part = read_part.on_device(read)
+        loss_keys = _numbers_by_row(loss_part) if self.holds_last_stage else {}
+        tables = in_one_copy([entering, named, loss_keys, *sequences.tables()], self.device)
+        (entering, named, loss_keys), sequences = tables[:3], sequences.with_tables(tables[3:])
+        loss_part = loss_part.on_device(loss_keys)
 
-        def finish(output: Any) -> Tensor:
-            return output_fn(output if present is None else present(output), read_part, numbers)
+        def result(output: Any) -> Tensor:
+            return output_fn(output if to_output is None else to_output(output), loss_part, numbers)
 
         return Feed(
             num_tokens=sequences.num_tokens,
             sequences=sequences,
             tokens=entering.get("tokens"),
-            finish=finish if self.holds_last_stage else None,
+            result_fn=result if self.holds_last_stage else None,
             given=Given(named, randomness, {} if self.own_layers is None else numbers._asdict()),
         )
 

@@ -91,10 +91,10 @@ def _spec(
     tied, sharding = tied or {}, _sharding(whole, config, groups)
     full_names = {parameter: tied.get(parameter, f"{name}.{parameter}") for parameter in shapes}
     rules = {parameter: _rule(full_name, shapes[parameter], config) for parameter, full_name in full_names.items()}
-    split, present = None if groups.tp is None else TensorParallelSplit(config, groups), None
+    split, to_output = None if groups.tp is None else TensorParallelSplit(config, groups), None
     if split is not None and isinstance(whole, Head):
         # The head's output is this rank's part of the logits.
-        present = partial(ShardedLogits, part=split.vocabulary, collectives=Collectives(groups.tp))
+        to_output = partial(ShardedLogits, part=split.vocabulary, collectives=Collectives(groups.tp))
     return UnitSpec(
         name,
         partial(build, groups),
@@ -106,7 +106,7 @@ def _spec(
         # Several ranks hold these, and each computes gradients only of its own tokens or heads.
         frozenset(parameter for parameter in shapes if split and split.is_repeated(sharding.get(parameter))),
         has_aux_losses=any("router" in parameter for parameter in shapes),
-        present=present,
+        to_output=to_output,
     )
 
 

@@ -64,7 +64,7 @@ class UnitSpec:
     #: tokens beyond the next that the unit predicts in training
     num_ahead: int = 0
     #: turns the last unit's output into the logits from which a loss is computed; None if it is the logits
-    present: Callable[[Tensor], Any] | None = None
+    to_output: Callable[[Tensor], Any] | None = None
     #: the first unit's limits; None if unknown
     limits: Limits | None = None
     #: True for a user's own layer, whose output may be more than the plain stream

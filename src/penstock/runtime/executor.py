@@ -17,7 +17,7 @@ from penstock.runtime.errors import Deadlock, PipelineError, TransportError
 from penstock.runtime.message import Message
 from penstock.runtime.offload import Arena, Saved, storages_of
 from penstock.runtime.recovery import Alarm
-from penstock.runtime.stage import ALONE, Finish, Pairs, Stage, Tapes
+from penstock.runtime.stage import ALONE, Pairs, ResultFn, Stage, Tapes
 from penstock.runtime.trace import Awaited, Recorder, named_handler, profiler_is_active
 from penstock.runtime.transport import Receipt, Transport
 from penstock.schedule import Action, Direction, Op, Program, ScheduleError, Step, parts, verify
@@ -35,7 +35,7 @@ class Feed:
     #: the token ids [T] that enter the first stage; None on ranks without it
     tokens: Tensor | None = None
     #: turns the last stage's output into its result, in training the scaled scalar loss; None on ranks without it
-    finish: Finish | None = None
+    result_fn: ResultFn | None = None
     #: all else that units may ask for
     given: Given = NOTHING_GIVEN
 
@@ -99,7 +99,7 @@ class Executor:
     _arrivals: dict[Key, Receipt | Message] = field(default_factory=dict, init=False)
     #: results that their send has not taken yet
     _departures: dict[Key, Message] = field(default_factory=dict, init=False)
-    #: microbatch -> the result of the last stage's `finish`
+    #: microbatch -> the result of the last stage's `result_fn`
     _results: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Executor:
 
         Each is taken when this rank first needs it, in this order, and let go of after the last action that does.
 
-        Returns what the last stage's `finish` gave, by microbatch; an empty list on ranks without the last stage.
+        Returns what the last stage's `result_fn` gave, by microbatch; an empty list on ranks without the last stage.
 
         Raises:
             TransportError: a message did not come or was not taken in time.
@@ -243,9 +243,9 @@ class Executor:
         if x is None:
             assert feed.tokens is not None, f"{action} needs the microbatch's tokens"
             x = Message((feed.tokens,))
-        finish = feed.finish if wire.target is None else None
+        result_fn = feed.result_fn if wire.target is None else None
         stage = self.stages[action.stage]
-        result = yield from stage.forward(tape, x, feed.sequences, finish, feed.given)
+        result = yield from stage.forward(tape, x, feed.sequences, result_fn, feed.given)
         self._hand_on(action, wire, result)
 
     def _backward(self, action: Action, wire: Wire, grad: Message | None, pairs: Pairs) -> Lane[None]:

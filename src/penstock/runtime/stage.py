@@ -201,7 +201,7 @@ def _versions(x: Any) -> list[int]:
 
 _NO_PROFILER = nullcontext()
 Grads = tuple[Tensor, ...]
-Finish = Callable[[Tensor], Tensor]
+ResultFn = Callable[[Tensor], Tensor]
 
 
 # ---- The tape: what a stage keeps of a microbatch from its F to its last backward action
@@ -415,13 +415,13 @@ class Stage:
         tape: Tape | None,
         x: Message,
         sequences: Sequences,
-        finish: Finish | None = None,
+        result_fn: ResultFn | None = None,
         given: Given = NOTHING_GIVEN,
     ) -> Lane[Message]:
         """Forward of one microbatch; `tape` is None where no backward follows.
 
-        Returns the output, [T, D] unless the boundary is open, without its graph; on the last stage what `finish` makes
-        of the output (the scaled loss, a scalar).
+        Returns the output, [T, D] unless the boundary is open, without its graph; on the last stage what `result_fn`
+        makes of it (the scaled loss, a scalar).
         """
         self.weights_ready()
         if self.weight_gradients is not None:
@@ -429,13 +429,13 @@ class Stage:
         # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
         for run in self._runs or [[]]:
             if isinstance(run, list):
-                x = self._segment(run, x, tape, sequences, finish, given)
+                x = self._segment(run, x, tape, sequences, result_fn, given)
                 continue
             context = partial(named_context, run.name, partial(self._context, tape))
             lane = run.unit(tape).forward_lane(tape, x.tensors[0], sequences)
             x = Message(((yield from Driven(lane, context)),))  # pyright: ignore[reportArgumentType]
-            if finish is not None and run is self._runs[-1]:
-                x = self._segment([], x, tape, sequences, finish, given)
+            if result_fn is not None and run is self._runs[-1]:
+                x = self._segment([], x, tape, sequences, result_fn, given)
         return x
 
     def _segment(
@@ -444,7 +444,7 @@ class Stage:
         x: Message,
         tape: Tape | None,
         sequences: Sequences,
-        finish: Finish | None,
+        result_fn: ResultFn | None,
         given: Given,
     ) -> Message:
         """One segment: units that launch no collective, and on the last stage what follows them."""
@@ -455,12 +455,12 @@ class Stage:
             for call in calls:
                 h = call(h, sequences, given, tape)
                 # The loss may take any output of the last layer.
-                if finish is None or not (is_last and call is calls[-1]):
+                if result_fn is None or not (is_last and call is calls[-1]):
                     output = call.message(h, self.boundary, sequences.num_tokens)
-            if is_last and finish is not None:
+            if is_last and result_fn is not None:
                 if given.randomness is not None:
                     given.randomness.begin("loss")
-                output = Message((finish(h),))
+                output = Message((result_fn(h),))
         if tape is not None:
             tape.record(leaves, output.tensors)
             if tape.replays is not None:

@@ -43,8 +43,8 @@ class PlainLoop:
     _loss: StepLoss
     seed: int
     _device: torch.device
-    #: see `UnitSpec.present`
-    _present: Callable[[Tensor], Any] | None
+    #: see `UnitSpec.to_output`
+    _to_output: Callable[[Tensor], Any] | None
     #: layer -> what its `forward` asks for
     _calls: dict[str, UnitCall]
     #: what trained parameters were before buckets gave them other memory, by full name
@@ -70,7 +70,7 @@ class PlainLoop:
             for name, module in self.modules.items()
             for key, parameter in module.named_parameters()
         }
-        self._present = units[-1].present
+        self._to_output = units[-1].to_output
         self._calls = {name: UnitCall(name, module, recompute=False) for name, module in self.modules.items()}
         self._ties = Ties.of(units, self.parameters, 1)
         parameter_groups = ParameterGroups(options.optimizer, self._ties.originals)
@@ -136,7 +136,7 @@ class PlainLoop:
         for call in self._calls.values():
             call.lacks = call.lacking(microbatch.keys)
             x = call.run(x, sequences, given)
-        return x if self._present is None else self._present(x)
+        return x if self._to_output is None else self._to_output(x)
 
 
 def _elements(tensor: Tensor) -> Tensor:

@@ -56,8 +56,9 @@ def rehearsed_costs(
                     stage.autocast,
                     {name} if is_recomputed else (),
                 )
-                tokens, finish = feed.tokens if spec is units[0] else None, feed.finish if spec is units[-1] else None
-                costs_by_kind[kind] = _costs_alone(unit_stage, replace(feed, tokens=tokens, finish=finish), place)
+                tokens = feed.tokens if spec is units[0] else None
+                result_fn = feed.result_fn if spec is units[-1] else None
+                costs_by_kind[kind] = _costs_alone(unit_stage, replace(feed, tokens=tokens, result_fn=result_fn), place)
             num_bytes = sum(parameter.nbytes for parameter in module.parameters())
             unit_costs.append(UnitCost(name, index, num_bytes, costs_by_kind[kind]))
     return tuple(unit_costs)
@@ -92,11 +93,11 @@ def _costs_alone(stage: Stage, feed: Feed, place: RehearsedPlace) -> tuple[Actio
 
     def forward(tape: Tape) -> None:
         x = stream() if feed.tokens is None else Message((feed.tokens,))
-        drain(stage.forward(tape, x, feed.sequences, feed.finish, feed.given))
+        drain(stage.forward(tape, x, feed.sequences, feed.result_fn, feed.given))
 
     def arriving() -> list[Message]:
         """The gradient that a backward takes out of the list; empty for the model's last unit."""
-        return [stream()] if feed.finish is None else []
+        return [stream()] if feed.result_fn is None else []
 
     def backward(tape: Tape, arrived: list[Message], split: bool = False) -> None:
         drain(stage.backward(tape, arrived.pop() if arrived else None, split))

@@ -229,7 +229,7 @@ class Trainer:
     ) -> Iterable[Feed]:
         """The microbatches with their losses, each times its factor; those that are drawn come as they are needed.
 
-        `Stage` calls a feed's `finish` with the last layer's output, and that calls `scaled_loss` here.
+        `Stage` calls a feed's `result_fn` with the last layer's output, and that calls `scaled_loss` here.
         """
         grid = self.pipeline.grid
         is_first = step == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
