@@ -138,7 +138,7 @@ def _is_pair_on_device(group: Any) -> bool:
 
 
 def _decode_at_once(original: Any, stage: Stage, *args: Any) -> Tensor:
-    with mock.patch.object(stage, "weights_ready", lambda: None):
+    with mock.patch.object(stage, "wait_for_weights", lambda: None):
         return original(stage, *args)
 
 

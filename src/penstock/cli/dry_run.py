@@ -86,7 +86,7 @@ def plan_run(config: RunConfig, data: RunData) -> RunPlan:
     placement, times = options.choice.placement(ours.pp), _measured(run, config)
     if times is not None:
         cut, choice = timed_cut(units, placement, options, times)
-        run = replace(run, batch=replace(run.batch, timed_cut=(cut, choice)))
+        run = replace(run, batch=replace(run.batch, given_cut=(cut, choice)))
     else:
         cut, choice = cut_units(units, placement, options), options.choice
     num_microbatches = len(run.batch.parts.microbatches)

@@ -271,7 +271,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     on_all_ranks(lambda: refuse_used(folder) if is_first else None, grid.control, ValueError)
     local: dict[str, Tensor] = {}
     for stage in pipeline.model.stages.values() if grid.dp_rank == grid.cp_rank == grid.tp_rank == 0 else ():
-        stage.weights_ready()
+        stage.wait_for_weights()
         # Second copies are left out.
         for unit, module in stage.units if not stage.suffix else ():
             for name, layer in _adapted_layers(module):

@@ -145,7 +145,7 @@ class LocalModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by full name, once values that other ranks step have arrived."""
         for stage in self.stages.values():
-            stage.weights_ready()
+            stage.wait_for_weights()
         return {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
 
     def lend_weights(self) -> None:
@@ -176,7 +176,7 @@ class Surroundings:
     #: makes the rank's stages
     stages = staticmethod(build_stages)
     #: the cut and the schedule for measured times; None for those of the options
-    timed_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+    given_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
 
     def grid(self, layout: Layout, options: EngineOptions) -> Grid:
         grid = connect(layout, options.device, timedelta(seconds=options.timeout_s), options.transport)
@@ -298,7 +298,7 @@ class Pipeline:
         check_alike(options, facts, self.grid.control)
         self.options, self.pack = with_quantization(options, self.device, self.grid)
         self.placement = options.choice.placement(self.layout.pp)
-        self.cut, self.choice = self.surroundings.timed_cut or self._choose_cut(units, hidden_size)
+        self.cut, self.choice = self.surroundings.given_cut or self._choose_cut(units, hidden_size)
         check_ties(self.units, self.cut, self.placement)
         self.step, self._executors = 0, {}
         self.has_callbacks = self.has_callbacks_anywhere = False
@@ -417,7 +417,7 @@ class Pipeline:
         for index, buckets in buckets_by_stage.items():
             # The original of a lent weight may lie in any stage of this rank.
             if model.loans or any(bucket.reduction.sharded for bucket in buckets.buckets):
-                model.stages[index].weights_ready = settle_all if model.loans else buckets.settle
+                model.stages[index].wait_for_weights = settle_all if model.loans else buckets.settle
         return buckets_by_stage
 
     # ---- running a program

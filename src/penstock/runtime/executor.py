@@ -64,8 +64,8 @@ class Executor:
     transport: Transport
     #: notes every action
     recorder: Recorder
-    #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait. None: no rank to
-    #: reduce with
+    #: called for a REDUCE_GRAD action with the stage's number; starts the reduction, does not wait. None for programs
+    #: of forwards alone, or without a rank to reduce with
     reduce: Callable[[int], None] | None = None
     #: the way in which the two actions of a fused pair take turns
     pairs: Pairs = _PAIRS

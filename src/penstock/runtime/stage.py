@@ -336,7 +336,7 @@ class Stage:
     """
 
     #: called before weights are read; may wait for those that other ranks step
-    weights_ready: Callable[[], None]
+    wait_for_weights: Callable[[], None]
     #: ends the full names of the parameters; marks the second copy of a bidirectional model
     suffix: str = ""
     #: True if a unit launches collectives, so that lanes of the stage are suspended
@@ -376,7 +376,7 @@ class Stage:
                 self._runs += [LaneCall(name, module, name in recompute) for name, module in run]  # pyright: ignore
             else:
                 self._runs.append([UnitCall(name, module, name in recompute) for name, module in run])
-        self.weights_ready = lambda: None
+        self.wait_for_weights = lambda: None
         self.exchanges = not all(isinstance(run, list) for run in self._runs)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -423,7 +423,7 @@ class Stage:
         Returns the output, [T, D] unless the boundary is open, without its graph; on the last stage what `result_fn`
         makes of it (the scaled loss, a scalar).
         """
-        self.weights_ready()
+        self.wait_for_weights()
         if self.weight_gradients is not None:
             self.weight_gradients.may_defer = tape is not None and (tape.splits or self.exchanges)
         # A stage of no units hands on its input, as a segment whose gradients pass it likewise.
@@ -540,7 +540,7 @@ class Stage:
 
     def pack_weights(self, casts: WeightCasts) -> None:
         """Pack the weights that `decode` reads, but where autocast makes others of them."""
-        self.weights_ready()
+        self.wait_for_weights()
         if self.autocast is nullcontext:
             for _, module in self.units:
                 casts.pack(module, self.boundary.dtype)
@@ -557,7 +557,7 @@ class Stage:
 
         For `SlotRows`, prompts have been copied already.
         """
-        self.weights_ready()
+        self.wait_for_weights()
         if isinstance(rows, CachedRows):
             self.copy_prompts(caches, rows)
         with self.autocast():
@@ -567,7 +567,7 @@ class Stage:
 
     def decode_nothing(self, rows: CachedRows) -> None:
         """Take part without tokens where ranks of several pipelines compute together; `rows` has none."""
-        self.weights_ready()
+        self.wait_for_weights()
         x_TD = torch.zeros((0, self.boundary.hidden_size), dtype=self.boundary.dtype, device=rows.positions.device)
         with self.autocast():
             for _, module in self.units:

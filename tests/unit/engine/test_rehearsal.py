@@ -95,8 +95,8 @@ def test_layers_without_a_fault_pass() -> None:
 
 @pytest.mark.parametrize("num_first", [1, 2])
 def test_the_cut_and_the_schedule_of_measured_times_are_rehearsed(num_first: int) -> None:
-    timed_cut = (range(num_first), range(num_first, 3)), EngineOptions("afab").choice
-    found = run(layers_with(torch.tanh), replace(BATCH, timed_cut=timed_cut), pp=2)
+    given_cut = (range(num_first), range(num_first, 3)), EngineOptions("afab").choice
+    found = run(layers_with(torch.tanh), replace(BATCH, given_cut=given_cut), pp=2)
     assert [unit.name for unit in found.units] == ["layers.0", "layers.1"][:num_first]
     assert found.schedule == EngineOptions("afab").choice.program(2, 2).schedule.name
 

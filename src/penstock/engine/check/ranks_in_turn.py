@@ -241,10 +241,10 @@ class TrainerInTurn(Trainer):
     losses: Sequence[Tensor]
     gradients: dict[str, Tensor]
 
-    def finish(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
+    def finish_gradients(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
         views = (view for buckets in self.buckets.values() for view in buckets.gradients.items())
         self.losses, self.gradients = losses, {name: view.clone() for name, view in views}
-        return super().finish(losses, feeds)
+        return super().finish_gradients(losses, feeds)
 
 
 class EngineInTurn(Engine):

@@ -124,7 +124,7 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
     grid = state.pipeline.grid
     is_written_here = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     for stage in state.pipeline.model.stages.values():
-        stage.weights_ready()
+        stage.wait_for_weights()
         for unit, module in stage.units if not stage.suffix else ():
             for key, tensor in module.state_dict().items():
                 name = f"{unit}.{key}".replace(".base_layer.", ".")

@@ -408,18 +408,18 @@ class Optimizer:
             unchanged = values.view(narrow) == master.to(values.dtype).view(narrow)
             master.copy_(torch.where(unchanged, master, values.to(master.dtype)))
 
-    def take_edits_and_norm(self, beside: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
-        """Take edits as `take_edits` does; the gradients' norm without the loss scale, and the numbers `beside` it.
+    def take_edits_and_norm(self, also_read: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
+        """Take edits as `take_edits` does; the gradients' norm without the loss scale, and the numbers of `also_read`.
 
-        The norm is not finite if any element on any rank is not. All ranks of the group call it. `beside` are tensors
-        of one element: the device is waited for only once.
+        The norm is not finite if any element on any rank is not. All ranks of the group call it. What is `also_read` are
+        tensors of one element: the device is waited for only once.
         """
         self._move_back()
         pairs, is_same = self._compare_with_masters()
         # In float64: a sum of squares in fp32 loses digits with the size of the parameter, 4 of 7 at 15 million.
         gradients = self._counted
         norms = torch._foreach_norm(gradients, 2, torch.float64) if gradients else []  # pyright: ignore[reportPrivateImportUsage]
-        numbers = read_numbers([*norms, *is_same, *beside])
+        numbers = read_numbers([*norms, *is_same, *also_read])
         num_own = len(norms) + len(is_same)
         self._take_changed(pairs, numbers[len(norms) : num_own])
         rank_norms = torch.tensor(numbers[: len(norms)] + [0.0] * (self._num_norms - len(norms)), dtype=torch.float64)

@@ -39,7 +39,7 @@ class RehearsedPlace(Surroundings):
     meter: Meter = field(default_factory=Meter)
     #: counts what the rank sends
     traffic: TrafficCount = field(default_factory=TrafficCount)
-    timed_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+    given_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
     hold_values = False
 
     @classmethod

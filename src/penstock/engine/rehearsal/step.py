@@ -124,7 +124,7 @@ class RehearsedBatch:
     #: share of tokens with a label, which are the last ones of each sequence
     label_share: float = 1.0
     #: the cut and the schedule for measured times; None for those of the options
-    timed_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
+    given_cut: tuple[tuple[range, ...], ScheduleChoice] | None = None
 
     @cached_property
     def data(self) -> PackedBatch:
@@ -266,7 +266,7 @@ def rehearse(
         )
     # Without data there are no times to measure.
     options = replace(options, measure_lengths=None, compile=False)
-    place, parts = replace(RehearsedPlace.of(device, rank), timed_cut=batch.timed_cut), batch.parts
+    place, parts = replace(RehearsedPlace.of(device, rank), given_cut=batch.given_cut), batch.parts
     meter = place.meter
     with without_values() as mode, meter, meter.guarded(read_by_design):
         pipeline = Pipeline(units, hidden_size, layout, options, place)
@@ -336,7 +336,7 @@ def _take_step(trainer: Trainer, place: RehearsedPlace, parts: Split, loss: Boun
             trainer.prepare()
             losses = pipeline.run(executor, feeds)
         record = pipeline.recorder.begin(Action(Op.STEP))
-        norm, _, aux_notes = trainer.finish(losses, feeds)
+        norm, _, aux_notes = trainer.finish_gradients(losses, feeds)
         trainer.step_weights(norm, aux_notes, loss_scale, 1, optimizer.rates.at(1))
         pipeline.recorder.end(record)
     return feeds

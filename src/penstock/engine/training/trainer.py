@@ -157,7 +157,7 @@ class Trainer:
                     losses = pipeline.run(executor, feeds)
                     rates = self.optimizer.rates.at(step)
                 record = pipeline.recorder.begin(Action(Op.STEP))
-                norm, rank_loss, aux_notes = self.finish(losses, feeds)
+                norm, rank_loss, aux_notes = self.finish_gradients(losses, feeds)
                 with recovery.announcing():
                     # Each rank gives its part when it is through its program: so now none can fail in it any more.
                     loss, num_metrics = step_loss.total(pipeline, rank_loss)
@@ -166,7 +166,8 @@ class Trainer:
                 metrics = reduce_metrics(pipeline, step_loss.metrics) if num_metrics else {}
                 update, aux_losses = self.step_weights(norm, aux_notes, loss_scale, step, rates)
                 pipeline.recorder.end(record)
-        pipeline.step, step_time_s = step, time.perf_counter() - start
+        pipeline.step = step
+        step_time_s = time.perf_counter() - start
         return TrainResult(
             step=step,
             loss=loss / loss_scale,
@@ -264,18 +265,29 @@ class Trainer:
         """Start summing the gradients of a local stage over ranks, without waiting; an action of the program."""
         self.buckets[stage].launch()
 
-    def finish(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
-        """Finish the gradients, and read all that the host needs to know of the step, for which it waits once.
+    def finish_gradients(self, losses: Sequence[Tensor], feeds: Iterable[Feed]) -> tuple[float, float, AuxNotes | None]:
+        """Wait for the reductions that the program started, and add up tied gradients.
 
+        With their norm goes all else that the host needs to know of the step, so that it waits for the device once.
         Returns the norm of all gradients, the sum of this rank's losses, and the notes of its units.
         """
-        notes, rank_losses = None, sum_of(losses)
-        if self.aux_losses is not None:
-            with self.pipeline.recovery.announcing():
+        pipeline, notes, rank_losses = self.pipeline, None, sum_of(losses)
+        with pipeline.recovery.announcing():
+            if self.aux_losses is not None:
                 notes = self.aux_losses.noted(feeds)
-        norm, numbers = self._finish_gradients([*rank_losses, *(notes.tensors if notes is not None else ())])
+            with pipeline.recorder.collective("finish the gradients"):
+                gradients: dict[str, Tensor] = {}
+                for buckets in self.buckets.values():
+                    buckets.wait()
+                    gradients |= buckets.owned_gradients
+                for ties in (pipeline.model.ties.copies, pipeline.model.ties.tied):
+                    sum_tied(ties, gradients, pipeline.grid.mirror_group)
+                if pipeline.grid.dp_cp_group is not None:
+                    share_buffers(pipeline.model.buffers().values(), pipeline.grid.dp_cp_group)
+                also_read = [*rank_losses, *(notes.tensors if notes is not None else ())]
+                norm, numbers = self.optimizer.take_edits_and_norm(also_read)
         # After an abort NCCL raises nothing and leaves anything as a gradient. The norm has waited for the device.
-        self.pipeline.recovery.alarm.check()
+        pipeline.recovery.alarm.check()
         num_losses = len(rank_losses)
         notes = replace(notes, numbers=numbers[num_losses:]) if notes is not None else None
         return norm, sum(numbers[:num_losses]), notes
@@ -293,23 +305,6 @@ class Trainer:
             if self.aux_losses is not None and aux_notes is not None:
                 aux_losses = self.aux_losses.report(aux_notes, loss_scale, learns=update.success)
         return update, aux_losses
-
-    def _finish_gradients(self, beside: Sequence[Tensor]) -> tuple[float, list[float]]:
-        """Wait for the reductions that the program started, and add up tied gradients.
-
-        Returns the norm of all, and the numbers of the tensors `beside` them.
-        """
-        pipeline = self.pipeline
-        with pipeline.recovery.announcing(), pipeline.recorder.collective("finish the gradients"):
-            gradients: dict[str, Tensor] = {}
-            for buckets in self.buckets.values():
-                buckets.wait()
-                gradients |= buckets.owned_gradients
-            for ties in (pipeline.model.ties.copies, pipeline.model.ties.tied):
-                sum_tied(ties, gradients, pipeline.grid.mirror_group)
-            if pipeline.grid.dp_cp_group is not None:
-                share_buffers(pipeline.model.buffers().values(), pipeline.grid.dp_cp_group)
-            return self.optimizer.take_edits_and_norm(beside)
 
     def _update(self, norm: float, step: int, rates: Sequence[Values]) -> Update:
         """Clip the gradients and step the weights; a step that may fail is undone on all ranks if it fails on one."""

@@ -150,7 +150,7 @@ class FixedDecoder(StageDecoder):
 
     def prepare(self, slots: Sequence[range]) -> None:
         """Make all computations of these slots, and capture them; waits for the device."""
-        self.stage.weights_ready()
+        self.stage.wait_for_weights()
         # The largest first: the others find room in its memory.
         for num_seen in reversed(self.numbers_seen):
             for slot in slots:
@@ -193,7 +193,7 @@ class FixedDecoder(StageDecoder):
     def _decode_rows(self, x: Tensor, rows: CachedRows, num: int, slot: range) -> Tensor:
         """The output [T, D] or [T, V] of the first so many items, of one token each."""
         num_needed = max(item.end for item in rows.items[:num])
-        self.stage.weights_ready()
+        self.stage.wait_for_weights()
         shape = self._shape(slot, next(number for number in self.numbers_seen if number >= num_needed))
         places_T = rows.rows_T[:num] - slot.start
         shape.positions.fill_(spare_position(self.num_cached)).index_copy_(0, places_T, rows.positions[:num])
