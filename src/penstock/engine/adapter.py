@@ -270,7 +270,7 @@ def save_adapter(pipeline: Pipeline, form: HuggingFaceForm | None, folder: Path 
     adapter, is_first = Adapter.of(setting, form), grid.rank == 0
     on_all_ranks(lambda: refuse_used(folder) if is_first else None, grid.control, ValueError)
     local: dict[str, Tensor] = {}
-    for stage in pipeline.model.stages.values() if grid.dp_rank == grid.cp_rank == grid.tp_rank == 0 else ():
+    for stage in pipeline.model.stages.values() if grid.is_first_of_stages else ():
         stage.wait_for_weights()
         # Second copies are left out.
         for unit, module in stage.units if not stage.suffix else ():

@@ -93,14 +93,13 @@ class ModelState:
 
         Raises: ValueError on all ranks if one has an optimizer or a module with state that no checkpoint can hold.
         """
-        grid = self.pipeline.grid
         # Ranks that see other parts of a batch may differ in extra state; the first one's is saved, as with buffers.
-        is_first = grid.dp_rank == grid.cp_rank == grid.tp_rank == 0
+        is_first = self.pipeline.grid.is_first_of_stages
 
         def state() -> dict[str, LocalTensor]:
             return self.state() | (self.pipeline.extra_state.tensors() if is_first else {})
 
-        return on_all_ranks(state, grid.control, ValueError, message="{error}")
+        return on_all_ranks(state, self.pipeline.grid.control, ValueError, message="{error}")
 
     def state_to_load(self, checkpoint: CheckpointInfo) -> dict[str, LocalTensor]:
         """`state`, and empty tensors for the checkpoint's optimizer state and extra state of this rank.

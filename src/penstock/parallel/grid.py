@@ -208,6 +208,11 @@ class Grid:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def is_first_of_stages(self) -> bool:
+        """True on the first of all ranks that have these stages, or shards of their layers."""
+        return self.dp_rank == self.cp_rank == self.tp_rank == 0
+
     @functools.cached_property
     def place(self) -> Coordinates:
         return self.layout.coordinates(self.rank)

@@ -122,7 +122,6 @@ def export_model(
 def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedParameter]:
     """This rank's parameters and persistent buffers, without those of second copies and of adapters."""
     grid = state.pipeline.grid
-    is_written_here = (grid.dp_rank, grid.cp_rank, grid.tp_rank) == (0, 0, 0)
     for stage in state.pipeline.model.stages.values():
         stage.wait_for_weights()
         for unit, module in stage.units if not stage.suffix else ():
@@ -135,7 +134,7 @@ def _parameters_of_engine(state: ModelState, merges: bool) -> Iterator[ExportedP
                 if shard is not None:
                     group = grid.tp_group if shard.axis == "tp" else grid.ep_group
                     shape, fetch = shard.full_shape, partial(_whole, fetch, shard, group)
-                yield ExportedParameter(name, shape, tensor.dtype, fetch, is_written_here)
+                yield ExportedParameter(name, shape, tensor.dtype, fetch, grid.is_first_of_stages)
 
 
 def _whole(fetch: Callable[[], Tensor], shard: Shard, group: dist.ProcessGroup | None) -> Tensor:

@@ -411,8 +411,8 @@ class Optimizer:
     def take_edits_and_norm(self, also_read: Sequence[Tensor] = ()) -> tuple[float, list[float]]:
         """Take edits as `take_edits` does; the gradients' norm without the loss scale, and the numbers of `also_read`.
 
-        The norm is not finite if any element on any rank is not. All ranks of the group call it. What is `also_read` are
-        tensors of one element: the device is waited for only once.
+        The norm is not finite if any element on any rank is not. All ranks of the group call it. Tensors that are
+        `also_read` have one element: the device is waited for only once.
         """
         self._move_back()
         pairs, is_same = self._compare_with_masters()

@@ -232,8 +232,7 @@ class Trainer:
 
         `Stage` calls a feed's `result_fn` with the last layer's output, and that calls `scaled_loss` here.
         """
-        grid = self.pipeline.grid
-        is_first = step == 1 and not (grid.dp_rank or grid.cp_rank or grid.tp_rank)
+        is_first = step == 1 and self.pipeline.grid.is_first_of_stages
         loss_of = step_loss.with_warning if is_first else step_loss
 
         def scaled_loss(output: Any, microbatch: PackedBatch, numbers: Numbers) -> Tensor:
