@@ -187,7 +187,8 @@ def source_of(
         reads_labels = loss.reads_labels
     if spec is not None and not isinstance(spec, MicroBatchSpec):
         raise ValueError(f"micro_batches={spec!r} is {type_in_words(spec)}; give a MicroBatchSpec, or None")
-    holds_no_end = not (pipeline.holds_first_stage or pipeline.holds_last_stage)
+    # A rank with neither end of the model may have no iterator, where others have one.
+    may_lack_one = spec is not None and not (pipeline.holds_first_stage or pipeline.holds_last_stage)
     if isinstance(batch, list | tuple):
         if not batch:
             raise BatchError("batch", "an empty list; give at least one microbatch")
@@ -198,16 +199,16 @@ def source_of(
         kind, batch = MicrobatchList, tuple(batch)
     elif batch is END:
         kind, batch = MicrobatchList, ()
-    elif isinstance(batch, PackedBatch) or not (is_iterator(batch) or (batch is None and spec and holds_no_end)):
-        kind = SplitBatch
-        check_batch(batch, pipeline.units[0].limits, reads_labels)
-    else:
+    elif is_iterator(batch) or (batch is None and may_lack_one):
         if spec is None or spec.num is None:
             raise ValueError(
                 "how many microbatches an iterator gives is known to the caller alone; say it, as in "
                 "micro_batches=MicroBatchSpec(num=8), or give a list"
             )
         kind = DrawnMicrobatches
+    else:
+        kind = SplitBatch
+        check_batch(batch, pipeline.units[0].limits, reads_labels)
     return kind(pipeline, batch, spec or BY_DEFAULT, loss, reads_labels)
 
 
