@@ -364,7 +364,7 @@ class DecodeLoop:
             ring.transport.send(wire.leaving, Message((y,)))
         ring.recorder.end(record)
         self.num_forwards += 1
-        self.num_tokens += local.rows.num_tokens
+        self.num_tokens += len(local.rows.positions)
         self.busy_s += (record.end_ns - record.start_ns) * 1e-9
         return read
 
