@@ -405,7 +405,7 @@ def syncs(results: Results) -> None:
     phases = [
         (Executor, "run"),
         (Trainer, "feeds"),
-        (Trainer, "finish"),
+        (Trainer, "finish_gradients"),
         (Trainer, "step_weights"),
         (Engine, "generate"),
     ]
