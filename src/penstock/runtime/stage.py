@@ -616,30 +616,24 @@ class Stage:
                         yield
                     continue
                 lane = Driven(entry.backward(grads), deferred)
-                owes_turn = yield from self._turns(lane, tape, fill, pairs)
+                for turn in lane:
+                    if turn is Turn.RELEASE_WAITS and pairs.early_release:
+                        owes_turn = True
+                    elif not fill:
+                        yield turn
+                    elif turn is not Turn.WEIGHTS_WAIT:
+                        self.weight_backward(tape)
+                        yield
+                    elif pairs.overlap:
+                        # The other lane launches something first, and the weight gradients hide it.
+                        yield
+                        self.weight_backward(tape)
                 grads = lane.result
         except RuntimeError as error:
             changing = [call.name for call in self.calls if call.changes_input]
             name_changing(error, [name for name, _ in self.units], changing)
             raise
         return Message(grads or ())
-
-    def _turns(self, lane: Iterable[Turn | None], tape: Tape, fill: bool, pairs: Pairs) -> Lane[bool]:
-        """Go through the backward lane of a unit. Returns True if one of its turns is left for the next entry."""
-        owes_turn = False
-        for turn in lane:
-            if turn is Turn.RELEASE_WAITS and pairs.early_release:
-                owes_turn = True
-            elif not fill:
-                yield turn
-            elif turn is not Turn.WEIGHTS_WAIT:
-                self.weight_backward(tape)
-                yield
-            elif pairs.overlap:
-                # The other lane launches something first, and the weight gradients hide it.
-                yield
-                self.weight_backward(tape)
-        return owes_turn
 
     def weight_backward(self, tape: Tape) -> None:
         """Compute the weight gradients that `backward` left on the tape, in its order."""
