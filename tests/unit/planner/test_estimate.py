@@ -15,7 +15,6 @@ from penstock.planner.model_costs import MessageKind, RecomputedPart, Work
 from penstock.planner.search import settings_of
 from penstock.planner.shape import ModelShape, published_model
 from penstock.planner.times import Clock, Constants
-from penstock.schedule.rehearsal import communicator_bytes
 from penstock.settings import Layout, ModelConfig
 
 SHAPE = published_model("llama3-8b")
@@ -62,8 +61,8 @@ def test_tokens_of_a_device_and_mfu_count_every_device(layout: Layout):
 @pytest.mark.parametrize(
     ("host", "layout", "reserved"),
     [
-        ("h100", Layout(pp=2), CONTEXT_BYTES + communicator_bytes(2, 0)),
-        ("h100", Layout(pp=2, dp=2, tp=2), CONTEXT_BYTES + communicator_bytes(2, 2)),
+        ("h100", Layout(pp=2), CONTEXT_BYTES + 1_000_000_000),
+        ("h100", Layout(pp=2, dp=2, tp=2), CONTEXT_BYTES + 1_800_000_000),
         ("cpu", Layout(pp=2), 0),
     ],
 )
